@@ -1,0 +1,43 @@
+# `make help` lists the targets. Everything happens inside .venv and runs/.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install train plan test check format bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+install: $(INSTALLED) ## create .venv and install the package with its tools
+
+train: $(INSTALLED) ## train on handwritten digits (ARGS="mode=dp seed=1" changes what)
+	$(BIN)/cdp-train $(ARGS)
+
+plan: $(INSTALLED) ## show timeline, stages and memory before training (ARGS="...")
+	$(BIN)/cdp-plan $(ARGS)
+
+test: $(INSTALLED) ## run all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+check: $(INSTALLED) ## lint, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED) ## measure engine overhead and activation memory; rewrites results/bench
+	$(BIN)/python scripts/bench.py $(ARGS)
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
