@@ -1,0 +1,85 @@
+"""Update rules: a mode names a timeline and the staleness d(i, j) of every worker and stage."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Staleness = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A timeline and its update rule.
+
+    Worker i of training step t reads stage j at version max(0, t - staleness[i][j]) in its forward and in its
+    backward; the update is theta[t+1, j] = optimizer(theta[t, j], mean over i of worker i's gradients).
+    """
+
+    name: str
+    timeline: str
+    """`simultaneous` (all workers run the same stage in the same slot) or `cyclic` (uniformly delayed)."""
+    staleness: Staleness
+    """Row i is worker i, column j is stage j."""
+
+    def oldest(self, stage: int) -> int:
+        """Return the largest staleness that any worker has on `stage`, in training steps."""
+        return max(row[stage] for row in self.staleness)
+
+
+def _constant(delay: int) -> Callable[[int, int], Staleness]:
+    return lambda workers, stages: ((delay,) * stages,) * workers
+
+
+def _freshest_cyclic(workers: int, stages: int) -> Staleness:
+    """CDP-v2: fresh wherever the cyclic timeline can serve it, i.e. where c*i + j >= c*(N-1), with S = c*N."""
+    per_worker = stages // workers
+    return tuple(
+        tuple(0 if per_worker * worker + stage >= per_worker * (workers - 1) else 1 for stage in range(stages))
+        for worker in range(workers)
+    )
+
+
+MODES: dict[str, tuple[str, Callable[[int, int], Staleness]]] = {
+    "dp": ("simultaneous", _constant(0)),
+    "cdp_v1": ("cyclic", _constant(1)),
+    "cdp_v2": ("cyclic", _freshest_cyclic),
+}
+"""The paper's modes: name -> (timeline, rule)."""
+
+
+def resolve_mode(mode: str | Sequence[Sequence[int]], workers: int, stages: int) -> Mode:
+    """Return the mode that a name or a staleness matrix stands for.
+
+    A matrix has one row a worker and one column a stage, runs on the cyclic timeline, and may hold any
+    non-negative integers that this timeline can serve (validation decides which).
+
+    Raises:
+        ValueError: an unknown name, or a matrix of another shape or with entries that are not integers >= 0.
+    """
+    if isinstance(mode, str):
+        if mode not in MODES:
+            nearest = difflib.get_close_matches(mode, MODES, n=1, cutoff=0.3)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ValueError(f"unknown mode {mode!r}: choose {', '.join(MODES)} or give a staleness matrix{hint}")
+        timeline, rule = MODES[mode]
+        return Mode(mode, timeline, rule(workers, stages))
+    return Mode("matrix", "cyclic", _checked_matrix(mode, workers, stages))
+
+
+def _checked_matrix(matrix: Sequence[Sequence[int]], workers: int, stages: int) -> Staleness:
+    shape = [len(row) for row in matrix]
+    if shape != [stages] * workers:
+        raise ValueError(
+            f"the staleness matrix needs {workers} rows (workers) of {stages} entries (stages); "
+            f"got {len(shape)} rows of {shape} entries; one that works: {[[1] * stages] * workers}"
+        )
+    for worker, row in enumerate(matrix):
+        for stage, delay in enumerate(row):
+            if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
+                raise ValueError(
+                    f"staleness of worker {worker} on stage {stage} is {delay!r}: "
+                    "it must be an integer number of training steps, 0 or more"
+                )
+    return tuple(tuple(row) for row in matrix)
