@@ -1,0 +1,1 @@
+"""The engine: executes a validated program on torch."""

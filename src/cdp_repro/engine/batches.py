@@ -1,0 +1,74 @@
+"""Mini-batches: what the engine asks of its data, and the wrapper for plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class MiniBatch(Protocol):
+    """The data of one training step, cut into one micro-batch a worker."""
+
+    def inputs(self, worker: int) -> Tensor:
+        """Return the inputs of worker i's micro-batch, [B/N, ...], in storage of their own."""
+        ...
+
+    def targets(self, worker: int) -> Tensor:
+        """Return the targets of worker i's micro-batch, [B/N, ...], in storage of their own."""
+        ...
+
+
+class TensorMiniBatch:
+    """A mini-batch held as two tensors; micro-batch i is the i-th slice."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor, workers: int, device: torch.device) -> None:
+        for name, tensor in (("inputs", inputs), ("targets", targets)):
+            if len(tensor) % workers:
+                nearest = max(1, len(tensor) // workers) * workers
+                raise ValueError(
+                    f"a mini-batch of {len(tensor)} {name} is not divisible by {workers} workers; {nearest} would be"
+                )
+        self._inputs, self._targets = inputs, targets
+        self._workers, self._device = workers, device
+
+    def inputs(self, worker: int) -> Tensor:
+        """Return a copy of slice `worker` of the inputs on the device."""
+        return self._slice(self._inputs, worker)
+
+    def targets(self, worker: int) -> Tensor:
+        """Return a copy of slice `worker` of the targets on the device."""
+        return self._slice(self._targets, worker)
+
+    def _slice(self, tensor: Tensor, worker: int) -> Tensor:
+        size = len(tensor) // self._workers
+        return tensor[worker * size : (worker + 1) * size].to(self._device, copy=True)
+
+
+class Feed:
+    """Hands out training steps as long as there are batches, and holds the batches of the steps in flight."""
+
+    def __init__(self, batches: Iterable[MiniBatch], first_step: int) -> None:
+        self._batches = iter(batches)
+        self._step = first_step
+        self._held: dict[int, MiniBatch] = {}
+
+    def steps(self) -> Iterator[int]:
+        """Yield the next step number each time it is asked for one and there is a batch for it."""
+        while (batch := next(self._batches, None)) is not None:
+            self._held[self._step] = batch
+            self._step += 1
+            yield self._step - 1
+
+    def close(self) -> None:
+        """Hand out no more steps."""
+        self._batches = iter(())
+
+    def __getitem__(self, step: int) -> MiniBatch:
+        return self._held[step]
+
+    def release(self, step: int) -> None:
+        """Forget the batch of a finished step."""
+        del self._held[step]

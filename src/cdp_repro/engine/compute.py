@@ -1,0 +1,105 @@
+"""Forward and backward of one stage on one micro-batch, apart from each other.
+
+The backward needs the graph of the forward, not its output: what is kept is the graph's edge, so that the output
+lives exactly as long as somebody needs its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import functional_call
+
+from cdp_repro.engine.memory import ActivationMeter
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version of one stage's parameters: theta[number], never changed in place."""
+
+    number: int
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def trainable(self) -> dict[str, Tensor]:
+        """The tensors that receive gradients, by name."""
+        return {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
+
+
+@dataclass(frozen=True)
+class SavedForward:
+    """What a forward leaves behind for its backward."""
+
+    version: Version
+    input: Tensor | None
+    """The stage's input if it takes a gradient (a leaf), else None."""
+    edge: GradientEdge | None
+    """Where the gradient of the output enters the graph; None if nothing in the stage takes a gradient."""
+
+
+@dataclass(frozen=True)
+class StageCompute:
+    """Runs one stage; holds what is the same in every call."""
+
+    module: nn.Module
+    loss_fn: LossFn | None
+    """The last stage computes the loss as a part of its forward; the others have None."""
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def forward(
+        self,
+        version: Version,
+        buffers: Mapping[str, Tensor],
+        inputs: Tensor,
+        targets: Tensor | None,
+        meter: ActivationMeter | None,
+    ) -> tuple[Tensor, SavedForward]:
+        """Return the output of the stage (of the last stage: the loss, a scalar) and what the backward needs.
+
+        `inputs` is [micro-batch, ...]; `buffers` are updated in place (BatchNorm's running statistics). With a
+        meter, saved tensors, the input and the output are counted.
+        """
+        leaf = inputs if inputs.requires_grad else None
+        if meter is not None and leaf is not None:
+            meter.hold(leaf)
+        with ExitStack() as stack:
+            stack.enter_context(self.autocast())
+            if meter is not None:
+                stack.enter_context(meter.metered([*version.tensors.values(), *buffers.values()]))
+            output = functional_call(self.module, (dict(version.tensors), dict(buffers)), (inputs,))
+            if not isinstance(output, Tensor):
+                raise TypeError(f"a stage must return one tensor, the next stage's input; got {type(output).__name__}")
+            if self.loss_fn is not None:
+                assert targets is not None
+                output = self.loss_fn(output, targets)
+        edge = get_gradient_edge(output) if output.requires_grad else None
+        if meter is not None and self.loss_fn is None:
+            meter.hold(output)
+        return output.detach(), SavedForward(version, leaf, edge)
+
+
+def backward(saved: SavedForward, grad_output: Tensor | None) -> tuple[Tensor | None, Gradients]:
+    """Return the gradients of the stage's input (None if it takes none) and of its parameters, by name.
+
+    `grad_output` is the gradient of the stage's output; None stands for 1, the gradient of the loss. Parameters
+    that the loss does not depend on are left out, as torch leaves their `.grad` at None.
+    """
+    parameters = saved.version.trainable
+    inputs = [*parameters.values()] if saved.input is None else [saved.input, *parameters.values()]
+    if saved.edge is None or not inputs:
+        return None, {}
+    gradients = torch.autograd.grad((saved.edge,), inputs, (grad_output,), allow_unused=True)
+    grad_input = None
+    if saved.input is not None:
+        grad_input = gradients[0] if gradients[0] is not None else torch.zeros_like(saved.input)
+        gradients = gradients[1:]
+    named: Iterable[tuple[str, Tensor | None]] = zip(parameters, gradients, strict=True)
+    return grad_input, {name: gradient for name, gradient in named if gradient is not None}

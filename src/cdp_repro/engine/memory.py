@@ -1,0 +1,56 @@
+"""Activation bytes: what autograd saves for the backward plus what the engine holds for it, counted once.
+
+A tensor counts from the moment it is saved or held until its storage dies; two tensors that share a storage
+count once. Parameters, buffers and views of their storage never count (a Linear saves a view of its weight).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class ActivationMeter:
+    """Counts the live activation bytes of one device.
+
+    `live_bytes` is exact at any moment in which no operator is running.
+    """
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._excluded: set[int] = set()
+
+    def hold(self, tensor: Tensor) -> None:
+        """Count `tensor` until its storage dies."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or key in self._excluded:
+            return
+        size = storage.nbytes()
+        self.live_bytes += size
+        self._live[key] = weakref.ref(storage, lambda _, key=key, size=size: self._release(key, size))  # type: ignore[misc]
+
+    def _release(self, key: int, size: int) -> None:
+        self.live_bytes -= size
+        del self._live[key]
+
+    @contextmanager
+    def metered(self, excluded: Iterable[Tensor]) -> Iterator[None]:
+        """Count what autograd saves inside the body, except storages of `excluded` (parameters and buffers)."""
+        self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded}
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            yield
+        self._excluded = set()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.hold(tensor)
+        return tensor.detach()  # without its graph: an output that its own node saves would never die
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,135 @@
+"""The state of one stage: parameter versions, optimizer, gradient sum, and every worker's buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdp_repro.engine.compute import Gradients, Version
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class StageState:
+    """Versions are out of place: an update writes new tensors, and an old version lives as long as it is kept.
+
+    The tensors of the current version are shared with `module`, which is therefore always up to date; nothing
+    here ever writes into them.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: OptimizerFactory, workers: int) -> None:
+        self.module = module
+        self._workers = workers
+        self._parameters = dict(module.named_parameters())
+        trainable = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
+        self._optimizer = optimizer(trainable) if trainable else None
+        self._base_rates = [group["lr"] for group in self._optimizer.param_groups] if self._optimizer else []
+        self._gradient_sum: Gradients = {}
+        self._versions: dict[int, Version] = {}
+        self.current = 0
+        self._publish(0)
+        buffers = dict(module.named_buffers())
+        self.buffers: list[dict[str, Tensor]] = [
+            {name: buffer.detach().clone() for name, buffer in buffers.items()} for _ in range(workers)
+        ]
+
+    @property
+    def versions(self) -> list[int]:
+        """Numbers of the versions that are alive, oldest first."""
+        return sorted(self._versions)
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of one version of the stage's parameters."""
+        return sum(parameter.nbytes for parameter in self._parameters.values())
+
+    def read(self, number: int) -> Version:
+        """Return a version that is alive."""
+        return self._versions[number]
+
+    def free(self, number: int) -> None:
+        """Forget a version; its tensors die with the last graph that uses them."""
+        del self._versions[number]
+
+    def add_gradients(self, gradients: Gradients) -> None:
+        """Add one worker's gradients to the sum of this training step, in the order of the calls."""
+        for name, gradient in gradients.items():
+            if name in self._gradient_sum:
+                self._gradient_sum[name].add_(gradient)
+            else:
+                self._gradient_sum[name] = gradient.clone()  # autograd may hand out views or shared tensors
+
+    def update(self, learning_rate_factor: float) -> None:
+        """Make the next version from the current one and the mean over workers of the gradients."""
+        for name, parameter in self._parameters.items():
+            gradient = self._gradient_sum.pop(name, None)
+            parameter.grad = None if gradient is None else gradient.div_(self._workers)
+            parameter.data = parameter.data.clone()  # the optimizer writes here; the old version stays as it is
+        if self._optimizer is not None:
+            for group, base_rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):
+                group["lr"] = base_rate * learning_rate_factor
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        self.current += 1
+        self._publish(self.current)
+
+    def _publish(self, number: int) -> None:
+        # `.data`, not `.detach()`: a version counter of its own, so that autograd sees that a version never changes
+        self._versions[number] = Version(
+            number,
+            {
+                name: parameter.data.requires_grad_(parameter.requires_grad)
+                for name, parameter in self._parameters.items()
+            },
+        )
+
+    def average_buffers(self) -> None:
+        """Write the mean over workers of the floating-point buffers into the module; others from worker 0."""
+        for name, buffer in self.module.named_buffers():
+            copies = [buffers[name] for buffers in self.buffers]
+            buffer.copy_(torch.stack(copies).mean(0) if buffer.is_floating_point() else copies[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return versions, optimizer state and buffers; canonical, i.e. named by version, parameter and worker."""
+        return {
+            "versions": {
+                number: {name: tensor.detach() for name, tensor in version.tensors.items()}
+                for number, version in self._versions.items()
+            },
+            "optimizer": self._optimizer.state_dict() if self._optimizer else None,
+            "buffers": self.buffers,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned; ValueError if names or shapes differ."""
+        newest = max(state["versions"])
+        _check_same_tensors(self._parameters, state["versions"][newest])
+        _check_same_workers(self.buffers, state["buffers"])
+        self._versions.clear()
+        for number in sorted(state["versions"]):
+            for name, parameter in self._parameters.items():
+                parameter.data = state["versions"][number][name].detach().to(parameter, copy=True)
+            self._publish(number)
+        self.current = newest
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+        for mine, loaded in zip(self.buffers, state["buffers"], strict=True):
+            for name, buffer in mine.items():
+                buffer.copy_(loaded[name])
+
+
+def _check_same_tensors(mine: dict[str, nn.Parameter], loaded: dict[str, Tensor]) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
+    if expected != found:
+        differing = sorted(name for name in expected | found if expected.get(name) != found.get(name))
+        shown = ", ".join(f"{name}: {found.get(name)} for {expected.get(name)}" for name in differing[:3])
+        raise ValueError(f"the checkpoint is of another model: {len(differing)} parameters differ, e.g. {shown}")
+
+
+def _check_same_workers(mine: Sequence[object], loaded: Sequence[object]) -> None:
+    if len(mine) != len(loaded):
+        raise ValueError(f"the checkpoint is of {len(loaded)} workers, this engine has {len(mine)}")
