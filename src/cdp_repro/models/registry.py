@@ -1,0 +1,82 @@
+"""Models by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from cdp_repro.models.mlp import build_mlp
+from cdp_repro.models.resnet import build_small_resnet, build_torchvision_resnet
+from cdp_repro.models.spec import ModelError, ModelSpec
+from cdp_repro.models.timm_models import build_timm_model, is_timm_model, timm_model_names
+
+_BUILDERS: Mapping[str, Callable[[ModelSpec], nn.Sequential]] = MappingProxyType(
+    {
+        "mlp": build_mlp,
+        "resnet8": partial(build_small_resnet, name="resnet8", blocks_per_group=1),
+        "resnet20": partial(build_small_resnet, name="resnet20", blocks_per_group=3),
+        "resnet18": partial(build_torchvision_resnet, name="resnet18"),
+        "resnet50": partial(build_torchvision_resnet, name="resnet50"),
+        "vit_b_16": partial(build_timm_model, name="vit_base_patch16_224"),
+    }
+)
+
+BUILTIN_MODELS = tuple(_BUILDERS)
+"""Names that `build_model` knows besides those of timm; a built-in name wins over timm's model of the same name."""
+
+
+def build_model(
+    name: str,
+    *,
+    input_shape: tuple[int, int, int],
+    classes: int,
+    seed: int = 0,
+    hidden: int = 64,
+    depth: int = 6,
+    dropout: float = 0.0,
+) -> nn.Sequential:
+    """Build a model as a chain of named blocks, between any two of which it may be cut into stages.
+
+    The weights are drawn once, on the CPU, and depend on the arguments only; torch's global generators are left as they
+    were. Under `torch.device("meta")` the model is built on the meta device: shapes without weights.
+
+    Args:
+        name: one of `BUILTIN_MODELS`, or any timm model that exposes `blocks` and is a plain chain around them.
+        input_shape: (channels, height, width) of one image, in pixels. ResNets get the stem of the CIFAR-10 set-up of
+            the CDP paper up to 64 px (3x3, stride 1, no max-pool) and torchvision's above.
+        classes: number of logits.
+        seed: seed of the initial weights.
+        hidden: width of the hidden layers, `mlp` only.
+        depth: number of hidden layers, `mlp` only.
+        dropout: probability of zeroing an activation, in [0, 1); `mlp` and timm models (drop_rate, and proj_drop_rate
+            where the model has it).
+
+    Returns:
+        Blocks in forward order, in training mode: [B, channels, height, width] -> logits [B, classes].
+
+    Raises:
+        ModelError: unknown name (with the nearest ones), a timm model that cannot be cut, sizes that do not fit.
+    """
+    spec = ModelSpec(input_shape=input_shape, classes=classes, hidden=hidden, depth=depth, dropout=dropout)
+    builder = _BUILDERS.get(name)
+    if builder is None:
+        if not is_timm_model(name):
+            raise ModelError(_unknown(name))
+        builder = partial(build_timm_model, name=name)
+    device = "meta" if torch.get_default_device().type == "meta" else "cpu"
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        # Not torch.manual_seed, which also reseeds the GPUs.
+        torch.default_generator.manual_seed(seed)
+        return builder(spec)
+
+
+def _unknown(name: str) -> str:
+    known = [*BUILTIN_MODELS, *timm_model_names()]
+    nearest = difflib.get_close_matches(name.lower(), dict.fromkeys(known), n=5)
+    hint = f"nearest names: {', '.join(nearest)}; " if nearest else ""
+    return f"unknown model {name!r}; {hint}built-in models: {', '.join(BUILTIN_MODELS)}; or a timm model name"
