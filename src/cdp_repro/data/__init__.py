@@ -1,0 +1,64 @@
+"""Data sets whose order and augmentation depend on (seed, step, worker) and never on where they run."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from cdp_repro.data.base import Dataset, DatasetError, MiniBatch
+from cdp_repro.data.cifar10 import load_cifar10
+from cdp_repro.data.digits import load_digits
+from cdp_repro.data.imagenet import load_imagenet
+from cdp_repro.data.order import steps_per_epoch
+from cdp_repro.data.synthetic import load_synthetic
+
+__all__ = ["DATASETS", "Dataset", "DatasetError", "MiniBatch", "load_dataset", "steps_per_epoch"]
+
+DATASETS = ("digits", "cifar10", "imagenet", "synthetic")
+
+
+def load_dataset(
+    name: str,
+    *,
+    root: str | None = None,
+    image_size: int | None = None,
+    download: bool = False,
+    classes: int = 10,
+    train_samples: int = 1024,
+    test_samples: int = 256,
+    seed: int = 0,
+    loader_workers: int = 2,
+) -> Dataset:
+    """Load one of `DATASETS`.
+
+    Args:
+        name: one of `DATASETS`.
+        root: folder of `cifar10` (default `data`) or of `imagenet` (default `data/imagenet`).
+        image_size: height and width in pixels of `imagenet` (default 224) and `synthetic` (default 32).
+        download: fetch `cifar10` into `root` where it is not there yet.
+        classes: number of classes of `synthetic`.
+        train_samples: number of training images of `synthetic`.
+        test_samples: number of test images of `synthetic`.
+        seed: seed of the images of `synthetic`; the other data sets are the same for every seed.
+        loader_workers: processes that decode image files; 0 decodes in the calling process.
+
+    Raises:
+        ValueError: unknown name, or a size that makes no sense.
+        DatasetError: the files are missing, incomplete or damaged.
+    """
+    if name == "digits":
+        return load_digits()
+    if name == "cifar10":
+        return load_cifar10(Path(root or "data"), download=download, loader_workers=loader_workers)
+    if name == "imagenet":
+        return load_imagenet(Path(root or "data/imagenet"), image_size=image_size or 224, loader_workers=loader_workers)
+    if name == "synthetic":
+        return load_synthetic(
+            classes=classes,
+            train_samples=train_samples,
+            test_samples=test_samples,
+            image_size=image_size or 32,
+            seed=seed,
+        )
+    nearest = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.0)[0]
+    raise ValueError(f"unknown dataset {name!r}; did you mean {nearest!r}? Known: {', '.join(DATASETS)}")

@@ -1,0 +1,78 @@
+"""Decoding image files, in processes of a DataLoader or in this one, with the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from cdp_repro.data.base import DatasetError
+
+
+class Sample(NamedTuple):
+    """One image to decode, and what seeds the random numbers of its augmentation (nothing: no augmentation)."""
+
+    file: str
+    keys: tuple[int | str, ...] = ()
+
+
+# One image to a tensor of a fixed shape; a ValueError says that this image will not do.
+Transform = Callable[[Image.Image, tuple[int | str, ...]], Tensor]
+
+
+class Failure(NamedTuple):
+    """A file that cannot be used, and why, in one line."""
+
+    file: str
+    reason: str
+
+
+def decode(
+    requests: Iterable[Sequence[Sample]], transform: Transform, *, processes: int, pin_memory: bool = False
+) -> Iterator[tuple[Tensor, list[Failure]]]:
+    """Return, in order, the transformed images of each request, stacked, and the files that failed.
+
+    Requests are taken a little ahead of what is returned, two for each of the `processes`; 0 decodes in this process.
+    """
+    loader = DataLoader(
+        _Decoder(transform),
+        sampler=requests,
+        batch_size=None,
+        num_workers=processes,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # otherwise it would draw from the generator of the caller
+    )
+    yield from loader
+
+
+def unreadable(failures: Sequence[Failure]) -> DatasetError:
+    """Return the error that names the first five failures, and their number."""
+    lines = [f"  {file}: {reason}" for file, reason in failures[:5]]
+    if len(failures) > 5:
+        lines.append(f"  and {len(failures) - 5:,} more")
+    noun = "image" if len(failures) == 1 else "images"
+    remedy = "Unpack the data set again, or delete these files to train without them."
+    return DatasetError("\n".join([f"{len(failures):,} {noun} cannot be used:", *lines, remedy]))
+
+
+class _Decoder(TorchDataset[tuple[Tensor, list[Failure]]]):
+    """Returns failures rather than raising, since an exception reaches the user inside a process's traceback."""
+
+    def __init__(self, transform: Transform) -> None:
+        self._transform = transform
+
+    def __getitem__(self, request: Sequence[Sample]) -> tuple[Tensor, list[Failure]]:
+        images, failures = [], []
+        for file, keys in request:
+            try:
+                with Image.open(file) as image:
+                    images.append(self._transform(image.convert("RGB"), keys))
+            except Exception as error:  # Pillow's decoders raise whatever the bytes lead them to
+                reason = str(error).replace(f" {file!r}", "") or type(error).__name__
+                failures.append(Failure(file, reason))
+        return torch.stack(images) if images else torch.empty(0), failures

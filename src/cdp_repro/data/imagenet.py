@@ -1,0 +1,148 @@
+"""ImageNet, or any tree train/<class>/*, val/<class>/* of large images, decoded on the way to the device."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import tee
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import v2
+
+from cdp_repro.data.augment import Normalise
+from cdp_repro.data.base import Dataset, MiniBatch
+from cdp_repro.data.decode import Sample, decode, unreadable
+from cdp_repro.data.order import micro_batch_indices
+from cdp_repro.data.tree import scan_trees
+from cdp_repro.engine.randomness import seeded
+
+STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+SPLITS = ("train", "val")
+
+
+def load_imagenet(root: Path, *, image_size: int, loader_workers: int) -> Dataset:
+    """Return the tree in `root`, with the transforms of He et al. (2016) as in torchvision's reference.
+
+    Training: RandomResizedCrop(image_size), horizontal flip. Test: Resize(image_size * 256 / 224), CenterCrop.
+
+    Raises:
+        ValueError: a size below 1, a negative number of processes.
+        DatasetError: the tree is missing or incomplete.
+    """
+    if image_size < 1 or loader_workers < 0:
+        raise ValueError(
+            f"dataset.image_size={image_size} must be at least 1 and dataset.loader_workers={loader_workers} at least 0"
+        )
+    return _ImageNet(root, image_size, loader_workers)
+
+
+class _ImageNet(Dataset):
+    name = "imagenet"
+
+    def __init__(self, root: Path, image_size: int, loader_workers: int) -> None:
+        help_text = (
+            f"Expected {root}/train/<class>/* and {root}/val/<class>/* (png, jpg or jpeg, {root}/val sorted into\n"
+            "the same class folders as train). Name another folder by dataset.root=/path/to/imagenet"
+        )
+        self._root = root
+        self._train, self._test = scan_trees(root, SPLITS, help_text)
+        self._image_size = image_size
+        self._loader_workers = loader_workers
+        self.classes = len(self._train.classes)
+        self.input_shape = (3, image_size, image_size)
+        self.train_size = len(self._train.files)
+        self.test_size = len(self._test.files)
+        self.description = (
+            f"image tree, {self.classes:,} classes, {self.train_size:,} training and {self.test_size:,} test images"
+        )
+
+    def train_batches(
+        self,
+        steps: Iterable[int],
+        *,
+        batch_size: int,
+        workers: int,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+    ) -> Iterator[MiniBatch]:
+        """See `Dataset.train_batches`. The loader runs ahead of the training by two mini-batches per process."""
+        order = micro_batch_indices(
+            steps, train_size=self.train_size, batch_size=batch_size, workers=workers, seed=seed
+        )
+        normalise = Normalise(STATISTICS, device, dtype, channels_last)
+        to_decode, to_return = tee(order)
+
+        def samples(step: int, indices: Tensor) -> list[Sample]:
+            return [
+                Sample(self._train.files[index], (seed, "augment", step, worker, position))
+                for worker, row in enumerate(indices.tolist())
+                for position, index in enumerate(row)
+            ]
+
+        loaded = self._images((samples(*entry) for entry in to_decode), device)
+        return (
+            _DecodedMiniBatch(step, images.view(workers, -1, *self.input_shape), self._train.labels[indices], normalise)
+            for (step, indices), images in zip(to_return, loaded, strict=True)
+        )
+
+    def test_batches(
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype = torch.float32, channels_last: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `Dataset.test_batches`."""
+        normalise = Normalise(STATISTICS, device, dtype, channels_last)
+        batches = [slice(first, first + batch_size) for first in range(0, self.test_size, batch_size)]
+        loaded = self._images(([Sample(file) for file in self._test.files[batch]] for batch in batches), device)
+        for batch, images in zip(batches, loaded, strict=True):
+            yield normalise(images), self._test.labels[batch].to(device, copy=True)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the names and sizes in bytes of all files; contents are not read."""
+        digest = hashlib.blake2b(digest_size=8)
+        for file in (*self._train.files, *self._test.files):
+            path = Path(file)
+            digest.update(repr((path.relative_to(self._root).parts, path.stat().st_size)).encode())
+        return digest.hexdigest()
+
+    def _images(self, requests: Iterable[list[Sample]], device: torch.device) -> Iterator[Tensor]:
+        transform = _Transform(self._image_size)
+        pin_memory = device.type == "cuda"
+        for images, failures in decode(requests, transform, processes=self._loader_workers, pin_memory=pin_memory):
+            if failures:
+                raise unreadable(failures)
+            yield images
+
+
+class _Transform:
+    """An image to [3, image_size, image_size] uint8: augmented if there are keys, else the centre crop."""
+
+    def __init__(self, image_size: int) -> None:
+        self._train = v2.Compose([v2.RandomResizedCrop(image_size, antialias=True), v2.RandomHorizontalFlip()])
+        self._test = v2.Compose([v2.Resize(round(image_size * 256 / 224), antialias=True), v2.CenterCrop(image_size)])
+
+    def __call__(self, image: Image.Image, keys: tuple[int | str, ...]) -> Tensor:
+        if not keys:
+            return torch.as_tensor(v2.functional.pil_to_tensor(self._test(image)))
+        with seeded(torch.device("cpu"), *keys):
+            return torch.as_tensor(v2.functional.pil_to_tensor(self._train(image)))
+
+
+@dataclass(frozen=True, eq=False)
+class _DecodedMiniBatch:
+    """`MiniBatch` over images [workers, batch_size / workers, c, h, w] uint8 on the CPU, already augmented."""
+
+    step: int
+    images: Tensor
+    labels: Tensor
+    normalise: Normalise
+
+    def inputs(self, worker: int) -> Tensor:
+        return self.normalise(self.images[worker])
+
+    def targets(self, worker: int) -> Tensor:
+        return self.labels[worker].to(self.normalise.device, copy=True)

@@ -1,0 +1,69 @@
+"""Image trees, one folder per class: finding the files, and saying clearly what is wrong with them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cdp_repro.data.base import DatasetError, several
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
+
+
+@dataclass(frozen=True, eq=False)
+class ImageTree:
+    """The images `files[k]` of class `classes[labels[k]]`, sorted by class and name."""
+
+    classes: tuple[str, ...]
+    files: tuple[str, ...]
+    labels: Tensor
+
+
+def scan_trees(root: Path, splits: tuple[str, str], help_text: str) -> tuple[ImageTree, ImageTree]:
+    """Return the trees root/splits[0]/<class>/* and root/splits[1]/<class>/*, which must have the same classes.
+
+    Raises:
+        DatasetError: with everything that is missing, and `help_text`.
+    """
+    problems: list[str] = []
+    first, second = (_scan(root / split, problems) for split in splits)
+    if first and second and first.classes != second.classes:
+        for split, own, other in ((splits[0], first, second), (splits[1], second, first)):
+            only = sorted(set(own.classes) - set(other.classes))
+            if only:
+                problems.append(f"only {root / split} has the class {several(only)}")
+    if problems or not first or not second:
+        found = "\n".join(f"  {problem}" for problem in problems)
+        raise DatasetError(f"the images in {root} are incomplete:\n{found}\n{help_text}")
+    return first, second
+
+
+def _scan(folder: Path, problems: list[str]) -> ImageTree | None:
+    """Return the tree in `folder`; None if there is none. Appends what is wrong to `problems`."""
+    if not folder.is_dir():
+        problems.append(f"{folder} is missing")
+        return None
+    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if not classes:
+        problems.append(f"{folder} has no class folders, but {sum(1 for _ in folder.iterdir()):,} other entries")
+        return None
+    names = [sorted(_image_names(folder / name)) for name in classes]
+    empty = [name for name, images in zip(classes, names, strict=True) if not images]
+    if empty:
+        problems.append(f"{folder} has {len(empty)} class folders without images ({several(empty)})")
+    return ImageTree(
+        classes=tuple(classes),
+        files=tuple(
+            f"{folder}{os.sep}{c}{os.sep}{image}" for c, images in zip(classes, names, strict=True) for image in images
+        ),
+        labels=torch.repeat_interleave(torch.tensor([len(images) for images in names])),
+    )
+
+
+def _image_names(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries if entry.name.lower().endswith(IMAGE_SUFFIXES) and entry.name[0] != "."]
