@@ -1,0 +1,44 @@
+"""Optimizers, and learning-rate schedules as pure functions of the training step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from cdp_repro.config import OptimConfig
+
+
+def optimizer_factory(config: OptimConfig) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """Return the function that makes the optimizer of one stage from its parameters."""
+    if config.name == "sgd":
+        return lambda parameters: torch.optim.SGD(
+            parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+        )
+    return lambda parameters: torch.optim.AdamW(
+        parameters, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
+    )
+
+
+def learning_rate_factor(config: OptimConfig, steps_per_epoch: int, epochs: int) -> Callable[[int], float]:
+    """Return step -> factor on the learning rate in the update that makes theta[step + 1].
+
+    The warm-up grows linearly to 1 over `warmup_epochs`; `step` is constant within an epoch, `cosine` falls from
+    step to step and would reach 0 just after the last one.
+    """
+    warmup_steps = config.warmup_epochs * steps_per_epoch
+    total_steps = steps_per_epoch * epochs
+
+    def factor(step: int) -> float:
+        if step + 1 < warmup_steps:
+            return (step + 1) / warmup_steps
+        if config.schedule == "step":
+            return float(config.gamma ** (step // steps_per_epoch // config.step_epochs))
+        if config.schedule == "cosine":
+            progress = (step - warmup_steps) / max(1.0, total_steps - warmup_steps)
+            return 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
+        return 1.0
+
+    return factor

@@ -1,0 +1,297 @@
+"""One run from a configuration to a finished run directory."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cdp_repro
+from cdp_repro.config import ConfigError, RunConfig
+from cdp_repro.data import Dataset, load_dataset
+from cdp_repro.engine.engine import Engine
+from cdp_repro.figures import memory_figure, save_figure, timeline_figure
+from cdp_repro.schedule import Schedule, Slot, Trace, simulate
+from cdp_repro.schedule.render import write_comms_csv, write_memory_csv, write_perfetto
+from cdp_repro.stages import CutModel, autocast, cut_model, loss_fn
+from cdp_repro.training.checkpoint import CheckpointStore
+from cdp_repro.training.optim import learning_rate_factor, optimizer_factory
+from cdp_repro.training.tracking import MetricsLog, RunDirectory
+from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer
+from cdp_repro.training.wandb_mirror import WandbMirror, previous_run_id
+
+logger = logging.getLogger("cdp_repro")
+
+
+def train(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool = False) -> dict[str, Any]:
+    """Train as `config` says, in a new run directory or, to `resume`, in that of the run that goes on.
+
+    Returns:
+        What summary.json holds.
+
+    Raises:
+        ConfigError, DatasetError, ModelError, CheckpointError, RunDirectoryError: the user's mistakes.
+        Interrupted, DivergedError: the run has stopped early; summary.json says so.
+    """
+    dataset = _dataset(config)
+    cut = cut_model(config)
+    if resume:
+        directory = RunDirectory.open(run_dir)
+        directory.add_command(command)
+    else:
+        directory = RunDirectory.create(run_dir, config.to_dict(), command)
+    with _log_file(directory.log_path(0)), _mirror(config, directory) as mirror:
+        return _Run(config, dataset, cut, directory, mirror, command).train(resume)
+
+
+def _dataset(config: RunConfig) -> Dataset:
+    """Load the data and check that it is what the configuration says."""
+    wanted = config.dataset
+    dataset = load_dataset(
+        wanted.name,
+        root=wanted.root,
+        image_size=wanted.image_size,
+        download=wanted.download,
+        classes=wanted.classes,
+        train_samples=wanted.train_samples,
+        test_samples=wanted.test_samples,
+        seed=config.seed,
+        loader_workers=wanted.loader_workers,
+    )
+    if dataset.classes != wanted.classes:
+        raise ConfigError(
+            [
+                f"dataset.classes={wanted.classes}, but {dataset.description} has {dataset.classes}: "
+                f"use dataset.classes={dataset.classes}"
+            ]
+        )
+    if dataset.input_shape != config.input_shape:
+        raise ConfigError([f"images are {dataset.input_shape}, the configuration says {config.input_shape}"])
+    if dataset.train_size < config.batch_size:
+        raise ConfigError(
+            [
+                f"batch_size={config.batch_size} is more than the {dataset.train_size} training images: "
+                f"use at most batch_size={dataset.train_size // config.workers * config.workers}"
+            ]
+        )
+    return dataset
+
+
+class _Run:
+    """Builds engine and trainer, and writes what they measured."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        dataset: Dataset,
+        cut: CutModel,
+        directory: RunDirectory,
+        mirror: WandbMirror,
+        command: Sequence[str],
+    ) -> None:
+        self._config = config
+        self._dataset = dataset
+        self._cut = cut
+        self._directory = directory
+        self._mirror = mirror
+        self._command = command
+        self._metrics = MetricsLog(directory.metrics_path, mirror)
+        self._engine = self._build_engine()
+        self._trainer = self._build_trainer()
+
+    def _build_engine(self) -> Engine:
+        config = self._config
+        device = config.torch_device
+        steps_per_epoch = self._dataset.train_size // config.batch_size
+        return Engine(
+            self._cut.stages,
+            loss_fn,
+            optimizer_factory(config.optim),
+            config.mode.rule,
+            config.placement.name,
+            workers=config.workers,
+            slot_order=config.slot_order,
+            device=device,
+            seed=config.seed,
+            learning_rate_factor=learning_rate_factor(config.optim, steps_per_epoch, config.epochs),
+            autocast=autocast(config, device.type),
+            traced_steps=config.traced_steps,
+        )
+
+    def _build_trainer(self) -> Trainer:
+        facts = {
+            "config": self._config.to_dict(),
+            "data": {"description": self._dataset.description, "fingerprint": self._dataset.fingerprint()},
+            "versions": versions(),
+        }
+        return Trainer(
+            self._config,
+            self._dataset,
+            self._engine,
+            self._metrics,
+            CheckpointStore(self._directory.checkpoints_path, keep=self._config.keep_checkpoints),
+            CheckpointStore(self._directory.path / "diverged", keep=1),
+            facts,
+            self._write_trace,
+        )
+
+    def train(self, resume: bool) -> dict[str, Any]:
+        config = self._config
+        logger.info(
+            "%s on %s, %s, N = %d workers, S = %d stages, %s on %s",
+            config.model.name, self._dataset.description, config.mode.name, config.workers, config.stage_count,
+            config.placement.name, config.torch_device,
+        )  # fmt: skip
+        if resume:
+            self._trainer.resume()
+            logger.info("resumed at training step %d", self._engine.step)
+        try:
+            measured = self._trainer.fit()
+        except Interrupted:
+            self._finish("interrupted", {})
+            raise
+        except DivergedError:
+            self._finish("diverged", {})
+            raise
+        return self._finish("finished", measured)
+
+    def _finish(self, status: str, measured: Mapping[str, Any]) -> dict[str, Any]:
+        """Write summary.json and close the logs."""
+        trace = self._engine.trace
+        summary = {
+            **self._described(status),
+            **measured,
+            "memory/activation_peak_bytes_simulated": self._simulated_peak(self._engine.schedule),
+            "memory/activation_peak_bytes_simulated_dp": self._simulated_peak(
+                Schedule.build("dp", self._config.workers, self._config.stage_count)
+            ),
+            "comm/bytes_per_device_per_step": trace.bytes_sent_per_device_per_step(max(1, self._config.traced_steps)),
+            "comm/max_messages_per_slot": trace.max_messages_per_slot,
+            "comm/max_chain_per_slot": trace.max_chain_per_slot,
+            "ledger/reads": self._engine.ledger_reads,
+        }
+        self._directory.write_summary(summary)
+        self._metrics.close()
+        self._mirror_trace(trace)
+        self._mirror.finish(summary, exit_code=0 if status == "finished" else 1)
+        return summary
+
+    def _described(self, status: str) -> dict[str, Any]:
+        config = self._config
+        return {
+            "status": status,
+            "mode": config.mode.name,
+            "placement": config.placement.name,
+            "workers": config.workers,
+            "stages": config.stage_count,
+            "replicas": 1,
+            "dataset": self._dataset.description,
+            "model": config.model.name,
+            "seed": config.seed,
+            "epochs": config.epochs,
+            "step": self._engine.step,
+            "run_dir": str(self._directory.path),
+            "command": list(self._command),
+            "stages/blocks": [list(names) for names in self._cut.block_names],
+            "stages/imbalance": self._cut.imbalance,
+            **versions(),
+        }
+
+    def _simulated_peak(self, schedule: Schedule) -> int:
+        return simulate(schedule, self._cut.costs, steps=2).activation_peak_bytes_total
+
+    def _write_trace(self) -> None:
+        """Write what has been traced; once tracing has ended there is nothing new to write."""
+        if not self._engine.tracing and self._directory.trace_path.exists():
+            return
+        trace = self._engine.trace
+        with self._directory.trace_path.open("w") as file:
+            write_perfetto(trace, file)
+        with self._directory.memory_path.open("w") as file:
+            write_memory_csv(trace, self._cut.costs.parameter_bytes, file)
+        with self._directory.comms_path.open("w") as file:
+            write_comms_csv(trace, file)
+
+    def _mirror_trace(self, trace: Trace) -> None:
+        """Log timeline, memory and ledger to W&B: tables, pictures, an artifact."""
+        if self._config.wandb == "disabled" or not trace.records:
+            return
+        reads = [
+            (record.slot, str(action), *divmod(action.micro_batch, trace.workers), action.stage, action.version)
+            for record in trace.records
+            for action in record.actions
+            if action.micro_batch is not None
+        ]
+        self._mirror.log_table("ledger", ["slot", "action", "step", "worker", "stage", "version"], reads)
+        curve = trace.activation_bytes_per_slot
+        self._mirror.log_table("memory", ["slot", "activation_bytes"], list(curve.items()))
+        pictures = self._directory.path / "wandb"
+        slots = [Slot(record.slot, record.actions) for record in trace.records][: 6 * trace.stages]
+        name = self._config.mode.name
+        save_figure(timeline_figure({name: slots}, trace.workers, trace.stages), pictures / "timeline.png")
+        save_figure(memory_figure({name: curve}, "live activation bytes"), pictures / "memory.png")
+        self._mirror.log_image("timeline", pictures / "timeline.png")
+        self._mirror.log_image("memory_curve", pictures / "memory.png")
+        files = [self._directory.trace_path, self._directory.memory_path, self._directory.comms_path]
+        self._mirror.log_artifact(f"trace-{self._directory.path.name}", "trace", files)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on, and the hardware it was measured on."""
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    return {
+        "version/cdp_repro": cdp_repro.__version__,
+        "version/git_commit": _git_commit(),
+        "version/torch": torch.__version__,
+        "version/python": platform.python_version(),
+        "hardware": f"{hardware}, {torch.get_num_threads()} CPU threads",
+    }
+
+
+def _git_commit() -> str:
+    """Return the commit of the source tree that runs, with "-dirty" if it was changed; "unknown" outside of one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+@contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    """Write what the package logs to `path`, too."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+        handler.close()
+
+
+@contextmanager
+def _mirror(config: RunConfig, directory: RunDirectory) -> Iterator[WandbMirror]:
+    """Start the W&B mirror; an error in the body ends it as failed."""
+    mirror = WandbMirror()
+    mirror.start(
+        config.wandb,  # type: ignore[arg-type]  # one of the choices, as config checks
+        directory.path,
+        config.to_dict(),
+        name=directory.path.name,
+        project=config.wandb_project,
+        resume_id=previous_run_id(directory.path),
+    )
+    try:
+        yield mirror
+    finally:
+        mirror.finish({}, exit_code=1)  # does nothing after the regular end

@@ -1,0 +1,299 @@
+"""The run directory and its metrics: JSON lines are the source of truth, W&B is a mirror.
+
+run_dir/
+  config.yaml          resolved configuration; makes the directory a run directory
+  command.txt          one shell-quoted line per start or resume
+  metrics.jsonl        one JSON object per line, with "step"
+  summary.json         final numbers, keys with units
+  trace.json           timeline for Perfetto
+  memory.csv comms.csv
+  checkpoints/  logs/rank{k}.log  wandb/
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+CONFIG, COMMAND, METRICS = "config.yaml", "command.txt", "metrics.jsonl"
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class RunDirectoryError(ValueError):
+    """A run directory or a file in it cannot be used; the message says what is there and what to pass instead."""
+
+
+class Mirror(Protocol):
+    """Where every row of the metrics also goes; it must not raise."""
+
+    def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
+        """Receive one row."""
+
+
+class RunDirectory:
+    """Names and files of one run; made by `create` for a new run and by `open` for one that goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path, config: Mapping[str, Any], command: Sequence[str]) -> RunDirectory:
+        """Make the directory of a new run, with config.yaml and command.txt.
+
+        `config` is plain data without interpolations. An empty directory may exist already.
+        Raises RunDirectoryError, leaving everything as it was, if `path` holds anything or cannot be written.
+        """
+        run = cls(Path(path).absolute())
+        text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
+        missing = _missing(run.path)
+        _refuse_occupied(run.path)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            run._claim()
+        except OSError as error:
+            _remove_empty(missing)
+            raise RunDirectoryError(
+                f"cannot make the run directory {run.path}: {error.strerror or error}. "
+                "Pass run_dir=<a folder that can be written>"
+            ) from error
+        run._fill(text, command)
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """The directory of an earlier run, to resume it. Raises RunDirectoryError if it is not one."""
+        run = cls(Path(path).absolute())
+        if not (run.path / CONFIG).is_file():
+            raise RunDirectoryError(
+                f"{run.path} is not a run directory: it {_contents(run.path)}, and no {CONFIG}{_above(run.path)}"
+            )
+        run.config()
+        return run
+
+    def add_command(self, command: Sequence[str]) -> None:
+        """Append a command line, shell-quoted, to command.txt."""
+        with (self.path / COMMAND).open("a", encoding="utf-8") as file:
+            file.write(shlex.join(command) + "\n")
+
+    def config(self) -> dict[str, Any]:
+        """The configuration in config.yaml as plain data. Raises RunDirectoryError if it cannot be read."""
+        try:
+            config = OmegaConf.to_container(OmegaConf.load(self.path / CONFIG), resolve=False)
+        except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+            raise RunDirectoryError(f"{self.path / CONFIG} cannot be read: {error}") from error
+        if not isinstance(config, dict):
+            raise RunDirectoryError(f"{self.path / CONFIG} holds a {type(config).__name__}, expected settings by name")
+        return {str(key): value for key, value in config.items()}
+
+    @property
+    def metrics_path(self) -> Path:
+        """JSON lines, one row per logged step."""
+        return self.path / METRICS
+
+    @property
+    def summary_path(self) -> Path:
+        """Final numbers as one JSON object."""
+        return self.path / "summary.json"
+
+    @property
+    def trace_path(self) -> Path:
+        """Timeline in Chrome/Perfetto format."""
+        return self.path / "trace.json"
+
+    @property
+    def memory_path(self) -> Path:
+        """Activation bytes per slot."""
+        return self.path / "memory.csv"
+
+    @property
+    def comms_path(self) -> Path:
+        """One line per message."""
+        return self.path / "comms.csv"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        """Directory for a CheckpointStore."""
+        return self.path / "checkpoints"
+
+    def log_path(self, rank: int) -> Path:
+        """Log file of one process."""
+        return self.path / "logs" / f"rank{rank}.log"
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Replace summary.json at once; NaN and Infinity become strings."""
+        text = json.dumps(_valid_json(summary), indent=2, allow_nan=False) + "\n"
+        _replace(self.summary_path, text.encode())
+
+    def _claim(self) -> None:
+        """Take the directory: of two runs that start at once, the second finds `checkpoints` made and fails."""
+        self.checkpoints_path.mkdir()
+        (self.path / "logs").mkdir()
+
+    def _fill(self, config: str, command: Sequence[str]) -> None:
+        try:
+            self.add_command(command)
+            _replace(self.path / CONFIG, config.encode())
+        except OSError as error:
+            for name in (CONFIG, COMMAND):
+                (self.path / name).unlink(missing_ok=True)
+            _remove_empty([self.checkpoints_path, self.path / "logs"])
+            raise RunDirectoryError(f"cannot write to {self.path}: {_reason(error, self.path)}") from error
+
+
+class MetricsLog:
+    """Append-only metrics.jsonl. A last line that a kill cut short is dropped at opening.
+
+    Raises RunDirectoryError if the file is damaged elsewhere, or if a row cannot be written; the rows before it stay.
+    """
+
+    def __init__(self, path: Path, mirror: Mirror | None = None) -> None:
+        self.path = Path(path)
+        self._mirror = mirror
+        if self.path.exists():
+            whole, _ = _rows(self.path)
+            os.truncate(self.path, whole)
+        # Unbuffered, so that a row is in the file, or not, when `log` returns.
+        self._file = self.path.open("ab", buffering=0)
+
+    def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
+        """Append one row {"step": step, **values}; keys carry their unit. NaN becomes "NaN", inf "Infinity"."""
+        for key, value in values.items():
+            if key == "step" or not isinstance(value, float | int | str):
+                raise TypeError(f"metric {key!r} is a {type(value).__name__}: pass float, int or str, and no 'step'")
+        row = json.dumps(_valid_json({"step": step, **values}), allow_nan=False) + "\n"
+        self._append(row.encode())
+        if self._mirror is not None:
+            self._mirror.log(step, values)
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the rows of steps later than `step`, so that a run resumed there holds each row once."""
+        _, rows = _rows(self.path)
+        kept = b"".join(line for line, row in rows if row["step"] <= step)
+        self._file.close()
+        _replace(self.path, kept)
+        self._file = self.path.open("ab", buffering=0)
+
+    def close(self) -> None:
+        """Close the file; the mirror has an end of its own."""
+        self._file.close()
+
+    def _append(self, line: bytes) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        rest = line
+        try:
+            while rest:  # a nearly full disk takes a part
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            os.truncate(self.path, size)
+            raise RunDirectoryError(f"cannot write to {self.path}: {_reason(error, self.path.parent)}") from error
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics.jsonl in file order, "NaN" and "Infinity" as floats; a torn last line is left out.
+
+    Raises RunDirectoryError with the line number if another line is damaged.
+    """
+    _, rows = _rows(Path(path))
+    return [{key: _from_json(value) for key, value in row.items()} for _, row in rows]
+
+
+def _rows(path: Path) -> tuple[int, list[tuple[bytes, dict[str, Any]]]]:
+    """Bytes of the file without a torn last line, and each whole line with what it says."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    rows: list[tuple[bytes, dict[str, Any]]] = []
+    for number, line in enumerate(lines, start=1):
+        row = _row(line)
+        if row is not None:
+            rows.append((line, row))
+        elif number < len(lines):
+            raise RunDirectoryError(f"{path}, line {number} of {len(lines)} is damaged: {line[:60]!r}")
+    return sum(len(line) for line, _ in rows), rows
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """What a line says, None if it is torn or not a row."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    whole = line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int)
+    return row if whole else None
+
+
+def _valid_json(value: Any) -> Any:
+    """`value` with every float that JSON cannot hold as the string that JavaScript and Python print for it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _valid_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_valid_json(item) for item in value]
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write `path` so that a reader, or a kill, sees the old or the new content whole."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        with new.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _refuse_occupied(path: Path) -> None:
+    """Raise RunDirectoryError if there is anything at `path` but an empty directory."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if (path / CONFIG).exists() or (path / METRICS).exists():
+        holds, ways = "already holds another run", f"pass another run_dir=, or go on with that run by resume={path}"
+    else:
+        holds, ways = "is taken", "pass another run_dir=, or resume=<the directory of an earlier run>"
+    raise RunDirectoryError(f"{path} {holds}: it {_contents(path)}. Nothing was changed; {ways}")
+
+
+def _contents(path: Path) -> str:
+    """What is at `path`, as the end of a sentence that starts with "it"."""
+    if not path.is_dir():
+        return "is a file" if path.exists() else "does not exist"
+    names = sorted(entry.name for entry in path.iterdir())
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"holds {', '.join(names[:5])}{more}" if names else "is empty"
+
+
+def _above(path: Path) -> str:
+    """The run directory that `path` lies in, if it does, as something to paste."""
+    run = next((parent for parent in path.parents if (parent / CONFIG).is_file()), None)
+    return f"; it lies in one: pass resume={run}" if run else "; pass resume=<the directory of an earlier run>"
+
+
+def _missing(path: Path) -> list[Path]:
+    """`path` and its parents as far as they do not exist, innermost first."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _reason(error: OSError, directory: Path) -> str:
+    return f"{error.strerror or error} ({shutil.disk_usage(directory).free:,} bytes free)"

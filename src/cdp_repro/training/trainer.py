@@ -1,0 +1,244 @@
+"""The training loop: segments of training steps, with an evaluation or a checkpoint between two of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from cdp_repro.config import RunConfig
+from cdp_repro.data import Dataset, MiniBatch, steps_per_epoch
+from cdp_repro.engine.engine import Engine
+from cdp_repro.engine.executor import StepResult
+from cdp_repro.stages import autocast, parameter_dtype
+from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
+from cdp_repro.training.evaluate import evaluate
+from cdp_repro.training.optim import learning_rate_factor
+from cdp_repro.training.progress import Progress
+from cdp_repro.training.signals import StopRequest
+from cdp_repro.training.tracking import MetricsLog
+
+
+class DivergedError(RuntimeError):
+    """The loss is not finite."""
+
+
+class Interrupted(RuntimeError):  # noqa: N818 - not an error of the program
+    """A signal asked the run to stop; its state is in a checkpoint."""
+
+    def __init__(self, signal: int, step: int) -> None:
+        super().__init__(f"stopped by signal {signal} after {step} training steps; a checkpoint holds them")
+        self.signal = signal
+
+
+@dataclass
+class Position:
+    """What the trainer itself carries from step to step, beside the engine's state; a part of every checkpoint."""
+
+    loss_sum: float = 0.0
+    """Of the current epoch: sum over its steps of the mean loss of the workers."""
+    loss_steps: int = 0
+    """Of the current epoch: steps in `loss_sum`."""
+    activation_peak_bytes_total: int = 0
+    activation_peak_bytes_per_device: int = 0
+
+
+class Trainer:
+    """Trains an engine on a data set, by a configuration."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        dataset: Dataset,
+        engine: Engine,
+        metrics: MetricsLog,
+        checkpoints: CheckpointStore,
+        diverged: CheckpointStore,
+        facts: Mapping[str, Any],
+        after_segment: Callable[[], None],
+    ) -> None:
+        """`facts` go into every checkpoint; `diverged` takes the state of a run whose loss is no longer finite;
+        `after_segment` is called whenever the pipeline has drained."""
+        self._config = config
+        self._dataset = dataset
+        self._engine = engine
+        self._metrics = metrics
+        self._checkpoints = checkpoints
+        self._diverged = diverged
+        self._facts = facts
+        self._after_segment = after_segment
+        self._steps_per_epoch = steps_per_epoch(dataset.train_size, config.batch_size)
+        self._total_steps = self._steps_per_epoch * config.epochs
+        self._learning_rate_factor = learning_rate_factor(config.optim, self._steps_per_epoch, config.epochs)
+        self._device = config.torch_device
+        self._step_seconds: list[float] = []
+        self._evaluation: dict[str, float] = {}
+        self.position = Position()
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint, or from the start if there is none yet; cut the metrics to it.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or of another configuration or other data.
+        """
+        if self._checkpoints.latest() is None:
+            self._metrics.truncate_after(0)
+            return
+        checkpoint = self._checkpoints.load()
+        _refuse_foreign(checkpoint.meta, self._facts)
+        self._engine.load_state_dict(checkpoint.tensors["engine"])
+        torch.set_rng_state(checkpoint.tensors["torch_random_state"])
+        self.position = Position(**checkpoint.meta["position"])
+        self._evaluation = dict(checkpoint.meta["evaluation"])
+        self._metrics.truncate_after(checkpoint.step)
+
+    def fit(self) -> dict[str, Any]:
+        """Train to the end; return the measured part of the summary.
+
+        Raises:
+            Interrupted: on SIGINT or SIGTERM, after a checkpoint.
+            DivergedError: a loss is not finite; the state is saved, away from the checkpoints to resume from.
+        """
+        with StopRequest() as stop, Progress(self._total_steps, self._engine.step) as progress:
+            while self._engine.step < self._total_steps:
+                self._train_segment(stop, progress)
+                self._after_segment()
+                self._keep_peaks()
+                if self._engine.step % self._steps_per_epoch == 0:
+                    self._end_epoch(progress)
+                self._save(self._checkpoints)
+                if stop.signal is not None and self._engine.step < self._total_steps:
+                    raise Interrupted(stop.signal, self._engine.step)
+        return self._summary()
+
+    def _train_segment(self, stop: StopRequest, progress: Progress) -> None:
+        """Train up to the next end of an epoch or checkpoint, or until a stop is requested."""
+        step = self._engine.step
+        interval = self._config.checkpoint_every_steps
+        end_of_epoch = (step // self._steps_per_epoch + 1) * self._steps_per_epoch
+        end = min(end_of_epoch, (step // interval + 1) * interval)
+        results = self._engine.run(self._batches(step, end, stop))
+        begin = time.perf_counter()
+        for result in results:
+            loss = statistics.fmean(result.losses)
+            now = time.perf_counter()
+            self._step_seconds.append(now - begin)
+            begin = now
+            if not math.isfinite(loss):
+                results.close()  # drains the pipeline
+                self._stop_diverged(result, loss)
+            self._after_step(result, loss)
+            progress.step(loss)
+
+    def _batches(self, first: int, end: int, stop: StopRequest) -> Iterator[MiniBatch]:
+        batches = self._dataset.train_batches(
+            range(first, end),
+            batch_size=self._config.batch_size,
+            workers=self._config.workers,
+            seed=self._config.seed,
+            device=self._device,
+            dtype=parameter_dtype(self._config),
+            channels_last=self._config.channels_last,
+        )
+        for batch in batches:
+            if stop.signal is not None:
+                return
+            yield batch
+
+    def _after_step(self, result: StepResult, loss: float) -> None:
+        self.position.loss_sum += loss
+        self.position.loss_steps += 1
+        if (result.step + 1) % self._config.log_every_steps == 0:
+            rate = self._config.optim.lr * self._learning_rate_factor(result.step)
+            self._metrics.log(
+                result.step + 1,
+                {"epoch": result.step // self._steps_per_epoch, "train/loss": loss, "train/learning_rate": rate},
+            )
+
+    def _end_epoch(self, progress: Progress) -> None:
+        """Log the epoch's mean training loss and, where it is due, an evaluation."""
+        epoch = self._engine.step // self._steps_per_epoch
+        values: dict[str, float] = {"train/epoch_loss": self.position.loss_sum / self.position.loss_steps}
+        self.position.loss_sum, self.position.loss_steps = 0.0, 0
+        if epoch % self._config.evaluate_every_epochs == 0 or epoch == self._config.epochs:
+            batches = self._dataset.test_batches(
+                self._config.evaluation_batch_size,
+                device=self._device,
+                dtype=parameter_dtype(self._config),
+                channels_last=self._config.channels_last,
+            )
+            values |= evaluate(self._engine.model, batches, autocast(self._config, self._device.type))
+        self._evaluation |= values
+        self._metrics.log(self._engine.step, {"epoch": epoch - 1, **values})
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        progress.line(f"epoch {epoch}/{self._config.epochs}  {shown}")
+
+    def _save(self, store: CheckpointStore) -> None:
+        tensors = {"engine": self._engine.state_dict(), "torch_random_state": torch.get_rng_state()}
+        meta = {**self._facts, "position": asdict(self.position), "evaluation": self._evaluation}
+        store.save(self._engine.step, tensors, meta)
+
+    def _stop_diverged(self, result: StepResult, loss: float) -> None:
+        self._save(self._diverged)
+        good = self._checkpoints.latest() or "missing: none was due yet"
+        raise DivergedError(
+            f"the loss of training step {result.step} is {loss} (workers: {result.losses}); "
+            f"the state is saved in {self._diverged.latest()}, the last good checkpoint is {good}. "
+            f"Try a smaller optim.lr than {self._config.optim.lr} or a longer optim.warmup_epochs than "
+            f"{self._config.optim.warmup_epochs}"
+        )
+
+    def _keep_peaks(self) -> None:
+        trace, position = self._engine.trace, self.position
+        position.activation_peak_bytes_total = max(
+            position.activation_peak_bytes_total, trace.activation_peak_bytes_total
+        )
+        position.activation_peak_bytes_per_device = max(
+            position.activation_peak_bytes_per_device, trace.activation_peak_bytes_per_device
+        )
+
+    def _summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = {
+            "eval/top1_percent": self._evaluation["eval/top1_percent"],
+            "eval/top5_percent": self._evaluation["eval/top5_percent"],
+            "eval/loss": self._evaluation["eval/loss"],
+            "train/loss": self._evaluation["train/epoch_loss"],
+            "memory/activation_peak_bytes_per_device": self.position.activation_peak_bytes_per_device,
+            "memory/activation_peak_bytes_total": self.position.activation_peak_bytes_total,
+            "memory/parameter_bytes_per_device": self._engine.parameter_bytes,
+        }
+        untraced = self._step_seconds[self._config.traced_steps + 1 :]
+        if untraced:
+            seconds = statistics.median(untraced)
+            summary["time/step_seconds_median"] = seconds
+            summary["throughput/images_per_second"] = self._config.batch_size / seconds
+        if self._device.type == "cuda":
+            summary["memory/cuda_allocator_peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
+        return summary
+
+
+def _refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose configuration or data differ from the run's."""
+    differing = [
+        f"{key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the run"
+        for theirs, ours in ((flat(found["config"]), flat(expected["config"])), (found["data"], expected["data"]))
+        for key in sorted({*theirs, *ours})
+        if theirs.get(key) != ours.get(key)
+    ]
+    if differing:
+        raise CheckpointError(
+            "the checkpoint is of another run: " + "; ".join(differing) + ". Resume the run that it belongs to"
+        )
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found

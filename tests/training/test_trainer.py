@@ -1,0 +1,198 @@
+"""Whole runs: what they write, and that a run stopped anywhere and resumed equals the uninterrupted one, bitwise."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from offline_wandb import history, records, wandb_files
+from omegaconf import OmegaConf
+
+from cdp_repro.cli.compose import compose_config
+from cdp_repro.config import load_config
+from cdp_repro.data.memory import InMemoryDataset
+from cdp_repro.schedule import Action
+from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
+from cdp_repro.training.run import train
+from cdp_repro.training.tracking import RunDirectory, read_metrics
+from cdp_repro.training.trainer import DivergedError, Interrupted
+
+MODES = ("mode=dp", "mode=cdp_v1", "mode=cdp_v2", "mode=[[1,2,1,1],[1,1,3,1],[1,1,1,1],[2,1,1,0]]")
+
+
+def run(directory: Path, *overrides: str) -> dict[str, object]:
+    return train(compose_config(overrides), directory, ["test"])
+
+
+def resume(directory: Path) -> dict[str, object]:
+    config = load_config(OmegaConf.create(RunDirectory.open(directory).config()))
+    return train(config, directory, ["test"], resume=True)
+
+
+def final_state(directory: Path) -> dict[str, object]:
+    return CheckpointStore(directory / "checkpoints").load().tensors
+
+
+def assert_same(one: object, other: object, where: str = "state") -> None:
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_same(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            assert_same(*pair, f"{where}[{number}]")
+    else:
+        assert one == other, where
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert_same(final_state(one), final_state(other))
+    assert read_metrics(one / "metrics.jsonl") == read_metrics(other / "metrics.jsonl")
+
+
+def test_a_run_writes_every_file_and_they_agree(tmp_path, tiny):
+    summary = run(tmp_path / "run", *tiny, "mode=cdp_v2")
+    directory = RunDirectory.open(tmp_path / "run")
+    assert json.loads(directory.summary_path.read_text()) == summary
+    assert summary["status"] == "finished"
+    rows = read_metrics(directory.metrics_path)
+    steps = [row["step"] for row in rows if "train/loss" in row]
+    assert steps == list(range(1, 11))
+    assert rows[-1]["eval/top1_percent"] == summary["eval/top1_percent"]
+    with directory.memory_path.open() as file:
+        memory = list(csv.DictReader(file))
+    assert max(int(row["activation_bytes"]) for row in memory) == summary["memory/activation_peak_bytes_total"]
+    assert summary["memory/activation_peak_bytes_total"] == summary["memory/activation_peak_bytes_simulated"]
+    assert summary["memory/activation_peak_bytes_total"] < summary["memory/activation_peak_bytes_simulated_dp"]
+    events = json.loads(directory.trace_path.read_text())["traceEvents"]
+    forwards = [Action.parse(event["name"]) for event in events if event.get("cat") == "forward"]
+    assert len(forwards) >= 3 * 4 * 4 - 10 and all(action.version is not None for action in forwards)
+    assert directory.comms_path.read_text() == "slot,source,destination,kind,stage,bytes\n"
+    assert "epoch 2/2" in directory.log_path(0).read_text()
+    assert summary["ledger/reads"] == 10 * 4 * 4 * 2
+
+
+def test_the_measured_peak_of_dp_is_the_simulated_one(tmp_path, tiny):
+    summary = run(tmp_path / "run", *tiny, "mode=dp", "traced_steps=1")
+    assert summary["memory/activation_peak_bytes_total"] == summary["memory/activation_peak_bytes_simulated_dp"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_stopped_in_mid_epoch_resumes_bitwise(tmp_path, tiny, mode, monkeypatch):
+    run(tmp_path / "whole", *tiny, mode)
+    batches = InMemoryDataset.train_batches
+
+    def interrupted(self, steps, **settings):
+        for step, batch in zip(steps, batches(self, steps, **settings), strict=True):
+            if step == 7:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InMemoryDataset, "train_batches", interrupted)
+        with pytest.raises(Interrupted) as caught:
+            run(tmp_path / "cut", *tiny, mode)
+    assert caught.value.signal == signal.SIGINT
+    assert json.loads((tmp_path / "cut" / "summary.json").read_text())["status"] == "interrupted"
+    stopped_at = CheckpointStore(tmp_path / "cut" / "checkpoints").load().step
+    assert 5 < stopped_at < 10
+    resume(tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("mode", MODES[:3])
+def test_a_run_killed_at_a_random_moment_resumes_bitwise(tmp_path, tiny, mode):
+    overrides = (*tiny, mode, "epochs=30", "checkpoint_every_steps=3", "keep_checkpoints=1")
+    run(tmp_path / "whole", *overrides)
+    command = [sys.executable, "-m", "cdp_repro.cli.train", *overrides, f"run_dir={tmp_path / 'killed'}"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    enough_rows = random.Random(mode).randrange(5, 100)
+    while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= enough_rows):
+        time.sleep(0.001)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "the run was over before it could be killed"
+    resume(tmp_path / "killed")
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, tiny):
+    run(tmp_path / "whole", *tiny)
+    config = compose_config(tiny)
+    directory = RunDirectory.create(tmp_path / "killed", config.to_dict(), ["test"])
+    directory.metrics_path.write_text('{"step": 1, "train/loss": 3.0}\n{"step": 2, "tr')
+    resume(tmp_path / "killed")
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_finished_run_can_be_resumed_and_stays_as_it_is(tmp_path, tiny):
+    first = run(tmp_path / "run", *tiny)
+    again = resume(tmp_path / "run")
+    assert again["eval/loss"] == first["eval/loss"]
+    assert again["memory/activation_peak_bytes_total"] == first["memory/activation_peak_bytes_total"]
+
+
+def test_a_checkpoint_of_another_configuration_or_other_data_is_refused(tmp_path, tiny):
+    run(tmp_path / "run", *tiny)
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    (tmp_path / "run" / "config.yaml").write_text(config.replace("lr: 0.1", "lr: 0.2"))
+    with pytest.raises(CheckpointError, match=r"optim.lr is 0.1 in the checkpoint, 0.2 in the run"):
+        resume(tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_is_refused_and_harms_nothing(tmp_path, tiny):
+    run(tmp_path / "run", *tiny)
+    newest = CheckpointStore(tmp_path / "run" / "checkpoints").latest()
+    state = newest / "state.pt"
+    state.write_bytes(state.read_bytes()[:-100])
+    before = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    with pytest.raises(CheckpointError, match=r"state\.pt"):
+        resume(tmp_path / "run")
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl") == before
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_after_a_checkpoint(tmp_path, tiny):
+    with pytest.raises(DivergedError, match=r"training step \d+ is (nan|inf).*smaller optim\.lr"):
+        run(tmp_path / "run", *tiny, "optim.lr=1e12", "optim.warmup_epochs=0")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "diverged"
+    saved = CheckpointStore(tmp_path / "run" / "diverged").load()
+    assert saved.step > 0
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").latest() is None
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_precisions_train(tmp_path, tiny, precision):
+    summary = run(tmp_path / "run", *tiny, f"precision={precision}", "epochs=6", "model.dropout=0")
+    assert summary["train/loss"] < 2.2
+    stages = final_state(tmp_path / "run")["engine"]["stages"]
+    dtypes = {tensor.dtype for stage in stages for tensor in stage["versions"][30].values()}
+    assert dtypes == {torch.float64 if precision == "fp64" else torch.float32}
+
+
+def test_wandb_mirrors_rows_tables_pictures_and_files(tmp_path, tiny):
+    run(tmp_path / "run", *(text for text in tiny if not text.startswith("wandb=")))
+    (file,) = wandb_files(tmp_path / "run")
+    rows = history(file)
+    mirrored = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    written = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    logged = {row["step"]: row["train/loss"] for row in written if "train/loss" in row}
+    assert mirrored == logged
+    keys = {key.split("/")[0] for row in rows for key in row}
+    assert {"ledger", "memory", "timeline", "memory_curve"} <= keys
+    assert {"trace"} <= {r.request.log_artifact.artifact.type for r in records(file)} | {
+        r.artifact.type for r in records(file) if r.HasField("artifact")
+    }
