@@ -1,0 +1,215 @@
+"""Measure engine overhead and executed activation peaks; write results/bench/*.json and the tables of the README.
+
+Usage: python scripts/bench.py [overhead] [memory] [readme]      (default: all three)
+
+Times are taken side by side, in alternating rounds of one process, and reported as ratios with their spread. Bytes
+are exact and need one run.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from cdp_repro import Engine
+from cdp_repro.config import DatasetConfig, ModelConfig, RunConfig
+from cdp_repro.stages import cut_model, sample
+from cdp_repro.training.run import versions
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results" / "bench"
+ROUNDS = 15
+STEPS_PER_ROUND = 2
+
+
+def main(names: list[str]) -> None:
+    benches = {"overhead": overhead, "memory": memory}
+    for name in names or [*benches, "readme"]:
+        if name == "readme":
+            refresh_readme()
+            continue
+        result = {"command": f"python scripts/bench.py {name}", **versions(), **benches[name]()}
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+# --- overhead -----------------------------------------------------------------------------------------------------
+
+
+def overhead() -> dict[str, object]:
+    """Step time of the engine over a hand-written gradient-accumulation loop."""
+    workers, micro_batch = 4, 16
+    config = _config("resnet18", 32, workers, workers * micro_batch, "flops")
+    torch.manual_seed(0)
+    inputs = torch.randn(workers * micro_batch, *config.input_shape)
+    batch = inputs, torch.randint(0, 10, (workers * micro_batch,))
+    contenders = {
+        "gradient accumulation": _accumulation_loop(config, batch),
+        "engine": _engine_loop(config, batch, traced_steps=0),
+        "engine, metering on": _engine_loop(config, batch, traced_steps=10**9),
+    }
+    for run in contenders.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for round_number in range(ROUNDS):
+        order = list(contenders) if round_number % 2 == 0 else list(contenders)[::-1]
+        for name in order:
+            begin = time.perf_counter()
+            contenders[name]()
+            seconds[name].append(time.perf_counter() - begin)
+        print(f"round {round_number + 1}/{ROUNDS}", flush=True)
+    base = seconds["gradient accumulation"]
+    return {
+        "config": f"resnet18, 32 px, N = {workers}, micro-batch {micro_batch}, cdp_v2, single_device, fp32",
+        "rounds": ROUNDS,
+        "steps_per_round": STEPS_PER_ROUND,
+        "ratios": {
+            name: _spread([own / other for own, other in zip(seconds[name], base, strict=True)])
+            for name in contenders
+            if name != "gradient accumulation"
+        },
+    }
+
+
+def _spread(ratios: list[float]) -> dict[str, float]:
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return {"median": median, "quartile_low": low, "quartile_high": high, "min": min(ratios), "max": max(ratios)}
+
+
+def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)
+
+
+def _accumulation_loop(config: RunConfig, batch: tuple[torch.Tensor, torch.Tensor]) -> Callable[[], None]:
+    model = torch.nn.Sequential(*cut_model(config).stages).train()
+    optimizer = _sgd(list(model.parameters()))
+
+    def run() -> None:
+        for _ in range(STEPS_PER_ROUND):
+            for inputs, targets in zip(*(part.chunk(config.workers) for part in batch), strict=True):
+                (F.cross_entropy(model(inputs), targets) / config.workers).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def _engine_loop(config: RunConfig, batch: tuple[torch.Tensor, torch.Tensor], traced_steps: int) -> Callable[[], None]:
+    engine = Engine(cut_model(config).stages, F.cross_entropy, _sgd, "cdp_v2", traced_steps=traced_steps)
+
+    def run() -> None:
+        for _ in engine.run([batch] * STEPS_PER_ROUND):
+            pass
+
+    return run
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def memory() -> dict[str, object]:
+    """Executed activation peak of CDP over that of DP, for the networks of the paper's figures."""
+    rows = []
+    for model, workers in (("resnet50", 4), ("resnet50", 8), ("vit_b_16", 4), ("vit_b_16", 12)):
+        for partition in ("flops", "activations"):
+            config = _config(model, 224, workers, workers, partition)
+            peak = {
+                (mode, order): _executed_peak(config, mode, order)
+                for mode, order in (("dp", "paper"), ("cdp_v2", "paper"), ("cdp_v2", "backward_first"))
+            }
+            baseline = peak["dp", "paper"]
+            rows.append(
+                {
+                    "model": model,
+                    "workers": workers,
+                    "partition": partition,
+                    "dp_peak_bytes": baseline,
+                    "ratio_paper": peak["cdp_v2", "paper"] / baseline,
+                    "ratio_backward_first": peak["cdp_v2", "backward_first"] / baseline,
+                    "equal_stages_paper": (workers + 1) / (2 * workers),
+                }
+            )
+            print(rows[-1], flush=True)
+    return {
+        "config": "224 px, micro-batch 1, S = N, fp32, two training steps executed; bytes are exact, one trial",
+        "rows": rows,
+    }
+
+
+def _executed_peak(config: RunConfig, mode: str, slot_order: str) -> int:
+    torch.manual_seed(0)
+    engine = Engine(
+        cut_model(config).stages,
+        F.cross_entropy,
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
+        mode,
+        slot_order=slot_order,
+        traced_steps=2,
+    )
+    inputs, targets = sample(config, "cpu")
+    batch = (torch.randn(config.batch_size, *inputs.shape[1:]), targets.repeat(config.workers))
+    for _ in engine.run([batch] * 2):
+        pass
+    return engine.trace.activation_peak_bytes_total
+
+
+def _config(model: str, image_size: int, workers: int, batch_size: int, partition: str) -> RunConfig:
+    classes = 10 if image_size == 32 else 1000
+    return RunConfig(
+        dataset=DatasetConfig("synthetic", channels=3, image_size=image_size, classes=classes),
+        model=ModelConfig(model),
+        workers=workers,
+        batch_size=batch_size,
+        partition=partition,
+    )
+
+
+# --- README -------------------------------------------------------------------------------------------------------
+
+
+def tables() -> str:
+    """Return the README's tables from the results."""
+    timing = json.loads((RESULTS / "overhead.json").read_text())
+    sizes = json.loads((RESULTS / "memory.json").read_text())
+    lines = ["| step time over a gradient-accumulation loop | median | quartiles |", "| --- | --- | --- |"]
+    for name, ratio in timing["ratios"].items():
+        quartiles = f"{ratio['quartile_low']:.3f} to {ratio['quartile_high']:.3f}"
+        lines.append(f"| {name} | {ratio['median']:.3f} | {quartiles} |")
+    lines += ["", f"{timing['rounds']} alternating rounds; {timing['config']}; {_evidence(timing)}.", ""]
+    lines += [
+        "| activation peak, CDP / DP, executed | cut by | paper order | (N+1)/2N | backward first |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in sizes["rows"]:
+        lines.append(
+            f"| {row['model']}, N = {row['workers']} | {row['partition']} | {row['ratio_paper']:.3f} | "
+            f"{row['equal_stages_paper']:.3f} | {row['ratio_backward_first']:.3f} |"
+        )
+    lines += ["", f"{sizes['config']}; {_evidence(sizes)}."]
+    return "\n".join(lines)
+
+
+def _evidence(result: dict[str, str]) -> str:
+    return (
+        f"`{result['command']}`, {result['hardware']}, torch {result['version/torch']}, "
+        f"Python {result['version/python']}, commit {result['version/git_commit'][:12]}"
+    )
+
+
+def refresh_readme() -> None:
+    """Replace what stands between the two markers in the README."""
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text().partition("<!-- bench -->")
+    _, _, after = rest.partition("<!-- /bench -->")
+    readme.write_text(f"{before}<!-- bench -->\n{tables()}\n<!-- /bench -->{after}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,124 @@
+"""`cdp-train`: train a network by data parallelism or cyclic data parallelism."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from cdp_repro.cli.common import console_logging, exit_code_of, help_text, split_flags
+from cdp_repro.cli.compose import compose_config, expand_sweep
+from cdp_repro.config import ConfigError, RunConfig, load_config
+from cdp_repro.figures import format_bytes
+from cdp_repro.training.run import train
+from cdp_repro.training.tracking import RunDirectory
+
+USAGE = """usage: cdp-train [--multirun] [key=value ...]
+
+Train a network on the timeline of data parallelism (mode=dp) or of cyclic data parallelism
+(mode=cdp_v1, mode=cdp_v2), and record accuracy, activation memory and the timeline.
+
+  cdp-train                                        handwritten digits, under a minute on two cores
+  cdp-train mode=cdp_v1 dataset=cifar10            CIFAR-10 from data/ (dataset.root=/else/where)
+  cdp-train mode='[[1,1],[1,0]]' workers=2         any staleness matrix that the timeline can serve
+  cdp-train experiment=paper/cifar10_resnet18      the paper's set-up
+  cdp-train --multirun mode=dp,cdp_v1,cdp_v2 seed=0,1,2
+  cdp-train resume=runs/my-run                     go on from the newest checkpoint, bitwise
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0, 2 for the user's mistakes, 130 after Ctrl-C, 1 otherwise."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    flags, overrides, unknown = split_flags(arguments, ("--help", "-h", "--multirun", "-m"))
+    if unknown:
+        sys.stderr.write(f"unknown option {unknown[0]}\n\n{USAGE}")
+        return 2
+    if flags & {"--help", "-h"}:
+        sys.stdout.write(help_text(USAGE))
+        return 0
+    console_logging()
+    with exit_code_of() as result:
+        result.code = _sweep(overrides) if flags & {"--multirun", "-m"} else _single(overrides)
+    return result.code
+
+
+def _single(overrides: Sequence[str]) -> int:
+    resumed = _run_to_resume(overrides)
+    config = load_config(OmegaConf.create(resumed.config())) if resumed else compose_config(overrides)
+    if config.torch_device.type == "cuda":
+        torch.backends.cudnn.deterministic = True  # a resumed run must equal the uninterrupted one
+    run_dir = resumed.path if resumed else Path(config.run_dir or _new_run_dir(config))
+    summary = train(config, run_dir, ["cdp-train", *overrides], resume=resumed is not None)
+    sys.stdout.write(_summary_text(summary))
+    return 0
+
+
+def _run_to_resume(overrides: Sequence[str]) -> RunDirectory | None:
+    """Return the run that `resume=` names, if it is given; no other value may stand beside it."""
+    resume = [text.partition("=")[2] for text in overrides if text.startswith("resume=")]
+    if not resume:
+        return None
+    others = [text for text in overrides if not text.startswith("resume=")]
+    if others:
+        raise ConfigError([f"resume= goes on with the run's own configuration; drop {shlex.join(others)}"])
+    return RunDirectory.open(Path(resume[-1]))
+
+
+def _new_run_dir(config: RunConfig) -> Path:
+    """Return a directory that does not exist yet, named after what is run and when."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    base = f"{config.dataset.name}-{config.model.name}-{config.mode.name}-seed{config.seed}-{stamp}"
+    names = (base if number == 1 else f"{base}-{number}" for number in range(1, 1000))
+    return next(path for name in names if not (path := Path("runs") / name).exists())
+
+
+def _sweep(overrides: Sequence[str]) -> int:
+    """Run every cell in a process of its own, in its own directory; go on after failures and list them at the end."""
+    base = [text.partition("=")[2] for text in overrides if text.startswith("run_dir=")]
+    rest = [text for text in overrides if not text.startswith("run_dir=")]
+    cells = expand_sweep(rest)
+    for cell in cells:
+        compose_config(cell)  # all mistakes before the first cell runs
+    root = Path(base[-1] if base else f"runs/sweep-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
+    fixed = set.intersection(*map(set, cells))
+    failures = []
+    for number, cell in enumerate(cells):
+        swept = [text for text in cell if text not in fixed]
+        run_dir = root / (",".join(swept).replace("/", "-") or "single")
+        logging.getLogger("cdp_repro").info("[%d/%d] %s", number + 1, len(cells), shlex.join(swept))
+        command = [sys.executable, "-m", "cdp_repro.cli.train", *cell, f"run_dir={run_dir}"]
+        code = subprocess.run(command, check=False).returncode
+        if code == 130:
+            return code
+        if code:
+            failures.append(f"exit code {code}: cdp-train {shlex.join([*cell, f'run_dir={run_dir}'])}")
+    for failure in failures:
+        sys.stderr.write(f"{failure}\n")
+    sys.stdout.write(f"{len(cells) - len(failures)} of {len(cells)} runs finished, in {root}\n")
+    return 1 if failures else 0
+
+
+def _summary_text(summary: dict[str, Any]) -> str:
+    peak = summary["memory/activation_peak_bytes_total"]
+    data_parallel = summary["memory/activation_peak_bytes_simulated_dp"]
+    return f"""
+{summary["model"]} on {summary["dataset"]}, mode {summary["mode"]}, {summary["workers"]} workers
+  test top-1            {summary["eval/top1_percent"]:.2f} % after {summary["epochs"]} epochs
+  activation peak       {format_bytes(peak)} measured
+  data parallelism      {format_bytes(data_parallel)} simulated; ratio {peak / data_parallel:.3f}
+  reads in the ledger   {summary["ledger/reads"]}, all at the version that the rule asks for
+  run directory         {summary["run_dir"]}
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,309 @@
+"""The configuration of a run: typed, checked as a whole, explained field by field.
+
+Hydra composes it (`cli/compose.py`); past the entry point nobody sees anything but `RunConfig`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from cdp_repro.schedule import SLOT_ORDERS, Schedule
+
+PARTITIONS = ("flops", "parameters", "activations", "time")
+
+
+class ConfigError(ValueError):
+    """The user's mistake(s) in the configuration: one message with all of them."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        bullets = "\n".join(f"- {problem}" for problem in self.problems)
+        super().__init__(bullets if len(self.problems) > 1 else self.problems[0])
+
+
+@dataclass
+class ModeConfig:
+    """Timeline and update rule."""
+
+    name: str = "cdp_v2"
+    """Set by mode=...: `dp`, `cdp_v1`, `cdp_v2` or `matrix`."""
+    staleness: list[list[int]] | None = None
+    """Of `matrix`: staleness d(i, j) in training steps, a row a worker, a column a stage."""
+
+    @property
+    def rule(self) -> str | list[list[int]]:
+        """What `Schedule.build` takes: a name or a matrix."""
+        return self.name if self.staleness is None else self.staleness
+
+
+@dataclass
+class DatasetConfig:
+    """What to train on."""
+
+    name: str = "digits"
+    """Set by dataset=..."""
+    channels: int = 1
+    """Channels of an image."""
+    image_size: int = 8
+    """Height and width of an image, in pixels."""
+    classes: int = 10
+    """Number of classes."""
+    recommended_epochs: int = 1
+    """What `epochs` is unless it is set."""
+    recommended_batch_size: int = 64
+    """What `batch_size` is unless it is set."""
+    root: str | None = None
+    """Folder of the files."""
+    download: bool = False
+    """Fetch CIFAR-10 from its home page if it is not in `root`."""
+    train_samples: int = 1024
+    """Of `synthetic`: images in the training set."""
+    test_samples: int = 256
+    """Of `synthetic`: images in the test set."""
+    loader_workers: int = 2
+    """Processes that decode ImageNet."""
+
+
+@dataclass
+class ModelConfig:
+    """What to train."""
+
+    name: str = "resnet8"
+    """Set by model=..."""
+    hidden: int = 64
+    """Of `mlp`: width of the hidden layers."""
+    depth: int = 6
+    """Of `mlp`: number of hidden layers."""
+    dropout: float = 0.0
+    """Of `mlp` and timm's models: dropout probability."""
+
+
+@dataclass
+class PlacementConfig:
+    """Where the stages run."""
+
+    name: str = "single_device"
+    """Set by placement=..."""
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its learning-rate schedule."""
+
+    name: str = "sgd"
+    """Set by optim=...: `sgd` or `adamw`."""
+    lr: float = 0.1
+    """Learning rate at the start of the schedule (after the warm-up)."""
+    momentum: float = 0.9
+    """Of `sgd`."""
+    beta1: float = 0.9
+    """Of `adamw`: decay of the mean of gradients, per step."""
+    beta2: float = 0.999
+    """Of `adamw`: decay of the mean of squared gradients, per step."""
+    weight_decay: float = 0.0
+    """Decoupled with `adamw`, a part of the gradient with `sgd`."""
+    schedule: str = "constant"
+    """`constant`, `step` (times `gamma` every `step_epochs`) or `cosine` (to 0 at the end)."""
+    warmup_epochs: float = 0.0
+    """Epochs in which the learning rate grows linearly to its full value."""
+    step_epochs: int = 30
+    """Of `step`: epochs between two steps."""
+    gamma: float = 0.1
+    """Of `step`: factor of a step."""
+
+
+@dataclass
+class RunConfig:
+    """One run."""
+
+    mode: ModeConfig = field(default_factory=ModeConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    workers: int = 4
+    """N: micro-batches per mini-batch."""
+    stages: int | None = None
+    """S: stages the model is cut into, a multiple of `workers`; unless set: `workers`."""
+    partition: str = "flops"
+    """What the cut balances: `flops`, `parameters`, `activations` (bytes) or `time` (measured)."""
+    slot_order: str = "paper"
+    """`paper`: forwards before backwards in a slot; `backward_first`: frees memory first, lower peak."""
+    batch_size: int = 64
+    """Samples in a mini-batch, i.e. of all workers together."""
+    epochs: int = 1
+    """Passes over the training set; what is left of it beyond whole mini-batches is dropped."""
+    seed: int = 0
+    """Of initial weights, data order, augmentation and dropout."""
+    precision: str = "fp32"
+    """`fp32`, `fp64`, or `bf16` (autocast: parameters stay fp32)."""
+    channels_last: bool = False
+    """Keep images as NHWC, which is faster for convolutions on GPUs."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`: cuda if there is one."""
+    run_dir: str | None = None
+    """Directory of the run, new or empty; unless set: a new one under runs/."""
+    traced_steps: int = 3
+    """Training steps at the start whose actions and activation bytes are recorded; 0 records nothing."""
+    evaluate_every_epochs: int = 1
+    """The last epoch is always evaluated."""
+    evaluation_batch_size: int = 256
+    """Samples per forward in an evaluation."""
+    checkpoint_every_steps: int = 500
+    """Training steps between checkpoints; there is also one at the end of each epoch."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay."""
+    log_every_steps: int = 10
+    """Training steps between rows of metrics.jsonl."""
+    wandb: str = "offline"
+    """`offline` (in the run directory), `online` or `disabled`."""
+    wandb_project: str = "cdp-repro"
+    """Project that W&B files the run under."""
+
+    @property
+    def stage_count(self) -> int:
+        """S."""
+        return self.workers if self.stages is None else self.stages
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        return self.dataset.channels, self.dataset.image_size, self.dataset.image_size
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device that `device` stands for on this machine."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as plain data."""
+        return asdict(self)
+
+    def schedule(self) -> Schedule:
+        """Return the validated schedule of the run."""
+        return Schedule.build(self.mode.rule, self.workers, self.stage_count, self.placement.name, self.slot_order)
+
+
+_CHOICES = {
+    "mode.name": ("dp", "cdp_v1", "cdp_v2", "matrix"),
+    "optim.name": ("sgd", "adamw"),
+    "optim.schedule": ("constant", "step", "cosine"),
+    "partition": PARTITIONS,
+    "slot_order": SLOT_ORDERS,
+    "precision": ("fp32", "fp64", "bf16"),
+    "device": ("auto", "cpu", "cuda"),
+    "wandb": ("offline", "online", "disabled"),
+}
+
+_MINIMA = {
+    **dict.fromkeys(
+        ("workers", "batch_size", "epochs", "evaluate_every_epochs", "evaluation_batch_size", "checkpoint_every_steps",
+         "keep_checkpoints", "log_every_steps", "optim.step_epochs", "dataset.channels", "dataset.image_size",
+         "dataset.classes", "model.hidden", "model.depth"), 1,
+    ),
+    **dict.fromkeys(
+        ("seed", "traced_steps", "optim.lr", "optim.weight_decay", "optim.momentum", "optim.warmup_epochs",
+         "optim.gamma", "dataset.loader_workers"), 0,
+    ),
+}  # fmt: skip
+
+
+def load_config(composed: DictConfig) -> RunConfig:
+    """Return the typed configuration; raise ConfigError with every value of a wrong type or out of range."""
+    config, problems = _typed(composed)
+    problems += [*_out_of_range(config), *_inconsistent(config)]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _typed(composed: DictConfig) -> tuple[RunConfig, list[str]]:
+    """Return the values that have the right type, in place of the defaults, and what is wrong with the others."""
+    schema = OmegaConf.structured(RunConfig)
+    problems, fitting = [], []
+    for key, value in leaves(composed):
+        if value == MISSING:
+            problems.append(f"{key} has no value yet: give {key}=...")
+            continue
+        try:
+            OmegaConf.merge(schema, _nested(key, value))
+            fitting.append(_nested(key, value))
+        except OmegaConfBaseException as error:
+            problems.append(f"{key}={value}: {str(error).splitlines()[0]}")
+    config = OmegaConf.to_object(OmegaConf.merge(schema, *fitting))
+    assert isinstance(config, RunConfig)
+    return config, problems
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """Return {"a": {"b": value}} for the key "a.b"."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return {**value}
+
+
+def leaves(node: DictConfig, prefix: str = "") -> list[tuple[str, Any]]:
+    """Return every value of a configuration with its dotted key; interpolations resolved, lists whole."""
+    found: list[tuple[str, Any]] = []
+    for key in map(str, node):
+        if OmegaConf.is_missing(node, key):
+            found.append((f"{prefix}{key}", MISSING))
+        elif isinstance(node[key], DictConfig):
+            found += leaves(node[key], f"{prefix}{key}.")
+        else:
+            value = node[key]
+            found.append((f"{prefix}{key}", OmegaConf.to_container(value) if OmegaConf.is_list(value) else value))
+    return found
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" for the most similar choice, or nothing if none is similar."""
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.4)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _out_of_range(config: RunConfig) -> Iterable[str]:
+    for key, choices in _CHOICES.items():
+        value = _value(config, key)
+        if value not in choices:
+            yield f"{key}={value}: choose {', '.join(choices)}{nearest(str(value), choices)}"
+    for key, minimum in _MINIMA.items():
+        value = _value(config, key)
+        if not (value >= minimum and math.isfinite(value)):
+            yield f"{key}={value}: must be {minimum} or more"
+    if not 0 <= config.model.dropout < 1:
+        yield f"model.dropout={config.model.dropout}: must be at least 0 and below 1"
+    for key, beta in (("beta1", config.optim.beta1), ("beta2", config.optim.beta2)):
+        if not 0 <= beta < 1:
+            yield f"optim.{key}={beta}: must be at least 0 and below 1"
+
+
+def _inconsistent(config: RunConfig) -> Iterable[str]:
+    if config.workers >= 1:
+        try:
+            config.schedule()
+        except ValueError as error:
+            yield str(error)
+        if config.batch_size % config.workers:
+            lower = config.batch_size // config.workers * config.workers
+            works = " or ".join(f"batch_size={value}" for value in (lower, lower + config.workers) if value)
+            yield f"batch_size={config.batch_size} is not divisible by workers={config.workers}: use {works}"
+    if config.device == "cuda" and not torch.cuda.is_available():
+        yield "device=cuda: torch finds no CUDA device on this machine; use device=cpu (or device=auto)"

@@ -1,0 +1,107 @@
+"""From a configuration to a model cut into stages, with the costs of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cdp_repro.config import ConfigError, RunConfig
+from cdp_repro.models import build_model, cut
+from cdp_repro.partition import imbalance, partition
+from cdp_repro.profiling import profile_stages, time_stages
+from cdp_repro.schedule import StageCosts
+
+loss_fn = F.cross_entropy
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A model cut into stages."""
+
+    stages: Sequence[nn.Sequential]
+    block_names: Sequence[Sequence[str]]
+    """Names of the blocks of each stage."""
+    costs: StageCosts
+    """Of each stage on one micro-batch, from fake tensors."""
+    balanced: Sequence[float]
+    """What the cut balances, for each stage, in the unit of `partition`: FLOPs, bytes or seconds."""
+
+    @property
+    def imbalance(self) -> float:
+        """Largest over mean of what the cut balances; 1 is perfect."""
+        return imbalance(self.balanced)
+
+
+def cut_model(config: RunConfig) -> CutModel:
+    """Build the model of the configuration and cut it as `partition` says.
+
+    Raises:
+        ModelError: a model that is unknown or cannot be cut.
+        ConfigError: more stages than the model has blocks.
+    """
+    model = build_model(
+        config.model.name,
+        input_shape=config.input_shape,
+        classes=config.dataset.classes,
+        seed=config.seed,
+        hidden=config.model.hidden,
+        depth=config.model.depth,
+        dropout=config.model.dropout,
+    )
+    model.to(dtype=parameter_dtype(config))
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)
+    costs = _block_costs(config, model)
+    try:
+        ranges = partition(costs, config.stage_count)
+    except ValueError as error:
+        raise ConfigError([f"model={config.model.name}: {error}"]) from error
+    stages = cut(model, ranges)
+    return CutModel(
+        stages=stages,
+        block_names=[[name for name, _ in stage.named_children()] for stage in stages],
+        costs=profile_stages(stages, loss_fn, *sample(config, "cpu"), autocast=autocast(config, "cpu")),
+        balanced=[sum(costs[index] for index in run) for run in ranges],
+    )
+
+
+def _block_costs(config: RunConfig, model: nn.Sequential) -> Sequence[float]:
+    blocks = list(model)
+    if config.partition == "time":
+        device = config.torch_device
+        model.to(device)
+        seconds = time_stages(blocks, loss_fn, *sample(config, device), autocast=autocast(config, device.type))
+        model.to("cpu")
+        return seconds
+    costs = profile_stages(blocks, loss_fn, *sample(config, "cpu"), autocast=autocast(config, "cpu"))
+    return {
+        "flops": [sum(both) for both in zip(costs.forward_flops, costs.backward_flops, strict=True)],
+        "parameters": costs.parameter_bytes,
+        "activations": costs.forward_bytes,
+    }[config.partition]
+
+
+def parameter_dtype(config: RunConfig) -> torch.dtype:
+    """Return the type of parameters and images; with bf16 autocast that is fp32."""
+    return torch.float64 if config.precision == "fp64" else torch.float32
+
+
+def autocast(config: RunConfig, device_type: str) -> Callable[[], AbstractContextManager[object]]:
+    """Return what makes the context in which forwards run."""
+    if config.precision == "bf16":
+        return lambda: torch.autocast(device_type, torch.bfloat16)
+    return nullcontext
+
+
+def sample(config: RunConfig, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Return a micro-batch of zeros, ([B/N, channels, height, width], [B/N]), for profiling."""
+    size = config.batch_size // config.workers
+    inputs = torch.zeros(size, *config.input_shape, dtype=parameter_dtype(config), device=device)
+    if config.channels_last:
+        inputs = inputs.to(memory_format=torch.channels_last)
+    return inputs, torch.zeros(size, dtype=torch.long, device=device)

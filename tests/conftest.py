@@ -1,0 +1,17 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import pytest
+
+TINY = (
+    "dataset=synthetic", "dataset.image_size=8", "dataset.train_samples=80", "dataset.test_samples=20",
+    "model=mlp", "model.depth=4", "model.hidden=16", "model.dropout=0.1", "batch_size=16", "epochs=2",
+    "log_every_steps=1", "wandb=disabled",
+)  # fmt: skip
+"""Overrides of a run that takes a second: 2 epochs of 5 training steps."""
+
+
+@pytest.fixture
+def tiny() -> tuple[str, ...]:
+    return TINY
