@@ -1,6 +1,6 @@
-"""Measure engine overhead and executed activation peaks; write results/bench/*.json and the tables of the README.
+"""Measure engine overhead and executed activation peaks; write results/bench/*.json.
 
-Usage: python scripts/bench.py [overhead] [memory] [readme]      (default: all three)
+Usage: python scripts/bench.py [overhead] [memory]      (default: both)
 
 Times are taken side by side, in alternating rounds of one process, and reported as ratios with their spread. Bytes
 are exact and need one run.
@@ -31,10 +31,7 @@ STEPS_PER_ROUND = 2
 
 def main(names: list[str]) -> None:
     benches = {"overhead": overhead, "memory": memory}
-    for name in names or [*benches, "readme"]:
-        if name == "readme":
-            refresh_readme()
-            continue
+    for name in names or benches:
         result = {"command": f"python scripts/bench.py {name}", **versions(), **benches[name]()}
         RESULTS.mkdir(parents=True, exist_ok=True)
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -171,7 +168,7 @@ def _config(model: str, image_size: int, workers: int, batch_size: int, partitio
     )
 
 
-# --- README -------------------------------------------------------------------------------------------------------
+# --- tables -------------------------------------------------------------------------------------------------------
 
 
 def tables() -> str:
@@ -201,14 +198,6 @@ def _evidence(result: dict[str, str]) -> str:
         f"`{result['command']}`, {result['hardware']}, torch {result['version/torch']}, "
         f"Python {result['version/python']}, commit {result['version/git_commit'][:12]}"
     )
-
-
-def refresh_readme() -> None:
-    """Replace what stands between the two markers in the README."""
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition("<!-- bench -->")
-    _, _, after = rest.partition("<!-- /bench -->")
-    readme.write_text(f"{before}<!-- bench -->\n{tables()}\n<!-- /bench -->{after}")
 
 
 if __name__ == "__main__":

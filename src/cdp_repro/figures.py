@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -80,7 +81,8 @@ def memory_figure(curves: Mapping[str, Mapping[int, int]], title: str) -> Figure
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure as the suffix of `path` says (.svg or .png), the same bytes each time."""
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    with rc_context({"svg.hashsalt": "cdp-repro"}):
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def format_bytes(number: float) -> str:

@@ -95,12 +95,12 @@ def _sweep(overrides: Sequence[str]) -> int:
         swept = [text for text in cell if text not in fixed]
         run_dir = root / (",".join(swept).replace("/", "-") or "single")
         logging.getLogger("cdp_repro").info("[%d/%d] %s", number + 1, len(cells), shlex.join(swept))
-        command = [sys.executable, "-m", "cdp_repro.cli.train", *cell, f"run_dir={run_dir}"]
-        code = subprocess.run(command, check=False).returncode
+        arguments = [*cell, f"run_dir='{run_dir}'"]  # quoted for Hydra: the name holds "=" and ","
+        code = subprocess.run([sys.executable, "-m", "cdp_repro.cli.train", *arguments], check=False).returncode
         if code == 130:
             return code
         if code:
-            failures.append(f"exit code {code}: cdp-train {shlex.join([*cell, f'run_dir={run_dir}'])}")
+            failures.append(f"exit code {code}: cdp-train {shlex.join(arguments)}")
     for failure in failures:
         sys.stderr.write(f"{failure}\n")
     sys.stdout.write(f"{len(cells) - len(failures)} of {len(cells)} runs finished, in {root}\n")

@@ -25,12 +25,11 @@ class TensorMiniBatch:
     """A mini-batch held as two tensors; micro-batch i is the i-th slice."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, workers: int, device: torch.device) -> None:
-        for name, tensor in (("inputs", inputs), ("targets", targets)):
-            if len(tensor) % workers:
-                nearest = max(1, len(tensor) // workers) * workers
-                raise ValueError(
-                    f"a mini-batch of {len(tensor)} {name} is not divisible by {workers} workers; {nearest} would be"
-                )
+        if len(inputs) != len(targets):
+            raise ValueError(f"a mini-batch has {len(inputs)} inputs but {len(targets)} targets; it needs one for each")
+        if len(inputs) % workers:
+            nearest = max(1, len(inputs) // workers) * workers
+            raise ValueError(f"a mini-batch of {len(inputs)} is not divisible by {workers} workers; {nearest} would be")
         self._inputs, self._targets = inputs, targets
         self._workers, self._device = workers, device
 
@@ -54,13 +53,29 @@ class Feed:
         self._batches = iter(batches)
         self._step = first_step
         self._held: dict[int, MiniBatch] = {}
+        self._error: Exception | None = None
 
     def steps(self) -> Iterator[int]:
-        """Yield the next step number each time it is asked for one and there is a batch for it."""
-        while (batch := next(self._batches, None)) is not None:
+        """Yield the next step number each time it is asked for one and there is a batch for it.
+
+        An error of the source ends the steps, like its end; `raise_error` raises it when the pipeline has drained.
+        """
+        while True:
+            try:
+                batch = next(self._batches, None)
+            except Exception as error:
+                self._error = error
+                return
+            if batch is None:
+                return
             self._held[self._step] = batch
             self._step += 1
             yield self._step - 1
+
+    def raise_error(self) -> None:
+        """Raise the error that the source of the batches has raised, if it has."""
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """Hand out no more steps."""

@@ -6,7 +6,7 @@ lives exactly as long as somebody needs its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
@@ -57,14 +57,14 @@ class StageCompute:
     def forward(
         self,
         version: Version,
-        buffers: Mapping[str, Tensor],
+        buffers: MutableMapping[str, Tensor],
         inputs: Tensor,
         targets: Tensor | None,
         meter: ActivationMeter | None,
     ) -> tuple[Tensor, SavedForward]:
         """Return the output of the stage (of the last stage: the loss, a scalar) and what the backward needs.
 
-        `inputs` is [micro-batch, ...]; `buffers` are updated in place (BatchNorm's running statistics). With a
+        `inputs` is [micro-batch, ...]; `buffers` are updated (BatchNorm's running statistics). With a
         meter, saved tensors, the input and the output are counted.
         """
         leaf = inputs if inputs.requires_grad else None
@@ -74,7 +74,9 @@ class StageCompute:
             stack.enter_context(self.autocast())
             if meter is not None:
                 stack.enter_context(meter.metered([*version.tensors.values(), *buffers.values()]))
-            output = functional_call(self.module, (dict(version.tensors), dict(buffers)), (inputs,))
+            tensors = {**version.tensors, **buffers}
+            output = functional_call(self.module, tensors, (inputs,))
+            buffers.update((name, tensors[name]) for name in buffers)  # a module may replace a buffer, too
             if not isinstance(output, Tensor):
                 raise TypeError(f"a stage must return one tensor, the next stage's input; got {type(output).__name__}")
             if self.loss_fn is not None:
@@ -87,19 +89,16 @@ class StageCompute:
 
 
 def backward(saved: SavedForward, grad_output: Tensor | None) -> tuple[Tensor | None, Gradients]:
-    """Return the gradients of the stage's input (None if it takes none) and of its parameters, by name.
+    """Return the gradients of the stage's input (None if there is none) and of its parameters, by name.
 
-    `grad_output` is the gradient of the stage's output; None stands for 1, the gradient of the loss. Parameters
-    that the loss does not depend on are left out, as torch leaves their `.grad` at None.
+    `grad_output` is the gradient of the stage's output; None if the loss does not depend on it. Parameters that
+    the loss does not depend on are left out, as torch leaves their `.grad` at None.
     """
     parameters = saved.version.trainable
     inputs = [*parameters.values()] if saved.input is None else [saved.input, *parameters.values()]
-    if saved.edge is None or not inputs:
+    if saved.edge is None or grad_output is None or not inputs:
         return None, {}
     gradients = torch.autograd.grad((saved.edge,), inputs, (grad_output,), allow_unused=True)
-    grad_input = None
-    if saved.input is not None:
-        grad_input = gradients[0] if gradients[0] is not None else torch.zeros_like(saved.input)
-        gradients = gradients[1:]
+    grad_input, gradients = (None, gradients) if saved.input is None else (gradients[0], gradients[1:])
     named: Iterable[tuple[str, Tensor | None]] = zip(parameters, gradients, strict=True)
     return grad_input, {name: gradient for name, gradient in named if gradient is not None}

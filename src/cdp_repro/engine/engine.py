@@ -67,7 +67,9 @@ class Engine:
         if not stages:
             raise ValueError("stages=[]: at least 1 stage is needed")
         _refuse_shared_parameters(stages)
-        self.schedule = Schedule.build(mode, workers or len(stages), len(stages), placement, slot_order)
+        self.schedule = Schedule.build(
+            mode, len(stages) if workers is None else workers, len(stages), placement, slot_order
+        )
         self._device = torch.device(device)
         self._settings = Settings(self._device, seed, learning_rate_factor)
         self._stages = nn.Sequential(*stages).to(self._device)
@@ -91,7 +93,8 @@ class Engine:
 
         Batches are taken when their first forward is due: up to two steps are in flight. At the end of the
         batches, or when the iterator is closed early (a `break`), the pipeline drains: steps that have begun are
-        finished. A later call goes on where this one ended; where calls are cut changes no number.
+        finished. A later call goes on where this one ended; where calls are cut changes no number. If `batches`
+        raises, or gives a batch that cannot be cut, the pipeline drains before the error is passed on.
         """
         if self._undrained is not None:
             raise RuntimeError(f"the engine cannot run: {self._undrained}")
@@ -103,17 +106,19 @@ class Engine:
         self._stages.train()
         self._undrained = "it is in the middle of another run; exhaust or close that iterator first"
         try:
-            yield from self._results(executor, slots)
-        except GeneratorExit:
-            feed.close()
-            for _ in self._results(executor, slots):
-                pass
-            self._undrained = None
-            raise
-        except BaseException as error:
+            try:
+                yield from self._results(executor, slots)
+            except GeneratorExit:
+                feed.close()
+                for _ in self._results(executor, slots):
+                    pass
+                self._undrained = None
+                raise
+        except Exception as error:
             self._undrained = f"it failed in step {self.step}: {error!r}; load a checkpoint into a new engine"
             raise
         self._undrained = None
+        feed.raise_error()
 
     def _results(self, executor: Executor, slots: Iterator[Slot]) -> Iterator[StepResult]:
         for slot in slots:
@@ -171,15 +176,11 @@ class Engine:
         self._require_drained()
         if len(state["stages"]) != len(self._states):
             raise ValueError(f"the checkpoint has {len(state['stages'])} stages, this engine {len(self._states)}")
-        needed = [self.schedule.mode.oldest(stage) for stage in range(self.schedule.stages)]
-        for stage, (mine, loaded) in enumerate(zip(self._states, state["stages"], strict=True)):
-            missing = set(range(max(0, state["step"] - needed[stage]), state["step"] + 1)) - set(loaded["versions"])
-            if missing:
-                raise ValueError(
-                    f"the checkpoint has versions {sorted(loaded['versions'])} of stage {stage}; "
-                    f"mode {self.schedule.mode.name} also needs {sorted(missing)}"
-                )
-            mine.load_state_dict(loaded)
+        for number, (mine, theirs) in enumerate(zip(self._states, state["stages"], strict=True)):
+            oldest = max(0, state["step"] - self.schedule.mode.oldest(number))
+            mine.check_state(theirs, set(range(oldest, state["step"] + 1)))
+        for mine, theirs in zip(self._states, state["stages"], strict=True):
+            mine.load_state_dict(theirs)
         self._start_at(state["step"])
 
     def _require_drained(self) -> None:

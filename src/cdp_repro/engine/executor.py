@@ -108,6 +108,7 @@ class Executor:
         self._saved[micro_batch, stage] = saved
         if is_last:
             self._losses.setdefault(step, []).append(output)
+            self._gradients[micro_batch] = torch.ones_like(output)
         else:
             self._outputs[micro_batch] = output.requires_grad_(saved.edge is not None)
         return self._in_ledger(action, saved)
@@ -115,7 +116,7 @@ class Executor:
     def _backward(self, action: Action) -> Action:
         micro_batch, stage = _compute_of(action)
         saved = self._saved.pop((micro_batch, stage))
-        grad_input, gradients = backward(saved, self._gradients.pop(micro_batch, None))
+        grad_input, gradients = backward(saved, self._gradients.pop(micro_batch))
         if stage > 0:
             self._gradients[micro_batch] = grad_input
         self._states[stage].add_gradients(gradients)

@@ -43,9 +43,11 @@ class ActivationMeter:
     def metered(self, excluded: Iterable[Tensor]) -> Iterator[None]:
         """Count what autograd saves inside the body, except storages of `excluded` (parameters and buffers)."""
         self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded}
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
-            yield
-        self._excluded = set()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                yield
+        finally:
+            self._excluded = set()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.hold(tensor)

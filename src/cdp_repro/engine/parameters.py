@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -99,37 +100,51 @@ class StageState:
                 number: {name: tensor.detach() for name, tensor in version.tensors.items()}
                 for number, version in self._versions.items()
             },
-            "optimizer": self._optimizer.state_dict() if self._optimizer else None,
+            "optimizer": {"class": self._optimizer_class, "state": self._optimizer and self._optimizer.state_dict()},
             "buffers": self.buffers,
         }
 
+    def check_state(self, state: dict[str, Any], needed_versions: set[int]) -> None:
+        """Raise ValueError if `load_state_dict` could not take this state over."""
+        if set(state["versions"]) != needed_versions:
+            raise ValueError(
+                f"the checkpoint has the versions {sorted(state['versions'])}, this mode needs "
+                f"{sorted(needed_versions)}: it was written in another mode"
+            )
+        if len(state["buffers"]) != self._workers:
+            raise ValueError(f"the checkpoint is of {len(state['buffers'])} workers, this engine has {self._workers}")
+        if state["optimizer"]["class"] != self._optimizer_class:
+            raise ValueError(
+                f"the checkpoint is of the optimizer {state['optimizer']['class']}, "
+                f"this engine has {self._optimizer_class}"
+            )
+        for tensors in state["versions"].values():
+            _check_same_tensors(self._parameters, tensors)
+        for mine, theirs in zip(self.buffers, state["buffers"], strict=True):
+            _check_same_tensors(mine, theirs)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; ValueError if names or shapes differ."""
-        newest = max(state["versions"])
-        _check_same_tensors(self._parameters, state["versions"][newest])
-        _check_same_workers(self.buffers, state["buffers"])
+        """Take over a copy of what `state_dict` returned and `check_state` accepts."""
         self._versions.clear()
         for number in sorted(state["versions"]):
             for name, parameter in self._parameters.items():
                 parameter.data = state["versions"][number][name].detach().to(parameter, copy=True)
             self._publish(number)
-        self.current = newest
+            self.current = number
         if self._optimizer is not None:
-            self._optimizer.load_state_dict(state["optimizer"])
-        for mine, loaded in zip(self.buffers, state["buffers"], strict=True):
-            for name, buffer in mine.items():
-                buffer.copy_(loaded[name])
+            self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]["state"]))
+        for mine, theirs in zip(self.buffers, state["buffers"], strict=True):
+            mine.update((name, theirs[name].to(buffer, copy=True)) for name, buffer in mine.items())
+
+    @property
+    def _optimizer_class(self) -> str | None:
+        return type(self._optimizer).__name__ if self._optimizer else None
 
 
-def _check_same_tensors(mine: dict[str, nn.Parameter], loaded: dict[str, Tensor]) -> None:
+def _check_same_tensors(mine: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in mine.items()}
     found = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
     if expected != found:
         differing = sorted(name for name in expected | found if expected.get(name) != found.get(name))
         shown = ", ".join(f"{name}: {found.get(name)} for {expected.get(name)}" for name in differing[:3])
-        raise ValueError(f"the checkpoint is of another model: {len(differing)} parameters differ, e.g. {shown}")
-
-
-def _check_same_workers(mine: Sequence[object], loaded: Sequence[object]) -> None:
-    if len(mine) != len(loaded):
-        raise ValueError(f"the checkpoint is of {len(loaded)} workers, this engine has {len(mine)}")
+        raise ValueError(f"the checkpoint is of another model: {len(differing)} tensors differ, e.g. {shown}")

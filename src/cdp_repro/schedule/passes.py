@@ -13,8 +13,8 @@ def order_slots(slots: Iterable[Slot], backward_first: bool) -> Iterator[Slot]:
 
     Forwards first is the paper's accounting: all activations of a slot are alive together. Backwards first
     frees memory before the forwards take it, which lowers the peak of equal stages from (N+1)/2 to N/2 times
-    the activations of one micro-batch. Within each kind the order is that of the micro-batches, which is the
-    order in which gradients are added.
+    the activations of one micro-batch (for odd N: N/2 plus half a stage). Within each kind the order is that of
+    the micro-batches, which is the order in which gradients are added.
     """
     for slot in slots:
         yield Slot(

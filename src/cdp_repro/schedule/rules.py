@@ -69,7 +69,7 @@ def resolve_mode(mode: str | Sequence[Sequence[int]], workers: int, stages: int)
 
 
 def _checked_matrix(matrix: Sequence[Sequence[int]], workers: int, stages: int) -> Staleness:
-    shape = [len(row) for row in matrix]
+    shape = [len(row) if isinstance(row, Sequence) else "no list" for row in matrix]
     if shape != [stages] * workers:
         raise ValueError(
             f"the staleness matrix needs {workers} rows (workers) of {stages} entries (stages); "

@@ -90,7 +90,7 @@ def check_sizes(workers: int, stages: int) -> None:
     """Raise ValueError unless N >= 1 workers can share S = c*N stages."""
     if workers < 1:
         raise ValueError(f"workers={workers}: at least 1 worker is needed")
-    if stages < workers or stages % workers:
-        lower, upper = stages // workers * workers, -(-stages // workers) * workers
-        choices = " or ".join(f"stages={value}" for value in dict.fromkeys((lower, upper)) if value)
+    if stages < 1 or stages % workers:
+        lower = stages // workers * workers
+        choices = " or ".join(f"stages={value}" for value in (lower, lower + workers) if value >= workers)
         raise ValueError(f"stages={stages} is not a multiple of workers={workers}: use {choices}")

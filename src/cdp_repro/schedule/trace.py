@@ -20,6 +20,8 @@ class SlotRecord:
     """The actions in the order they ran; compute actions carry the parameter version that they read."""
     activation_bytes: int
     """Peak of live activation bytes on this rank during the slot (at its start and after each action)."""
+    activation_bytes_after: int
+    """Live activation bytes at the end of the slot, which the rank holds until it acts again."""
     versions: tuple[int, ...]
     """Parameter versions of each stage that are alive at the end of the slot."""
     spans: tuple[tuple[float, float], ...] = field(compare=False)
@@ -50,11 +52,17 @@ class Trace:
 
     @property
     def activation_bytes_per_slot(self) -> dict[int, int]:
-        """Live activation bytes of each slot, summed over ranks."""
-        total: dict[int, int] = defaultdict(int)
+        """Live activation bytes of each slot, summed over ranks; a rank without an action holds what it held."""
+        by_slot: dict[int, dict[int, SlotRecord]] = defaultdict(dict)
         for record in self.records:
-            total[record.slot] += record.activation_bytes
-        return dict(total)
+            by_slot[record.slot][record.rank] = record
+        held: dict[int, int] = {}
+        total = {}
+        for slot, active in by_slot.items():
+            idle = sum(live for rank, live in held.items() if rank not in active)
+            total[slot] = idle + sum(record.activation_bytes for record in active.values())
+            held |= {rank: record.activation_bytes_after for rank, record in active.items()}
+        return total
 
     @property
     def activation_peak_bytes_total(self) -> int:
@@ -88,15 +96,15 @@ class Trace:
     def bytes_sent_per_device_per_step(self, steps: int) -> float:
         """Return the bytes that a rank sends in one of the `steps` traced training steps, on average."""
         ranks = len({record.rank for record in self.records})
-        return sum(message.bytes for message in self.messages) / (ranks * steps) if self.messages else 0.0
+        return sum(message.bytes for message in self.messages) / (ranks * steps) if ranks else 0.0
 
     def flops_per_slot(self, costs: StageCosts) -> dict[int, int]:
         """Return the floating-point operations of each slot, summed over ranks."""
         by_op = {"F": costs.forward_flops, "B": costs.backward_flops}
-        return {
-            record.slot: sum(by_op[action.op][action.stage] for action in record.actions if action.op.is_compute)
-            for record in self.records
-        }
+        total: dict[int, int] = defaultdict(int)
+        for record in self.records:
+            total[record.slot] += sum(by_op[a.op][a.stage] for a in record.actions if a.op.is_compute)
+        return dict(total)
 
 
 class TraceRecorder:
@@ -136,7 +144,15 @@ class TraceRecorder:
     def _close(self) -> None:
         if self._slot is not None:
             self._records.append(
-                SlotRecord(self._slot, self._rank, tuple(self._actions), self._peak, self._versions, tuple(self._spans))
+                SlotRecord(
+                    self._slot,
+                    self._rank,
+                    tuple(self._actions),
+                    self._peak,
+                    self._live,
+                    self._versions,
+                    tuple(self._spans),
+                )
             )
         self._slot = None
         self._open()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.render import text_grid
@@ -25,7 +26,6 @@ class _Progress:
         self.forwards = 0
         self.backwards = 0
         self.slot = -1
-        self.versions: list[int] = []
 
 
 class _State:
@@ -35,152 +35,176 @@ class _State:
         self.mode = mode
         self.workers = len(mode.staleness)
         self.stages = len(mode.staleness[0])
-        self.first_step: int | None = None
-        self.in_flight: dict[int, _Progress] = {}
-        self.backwards_done: dict[tuple[int, int], int] = {}
-        self.made_in_slot: list[dict[int, int]] = [{} for _ in range(self.stages)]
-        self.stage_user: dict[int, int] = {}
+        self._started = False
+        self._in_flight: dict[int, _Progress] = {}
+        self._backwards_done: dict[tuple[int, int], int] = {}
+        self._made_in_slot: list[dict[int, int]] = [{} for _ in range(self.stages)]
+        self._newest = [0] * self.stages
+        self._busy: dict[str, int] = {}
 
-    def begin(self, step: int) -> None:
+    def _start(self, step: int) -> None:
         """Start from the versions that a pipeline holds which has drained after `step` training steps."""
-        self.first_step = step
+        self._started = True
         for stage in range(self.stages):
-            oldest = max(0, step - self.mode.oldest(stage))
-            self.made_in_slot[stage] = dict.fromkeys(range(oldest, step + 1), -1)
+            self._made_in_slot[stage] = dict.fromkeys(self._needed(stage, step), -1)
+            self._newest[stage] = step
+
+    def _needed(self, stage: int, step: int) -> range:
+        """Return the versions of `stage` that are alive between training steps `step - 1` and `step`."""
+        return range(max(0, step - self.mode.oldest(stage)), step + 1)
 
     def check(self, slot: int, action: Action) -> str | None:
         """Apply `action`; return what is wrong with it, or None."""
+        if action.stage >= self.stages:
+            return f"there are only {self.stages} stages"
+        if action.version is None:
+            return "no version is assigned"
         if action.op is Op.UPDATE:
-            return self._update(slot, action)
+            return self._update(slot, action.stage, action.version)
         if action.op is Op.FREE:
-            return self._free(action)
+            return self._free(action.stage, action.version)
         assert action.micro_batch is not None
-        if self.first_step is None:
-            self.begin(action.micro_batch // self.workers)
-        return self._exclusive(action) or self._version(slot, action) or self._advance(slot, action)
+        if not self._started:
+            self._start(action.micro_batch // self.workers)
+        return (
+            self._version(slot, action)
+            or self._exclusive(action, action.micro_batch)
+            or self._advance(slot, action, action.micro_batch)
+        )
 
-    def _exclusive(self, action: Action) -> str | None:
+    def end_slot(self) -> str | None:
+        """Close a slot; return what is wrong with what it leaves behind, or None."""
+        self._busy.clear()
+        for stage, alive in enumerate(self._made_in_slot):
+            if len(alive) > self.mode.oldest(stage) + 1:
+                return f"stage {stage} keeps versions {sorted(alive)}; its rule needs {self.mode.oldest(stage) + 1}"
+        return None
+
+    def _exclusive(self, action: Action, micro_batch: int) -> str | None:
+        """A worker computes one thing a slot; in a cyclic timeline a stage has one user a slot."""
+        places = [f"worker {micro_batch % self.workers}"]
         if self.mode.timeline == "cyclic":
-            assert action.micro_batch is not None
-            user = self.stage_user.setdefault(action.stage, action.micro_batch)
-            if user != action.micro_batch:
-                return f"micro-batches {user} and {action.micro_batch} use stage {action.stage} in the same slot"
+            places.append(f"stage {action.stage}")
+        for place in places:
+            user = self._busy.setdefault(place, micro_batch)
+            if user != micro_batch:
+                return f"micro-batches {user} and {micro_batch} use {place} in the same slot"
         return None
 
     def _version(self, slot: int, action: Action) -> str | None:
-        assert action.micro_batch is not None and action.version is not None
-        step, worker = divmod(action.micro_batch, self.workers)
-        delay = self.mode.staleness[worker][action.stage]
-        if action.version != max(0, step - delay):
-            return (
-                f"reads version {action.version}; its staleness {delay} in step {step} asks for {max(0, step - delay)}"
-            )
-        alive = self.made_in_slot[action.stage]
-        if action.version not in alive:
-            return f"version {action.version} of stage {action.stage} is not alive; alive are {sorted(alive)}"
-        if alive[action.version] >= slot:
-            return f"version {action.version} of stage {action.stage} is made only in this same slot"
+        expected = self.expected_version(action)
+        if action.version != expected:
+            return f"its rule asks for version {expected}"
+        alive = self._made_in_slot[action.stage]
+        if expected not in alive:
+            return f"version {expected} of stage {action.stage} is not alive; alive are {sorted(alive)}"
+        if alive[expected] >= slot:
+            return f"version {expected} of stage {action.stage} is made only in this same slot"
         return None
 
-    def _advance(self, slot: int, action: Action) -> str | None:
-        assert action.micro_batch is not None and action.version is not None
-        progress = self.in_flight.setdefault(action.micro_batch, _Progress())
+    def expected_version(self, action: Action) -> int:
+        """Return the version that the rule asks for in a forward or backward."""
+        assert action.micro_batch is not None
+        step, worker = divmod(action.micro_batch, self.workers)
+        return max(0, step - self.mode.staleness[worker][action.stage])
+
+    def _advance(self, slot: int, action: Action, micro_batch: int) -> str | None:
+        progress = self._in_flight.setdefault(micro_batch, _Progress())
         expected = (
-            Action(Op.FORWARD, progress.forwards, action.micro_batch)
+            Action(Op.FORWARD, progress.forwards, micro_batch)
             if progress.forwards < self.stages
-            else Action(Op.BACKWARD, self.stages - 1 - progress.backwards, action.micro_batch)
+            else Action(Op.BACKWARD, self.stages - 1 - progress.backwards, micro_batch)
         )
         if (action.op, action.stage) != (expected.op, expected.stage):
-            return f"micro-batch {action.micro_batch} is due for {expected}"
+            return f"micro-batch {micro_batch} is due for {expected}"
         if slot <= progress.slot:
-            return f"micro-batch {action.micro_batch} already computes in slot {progress.slot}"
+            return f"micro-batch {micro_batch} already computes in slot {progress.slot}"
         progress.slot = slot
         if action.op is Op.FORWARD:
             progress.forwards += 1
-            progress.versions.append(action.version)
             return None
         progress.backwards += 1
-        if progress.versions[action.stage] != action.version:
-            return f"the forward used version {progress.versions[action.stage]}"
-        key = (action.micro_batch // self.workers, action.stage)
-        self.backwards_done[key] = self.backwards_done.get(key, 0) + 1
+        key = (micro_batch // self.workers, action.stage)
+        self._backwards_done[key] = self._backwards_done.get(key, 0) + 1
         if progress.backwards == self.stages:
-            del self.in_flight[action.micro_batch]
+            del self._in_flight[micro_batch]
         return None
 
-    def _update(self, slot: int, action: Action) -> str | None:
-        assert action.version is not None
-        alive = self.made_in_slot[action.stage]
-        done = self.backwards_done.pop((action.version - 1, action.stage), 0)
+    def _update(self, slot: int, stage: int, version: int) -> str | None:
+        alive = self._made_in_slot[stage]
+        done = self._backwards_done.pop((version - 1, stage), 0)
         if done != self.workers:
             return f"only {done} of {self.workers} workers have completed their backward"
-        if action.version - 1 not in alive or action.version in alive:
-            return f"needs version {action.version - 1} alive and makes {action.version}; alive are {sorted(alive)}"
-        alive[action.version] = slot
+        if version - 1 not in alive or version in alive:
+            return f"needs version {version - 1} alive and makes {version}; alive are {sorted(alive)}"
+        alive[version] = slot
+        self._newest[stage] = version
         return None
 
-    def _free(self, action: Action) -> str | None:
-        assert action.version is not None
-        alive = self.made_in_slot[action.stage]
-        if action.version not in alive or len(alive) == 1:
-            return f"cannot free version {action.version}; alive are {sorted(alive)}"
-        del alive[action.version]
-        readers = [
-            micro_batch
-            for micro_batch, progress in self.in_flight.items()
-            if progress.forwards > action.stage
-            and self.stages - 1 - progress.backwards >= action.stage
-            and progress.versions[action.stage] == action.version
-        ]
-        return f"micro-batches {readers} still need it for their backward" if readers else None
+    def _free(self, stage: int, version: int) -> str | None:
+        alive = self._made_in_slot[stage]
+        if version not in alive or len(alive) == 1:
+            return f"cannot free version {version}; alive are {sorted(alive)}"
+        del alive[version]
+        return None
 
     def leftovers(self) -> str | None:
-        """Return what is unfinished after a drain, or None."""
-        if self.in_flight:
-            return f"the program ends with micro-batches {sorted(self.in_flight)} unfinished"
-        if self.backwards_done:
-            missing = ", ".join(f"U{stage}@v{step + 1}" for step, stage in sorted(self.backwards_done))
+        """Return what is unfinished or wrong after a drain, or None."""
+        if self._in_flight:
+            return f"the program ends with micro-batches {sorted(self._in_flight)} unfinished"
+        if self._backwards_done:
+            missing = ", ".join(f"U{stage}@v{step + 1}" for step, stage in sorted(self._backwards_done))
             return f"the program ends without the updates {missing}"
-        for stage, alive in enumerate(self.made_in_slot):
-            if len(alive) > self.mode.oldest(stage) + 1:
-                return f"stage {stage} keeps versions {sorted(alive)}; its rule needs {self.mode.oldest(stage) + 1}"
+        for stage, alive in enumerate(self._made_in_slot):
+            needed = list(self._needed(stage, self._newest[stage]))
+            if self._started and sorted(alive) != needed:
+                return f"the program ends with versions {sorted(alive)} of stage {stage}; its rule needs {needed}"
         return None
 
 
 def validated(slots: Iterable[Slot], mode: Mode) -> Iterator[Slot]:
     """Yield `slots` unchanged; raise ScheduleError at the first that breaks a rule.
 
-    Checked: each micro-batch runs its stages forward, then backward, one a slot; in a cyclic timeline a stage has
-    one user a slot; a forward and its backward read the version that `mode` asks for, made in an earlier slot
-    and not freed; a stage is updated once a step, after all workers' backwards; at the end nothing is left over.
+    Checked: each micro-batch runs its stages forward, then backward, one a slot; a worker computes one thing a
+    slot, and in a cyclic timeline a stage has one user a slot; a forward and its backward read the version that
+    `mode` asks for, made in an earlier slot and not freed; a stage is updated once a step, after all workers'
+    backwards; no more versions are kept than the rule needs; at the end nothing is left over.
     """
     state = _State(mode)
     recent: deque[Slot] = deque(maxlen=2 * state.stages)
     upcoming = iter(slots)
     for slot in upcoming:
         recent.append(slot)
-        state.stage_user.clear()
         for action in slot.actions:
             fault = state.check(slot.number, action)
             if fault is not None:
-                hint = _when_it_exists(action, mode, slot, upcoming)
+                hint = _when_it_exists(action, state, slot, upcoming)
                 raise ScheduleError(_message(f"slot {slot.number}, {action}: {fault}{hint}", recent, state.workers))
+        fault = state.end_slot()
+        if fault is not None:
+            raise ScheduleError(_message(f"slot {slot.number}: {fault}", recent, state.workers))
         yield slot
     fault = state.leftovers()
     if fault is not None:
         raise ScheduleError(_message(fault, recent, state.workers))
 
 
-def _when_it_exists(action: Action, mode: Mode, slot: Slot, upcoming: Iterator[Slot]) -> str:
-    """Say in which slot the version that `action` reads too early will have been made, and what would work."""
+def _when_it_exists(action: Action, state: _State, slot: Slot, upcoming: Iterator[Slot]) -> str:
+    """If `action` reads the version of its rule too early, say from which slot on it exists, and what would work.
+
+    Looks no further ahead than the two training steps in which that must happen.
+    """
     if not action.op.is_compute or action.micro_batch is None or action.version is None:
         return ""
+    if action.stage >= state.stages or action.version != state.expected_version(action):
+        return ""
     wanted = Action(Op.UPDATE, action.stage, version=action.version)
-    made = next((later.number for later in (slot, *upcoming) if wanted in later.actions), None)
+    soon = chain([slot], islice(upcoming, 4 * state.stages))
+    made = next((later.number for later in soon if wanted in later.actions), None)
     if made is None:
         return ""
-    worker = action.micro_batch % len(mode.staleness)
-    delay = mode.staleness[worker][action.stage]
+    worker = action.micro_batch % state.workers
+    delay = state.mode.staleness[worker][action.stage]
     return (
         f".\nStaleness {delay} of (worker {worker}, stage {action.stage}) asks for that version in slot {slot.number}, "
         f"but its last gradient is there only after slot {made}: it exists from slot {made + 1} on. "

@@ -1,0 +1,71 @@
+"""Refresh the README: its picture, the output below each of its command lines, and the tables of measurements.
+
+Usage: python scripts/readme.py [folder]
+
+Commands run in `folder` (default: a new temporary one). Those whose data is not in `folder`/data keep their output.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench import tables
+
+from cdp_repro.figures import save_figure, timeline_figure
+from cdp_repro.schedule import Schedule
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"```console\n\$ (?P<command>[^\n]+)\n(?P<output>.*?)```", re.DOTALL)
+
+
+def blocks(readme: str) -> Iterator[tuple[str, str]]:
+    """Yield (command line, output) of every console block."""
+    for match in BLOCK.finditer(readme):
+        yield match["command"], match["output"]
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command line of the README, with the commands of this environment."""
+    bin_folder = Path(sys.executable).parent
+    return subprocess.run(
+        f"export PATH={bin_folder}:$PATH; {command}",
+        shell=True,
+        executable="/bin/bash",
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def draw_timeline() -> None:
+    """Draw the picture at the top of the README."""
+    timelines = {mode: list(Schedule.build(mode, 3).slots(range(2))) for mode in ("dp", "cdp_v1", "cdp_v2")}
+    save_figure(timeline_figure(timelines, workers=3, stages=3), ROOT / "results" / "figures" / "timeline.svg")
+
+
+def refresh(folder: Path) -> None:
+    path = ROOT / "README.md"
+
+    def with_output(match: re.Match[str]) -> str:
+        command = match["command"]
+        if "dataset=cifar10" in command and not (folder / "data").exists():
+            return match[0]
+        output = run(command, folder).stdout.replace(str(folder.resolve()), "/home/you").strip("\n")
+        return f"```console\n$ {command}\n{output}\n```"
+
+    text = BLOCK.sub(with_output, path.read_text())
+    before, _, rest = text.partition("<!-- bench -->")
+    after = rest.partition("<!-- /bench -->")[2]
+    path.write_text(f"{before}<!-- bench -->\n{tables()}\n<!-- /bench -->{after}")
+    draw_timeline()
+
+
+if __name__ == "__main__":
+    refresh(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp()))

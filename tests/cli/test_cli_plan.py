@@ -1,0 +1,76 @@
+"""`cdp-plan` as a user types it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from cdp_repro.cli import plan as command
+
+
+def shown_by(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert command.main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_timeline_stages_memory_and_comparison_are_shown_without_data(capsys):
+    shown = shown_by(capsys, "workers=3", "batch_size=48", "mode=cdp_v1", "dataset=cifar10")
+    assert "worker 2                     F0v0 F1v0 F2v0 B2v0" in shown
+    assert "timeline of dp" in shown and "timeline of cdp_v1" in shown
+    assert "cut by flops (imbalance" in shown
+    assert "equal stages would give (N+1)/2N = 0.667" in shown
+    assert "layer3_0 .. head" in shown
+
+
+def test_the_backward_first_order_is_cheaper_and_both_are_shown(capsys):
+    rows = shown_by(capsys, "mode=cdp_v2").splitlines()
+    ratio = {row.split()[1]: float(row.split()[4]) for row in rows if row.startswith("cdp_v2 ")}
+    assert ratio["backward_first"] < ratio["paper"] < 1
+
+
+def test_dp_alone(capsys):
+    assert "timeline of dp" in shown_by(capsys, "mode=dp")
+
+
+def test_files_on_request(capsys, tmp_path):
+    shown_by(capsys, "mode=cdp_v2", f"--out={tmp_path / 'plan'}")
+    written = {path.name for path in (tmp_path / "plan").iterdir()}
+    assert {
+        "timeline.svg",
+        "timeline.png",
+        "memory.svg",
+        "memory.png",
+        "cdp_v2-actions.csv",
+        "dp-trace.json",
+    } <= written
+    with (tmp_path / "plan" / "cdp_v2-actions.csv").open() as file:
+        assert next(csv.DictReader(file)) == {
+            "slot": "0",
+            "rank": "0",
+            "step": "0",
+            "worker": "0",
+            "action": "F0.m0@v0",
+        }
+    assert json.loads((tmp_path / "plan" / "cdp_v2-trace.json").read_text())["traceEvents"]
+    assert "<svg" in (tmp_path / "plan" / "timeline.svg").read_text()
+
+
+def test_impossible_settings_are_refused_with_one_that_works(capsys):
+    assert command.main(["mode=[[0,1],[1,0]]", "workers=2"]) == 2
+    shown = capsys.readouterr().err
+    assert "(worker 0, stage 0)" in shown and "Staleness 1 works at this place" in shown
+
+
+def test_a_folder_that_cannot_be_written(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert command.main([f"--out={tmp_path / 'file' / 'plan'}"]) == 2
+    assert "cannot write there" in capsys.readouterr().err
+
+
+def test_nothing_is_written_unasked(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown_by(capsys)
+    assert list(Path().iterdir()) == []

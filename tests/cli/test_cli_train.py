@@ -1,0 +1,148 @@
+"""`cdp-train` as a user types it: exit codes, messages, what is written where."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from cdp_repro.cli import train as command
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+def test_a_run_gets_a_directory_of_its_own_and_a_summary(tiny, capsys):
+    for _ in range(2):
+        assert command.main([*tiny, "epochs=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "test top-1" in shown and re.search(r"simulated; ratio 0\.\d{3}", shown)
+    assert [path.name for path in Path().iterdir()] == ["runs"]
+    assert len(list(Path("runs").iterdir())) == 2
+
+
+def test_help_teaches(capsys):
+    assert command.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("mode=cdp_v1 dataset=cifar10", "slot_order=paper", "paper/imagenet_resnet50", "resume="):
+        assert text in shown
+
+
+def test_multirun_gives_each_cell_its_own_directory_and_lists_failures(tiny, capfd):
+    others = [text for text in tiny if not text.startswith("model.depth")]
+    code = command.main(["--multirun", *others, "epochs=1", "mode=dp", "model.depth=1,4", "seed=0,1", "run_dir=sweep"])
+    out, err = capfd.readouterr()
+    assert code == 1
+    assert "2 of 4 runs finished" in out
+    assert err.count("exit code 2: cdp-train") == 2 and "2 blocks cannot be cut into stages=4" in err
+    finished = {path.parent.name: json.loads(path.read_text())["mode"] for path in Path("sweep").glob("*/summary.json")}
+    assert finished == {"model.depth=4,seed=0": "dp", "model.depth=4,seed=1": "dp"}
+
+
+def test_a_mistake_in_one_cell_stops_the_sweep_before_it_starts(tiny, capsys):
+    assert command.main(["--multirun", *tiny, "mode=dp,cdp_v3"]) == 2
+    assert "unknown mode 'cdp_v3'" in capsys.readouterr().err
+    assert list(Path().iterdir()) == []
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run, expect exit code 2 and a message of one screen, with nothing written here; return the message."""
+    before = sorted(Path().rglob("*"))
+    assert command.main(list(arguments)) == 2
+    shown = capsys.readouterr().err
+    assert sorted(Path().rglob("*")) == before
+    assert "Traceback" not in shown and shown.count("\n") < 24
+    return shown
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")
+def test_cuda_without_a_gpu(capsys):
+    assert "use device=cpu" in refused(capsys, "device=cuda")
+
+
+def test_more_stages_than_blocks(capsys):
+    assert "5 blocks cannot be cut into stages=8" in refused(capsys, "stages=8")
+
+
+def test_a_mini_batch_that_the_workers_do_not_divide(capsys):
+    assert "use batch_size=28 or batch_size=32" in refused(capsys, "batch_size=30")
+
+
+def test_a_mini_batch_larger_than_the_data(capsys):
+    assert "use at most batch_size=1440" in refused(capsys, "batch_size=4000")
+
+
+def test_missing_data(capsys):
+    shown = refused(capsys, "dataset=cifar10")
+    assert "dataset.root=" in shown and "data/train/<class>" in shown
+
+
+def test_a_damaged_image(capsys, tmp_path):
+    for split in ("train", "test"):
+        for name in ("cat", "dog"):
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            for number in range(4):
+                Image.new("RGB", (32, 32), (number, 0, 0)).save(folder / f"{number}.png")
+    broken = tmp_path / "images" / "train" / "dog" / "2.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    overrides = ("dataset=cifar10", f"dataset.root={tmp_path / 'images'}", "batch_size=4", "dataset.classes=2")
+    assert "dog/2.png" in refused(capsys, *overrides)
+
+
+def test_data_with_other_classes_than_configured(capsys, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / "images" / split / "cat").mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / "images" / split / "cat" / "0.png")
+    shown = refused(capsys, "dataset=cifar10", f"dataset.root={tmp_path / 'images'}", "batch_size=4")
+    assert "use dataset.classes=1" in shown
+
+
+def test_a_run_directory_that_holds_another_run(capsys, tiny):
+    assert command.main([*tiny, "epochs=1", "run_dir=mine"]) == 0
+    capsys.readouterr()
+    shown = refused(capsys, *tiny, "run_dir=mine")
+    assert "resume=" in shown and "run_dir=" in shown
+
+
+def test_resuming_what_is_no_run(capsys):
+    assert "not a run directory" in refused(capsys, "resume=nothing")
+    assert "drop seed=1" in refused(capsys, "resume=nothing", "seed=1")
+
+
+def test_an_unknown_option(capsys):
+    assert command.main(["--mutlirun"]) == 2
+    assert "unknown option --mutlirun" in capsys.readouterr().err
+
+
+def test_a_diverging_run_says_so(capsys, tiny):
+    assert command.main([*tiny, "optim.lr=1e12", "optim.warmup_epochs=0"]) == 1
+    assert "Try a smaller optim.lr" in capsys.readouterr().err
+
+
+def test_ctrl_c_saves_a_checkpoint_and_exits_with_130(tiny, capsys):
+    arguments = [*tiny, "epochs=2000", "run_dir=mine"]
+    command_line = [sys.executable, "-m", "cdp_repro.cli.train", *arguments]
+    process = subprocess.Popen(command_line, stderr=subprocess.PIPE, text=True)
+    metrics = Path("mine/metrics.jsonl")
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "a checkpoint holds them" in err
+    assert json.loads(Path("mine/summary.json").read_text())["status"] == "interrupted"
+    step = json.loads(Path("mine/summary.json").read_text())["step"]
+    assert sorted(Path("mine/checkpoints").iterdir())[-1].name == f"step-{step:09d}"

@@ -1,0 +1,162 @@
+"""Parameters, buffers and losses against the naive sequential reference, tensor by tensor, in float64."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import SGD, AdamW, staleness, train
+from torch import nn
+
+from cdp_repro import Engine
+
+STEPS = 20
+TOLERANCE = {"rtol": 0, "atol": 1e-12}
+
+
+def mlp(stages, seed=0):
+    torch.manual_seed(seed)
+    widths = [5, *[4 + stage % 3 for stage in range(stages - 1)]]
+    body = [
+        nn.Sequential(nn.Linear(a, b, bias=False), nn.BatchNorm1d(b), nn.Tanh()) for a, b in itertools.pairwise(widths)
+    ]
+    return [stage.double() for stage in (*body, nn.Linear(widths[-1], 3))]
+
+
+def convnet(seed=0):
+    torch.manual_seed(seed)
+
+    def conv(a, b):
+        return nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
+
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    return [stage.double() for stage in (conv(2, 3), conv(3, 4), conv(4, 4), head)]
+
+
+def make_batches(count, workers, shape, micro=4, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    size = workers * micro
+    return [
+        (
+            torch.randn(size, *shape, generator=generator, dtype=torch.float64),
+            torch.randint(3, (size,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def matrix_three(n, s):
+    """Staleness 0 to 3, different everywhere."""
+    smallest = staleness("cdp_v2", n, s)
+    return [[max(smallest[i][j], (i + 2 * j + 3) % 4) for j in range(s)] for i in range(n)]
+
+
+def matrix_mixed(n, s):
+    smallest = staleness("cdp_v2", n, s)
+    return [[smallest[i][j] + (i + j) % 2 for j in range(s)] for i in range(n)]
+
+
+RULES = {
+    "dp": lambda n, s: "dp",
+    "cdp_v1": lambda n, s: "cdp_v1",
+    "cdp_v2": lambda n, s: "cdp_v2",
+    "matrix up to 3": matrix_three,
+    "matrix mixed": matrix_mixed,
+}
+
+OPTIMIZERS = {
+    "sgd": (
+        lambda: SGD(lr=0.1, momentum=0.9, weight_decay=0.01),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
+    ),
+    "adamw": (
+        lambda: AdamW(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1),
+        lambda params: torch.optim.AdamW(params, lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1),
+    ),
+}
+
+
+def learning_rate(step):
+    return 1.0 if step < 10 else 0.1
+
+
+def same(actual, expected, what):
+    assert set(actual) == set(expected)
+    for name, tensor in actual.items():
+        torch.testing.assert_close(
+            tensor.detach().to(expected[name]),
+            expected[name],
+            **TOLERANCE,
+            msg=lambda m, name=name: f"{what} {name}: {m}",
+        )
+
+
+def check_against_reference(stages, optimizer, mode, n, shape, pieces, slot_order="paper"):
+    """Run in `pieces`, each ended by a drain, and compare at every drain; losses at every step."""
+    mine, theirs = OPTIMIZERS[optimizer]
+    batches = make_batches(STEPS, n, shape)
+    expected = train(stages, F.cross_entropy, mine(), mode, n, batches, learning_rate)
+    engine = Engine(
+        copy.deepcopy(stages),
+        F.cross_entropy,
+        theirs,
+        mode,
+        workers=n,
+        learning_rate_factor=learning_rate,
+        slot_order=slot_order,
+    )
+    d = staleness(mode, n, len(stages))
+    done = 0
+    for piece in pieces:
+        for result in engine.run(batches[done : done + piece]):
+            assert result.step == done
+            torch.testing.assert_close(
+                torch.tensor(result.losses, dtype=torch.float64),
+                torch.tensor(expected.losses[done], dtype=torch.float64),
+                **TOLERANCE,
+            )
+            done += 1
+        assert engine.step == done
+        same(dict(engine.model.named_parameters()), expected.thetas[done], f"theta[{done}]")
+        same(dict(engine.model.named_buffers()), expected.buffers[done - 1], f"buffers after step {done - 1}")
+        for j, state in enumerate(engine.state_dict()["stages"]):  # the versions that the next step reads
+            oldest = max(row[j] for row in d)
+            assert set(state["versions"]) == set(range(max(0, done - oldest), done + 1))
+            for number, tensors in state["versions"].items():
+                same(tensors, {name: expected.thetas[number][f"{j}.{name}"] for name in tensors}, f"version {number}")
+    assert done == STEPS
+    assert engine.ledger_reads == 2 * STEPS * n * len(stages)
+
+
+def test_the_rules_differ_by_far_more_than_the_tolerance():
+    """So that agreement with one of them says something."""
+    n, batches = 3, make_batches(STEPS, 3, (5,))
+    last = [train(mlp(n), F.cross_entropy, SGD(0.1), rule(n, n), n, batches).thetas[-1] for rule in RULES.values()]
+    for one, other in itertools.combinations(last, 2):
+        assert max((one[name] - other[name]).abs().max().item() for name in one) > 1e-4
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("n", "c"), itertools.product(range(1, 5), (1, 2)))
+def test_sgd_agrees_after_every_step(rule, n, c):
+    # twelve steps in flight without a drain, then a drain after every step
+    check_against_reference(mlp(c * n), "sgd", RULES[rule](n, c * n), n, (5,), [12, *[1] * 8])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("n", "c"), [(3, 1)])
+def test_adamw_agrees(rule, n, c):
+    check_against_reference(mlp(c * n), "adamw", RULES[rule](n, c * n), n, (5,), [1, 1, 14, 1, 3], "backward_first")
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("n", [2])
+def test_a_convolutional_net_with_batchnorm_and_inplace_relu_agrees(rule, n):
+    check_against_reference(convnet(), "sgd", RULES[rule](n, 4), n, (2, 6, 6), [9, 1, 1, 9])
+
+
+def test_uneven_pieces_are_the_same_rule():
+    check_against_reference(mlp(4), "sgd", matrix_three(4, 4), 4, (5,), [2, 3, 1, 1, 4, 9])

@@ -1,0 +1,418 @@
+"""Ledger, stability, refusals, and the corners of what a stage may be."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cdp_repro import Engine
+from cdp_repro.engine.ledger import LedgerError
+from cdp_repro.engine.parameters import StageState
+
+MODES = ("dp", "cdp_v1", "cdp_v2")
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def linears(count=3, width=4):
+    torch.manual_seed(0)
+    return [nn.Linear(width, width) for _ in range(count)]
+
+
+def make_batches(count=3, rows=12, width=4):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(rows, width, generator=generator), torch.randint(width, (rows,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def train(engine, batches=None):
+    return [result.losses for result in engine.run(make_batches() if batches is None else batches)]
+
+
+# ------------------------------------------------------------------------------------------------------- ledger
+
+
+@pytest.mark.parametrize(
+    ("mode", "position", "told"),
+    [
+        # always the newest version: worker 0 of step 1 finds U2@v1 done
+        ("cdp_v1", -1, "forward of stage 2 by worker 0 in step 1 used version 1; its staleness 1 asks for version 0"),
+        # always the oldest: worker 1 of step 1 is to be fresh while version 0 still lives for worker 0's backward
+        ("cdp_v2", 0, "forward of stage 1 by worker 1 in step 1 used version 0; its staleness 0 asks for version 1"),
+    ],
+)
+def test_reading_another_version_fails_the_run(mode, position, told, monkeypatch):
+    honest = StageState.read
+    monkeypatch.setattr(StageState, "read", lambda self, number: honest(self, self.versions[position]))
+    with pytest.raises(LedgerError) as failure:
+        train(Engine(linears(), F.cross_entropy, sgd, mode))
+    assert told in str(failure.value)
+    assert any("while running F" in note and "slot" in note for note in failure.value.__notes__)
+
+
+def test_reading_an_older_version_fails_the_run(monkeypatch):
+    kept = {}
+    honest = StageState.read
+
+    def oldest_ever(self, number):
+        return kept.setdefault(id(self), honest(self, number))
+
+    monkeypatch.setattr(StageState, "read", oldest_ever)
+    with pytest.raises(LedgerError, match=r"stage 0 by worker 0 in step 1 used version 0.*asks for version 1"):
+        train(Engine(linears(), F.cross_entropy, sgd, "dp"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_read_is_in_the_ledger(mode):
+    engine = Engine(linears(), F.cross_entropy, sgd, mode)
+    train(engine)
+    assert engine.ledger_reads == 2 * 3 * 3 * 3  # forwards and backwards of 3 steps, workers, stages
+
+
+# ---------------------------------------------------------------------------------------------------- stability
+
+
+class Well(nn.Module):
+    """Adds 0.5 * L * x^2 of its own parameter to what comes in."""
+
+    def __init__(self, curvature):
+        super().__init__()
+        self.x, self.curvature = nn.Parameter(torch.ones(1, dtype=torch.float64)), curvature
+
+    def forward(self, inputs):
+        return inputs + 0.5 * self.curvature * self.x**2
+
+
+def quadratic(mode, n, lr_times_curvature, steps=200):
+    """Return the losses of worker 0, n * 0.5 * L * x^2, from x = 1 everywhere."""
+    curvature = 4.0
+    engine = Engine(
+        [Well(curvature) for _ in range(n)],
+        lambda output, _: output.mean(),
+        lambda params: torch.optim.SGD(params, lr=lr_times_curvature / curvature),
+        mode,
+    )
+    batches = [(torch.zeros(n, 1, dtype=torch.float64), torch.zeros(n))] * steps
+    return [result.losses[0] for result in engine.run(batches)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "n", "limit"),
+    [("cdp_v1", 1, 1.0), ("cdp_v1", 2, 1.0), ("dp", 1, 2.0), ("dp", 2, 2.0), ("cdp_v2", 1, 2.0)],
+)
+def test_plain_sgd_is_stable_up_to_the_limit_of_its_delay(mode, n, limit):
+    """x' = x - lr L x(one step ago) has roots of modulus sqrt(lr L): stable up to lr = 1/L, without delay up to 2/L.
+
+    With delay it swings, so the largest of the last losses is compared.
+    """
+    assert max(quadratic(mode, n, 0.95 * limit)[-8:]) < 1e-3
+    assert max(quadratic(mode, n, 1.05 * limit)[-8:]) > 1e3
+
+
+def test_delay_one_by_its_recurrence():
+    x = [1.0, 1.0]  # theta[-1] = theta[0]
+    for _ in range(50):
+        x.append(x[-1] - 0.9 * x[-2])
+    expected = [0.5 * 4.0 * value**2 for value in x[:50]]  # the loss of step t is that of theta[t - 1]
+    assert quadratic("cdp_v1", 1, 0.9, 50) == pytest.approx(expected, abs=1e-12)
+
+
+# ------------------------------------------------------------------------------------- parameters and gradients
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_parameters_stay_as_they_are(mode):
+    stages = linears()
+    stages[0].weight.requires_grad_(False)
+    for parameter in stages[1].parameters():
+        parameter.requires_grad_(False)
+    before = copy.deepcopy(stages)
+    engine = Engine(stages, F.cross_entropy, sgd, mode)
+    train(engine)
+    assert torch.equal(engine.model[0].weight, before[0].weight)
+    assert not engine.model[0].weight.requires_grad
+    for mine, theirs in zip(engine.model[1].parameters(), before[1].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert not torch.equal(engine.model[0].bias, before[0].bias)
+    assert not torch.equal(engine.model[2].weight, before[2].weight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("frozen", [[0], [0, 1], [2], [0, 1, 2]])
+def test_wholly_frozen_stages_anywhere(mode, frozen):
+    stages = linears()
+    for number in frozen:
+        stages[number].requires_grad_(False)
+    before = copy.deepcopy(stages)
+    engine = Engine(stages, F.cross_entropy, sgd, mode)
+    train(engine)
+    for number, (mine, theirs) in enumerate(zip(engine.model, before, strict=True)):
+        assert torch.equal(mine.weight, theirs.weight) == (number in frozen)
+
+
+def plain_dp_losses(stages, batches, workers):
+    """DP with plain SGD (no momentum) by hand."""
+    model = nn.Sequential(*copy.deepcopy(stages))
+    losses = []
+    for inputs, targets in batches:
+        model.zero_grad()
+        parts = [
+            F.cross_entropy(model(x), y) for x, y in zip(inputs.chunk(workers), targets.chunk(workers), strict=True)
+        ]
+        (sum(parts) / workers).backward()
+        losses.append([part.item() for part in parts])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+    return losses, model
+
+
+class Detach(nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.two = nn.Linear(4, 4)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.two(self.one(x).tanh())
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("middle", [nn.Identity, nn.ReLU, nn.Flatten, Tied])
+def test_unusual_stages_train_like_the_uncut_model(middle, place):
+    stages = linears(2)
+    stages.insert(place, middle())
+    check_like_the_uncut_model(stages)
+
+
+@pytest.mark.parametrize("width", [4, 1])
+def test_a_stage_that_stops_the_gradient(width):
+    """Width 1 and one row a micro-batch is the worst case: the missing gradient becomes 1 without a word."""
+    torch.manual_seed(0)
+    stages = [nn.Linear(4, width), Detach(), nn.Linear(width, 4)]
+    check_like_the_uncut_model(stages, rows=1 if width == 1 else 4)
+
+
+def check_like_the_uncut_model(stages, rows=4):
+    n = len(stages)
+    batches = make_batches(rows=rows * n)
+    expected, model = plain_dp_losses(stages, batches, n)
+    engine = Engine(stages, F.cross_entropy, lambda params: torch.optim.SGD(params, lr=0.1), "dp")
+    actual = train(engine, batches)
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(engine.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("optimizer", [sgd, lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.5)])
+def test_parameters_unused_by_the_loss_have_no_gradient_and_so_no_weight_decay(mode, optimizer):
+    torch.manual_seed(0)
+    stages = [Unused(), Unused()]
+    before = copy.deepcopy(stages)
+    engine = Engine(stages, F.cross_entropy, optimizer, mode)
+    train(engine)
+    for mine, theirs in zip(engine.model, before, strict=True):
+        assert torch.equal(mine.unused.weight, theirs.unused.weight)
+        assert not torch.equal(mine.used.weight, theirs.used.weight)
+
+
+class Counter(nn.Module):
+    """Keeps a buffer by assigning a new tensor to it, as plain modules may."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return x
+
+
+def test_a_buffer_that_a_stage_reassigns_is_kept():
+    engine = Engine([Counter(), nn.Linear(4, 4)], F.cross_entropy, sgd, "cdp_v1")
+    train(engine)
+    assert engine.model[0].calls.item() == 3
+
+
+def test_the_model_is_the_users_modules_with_the_newest_parameters():
+    stages = linears()
+    engine = Engine(stages, F.cross_entropy, sgd, "cdp_v2")
+    before = copy.deepcopy(stages)
+    train(engine)
+    assert all(mine is theirs for mine, theirs in zip(engine.model, stages, strict=True))
+    newest = engine.state_dict()["stages"][0]["versions"][3]["weight"]
+    assert torch.equal(stages[0].weight, newest)
+    assert not torch.equal(stages[0].weight, before[0].weight)
+    engine.model.eval()
+    train(engine)
+    assert engine.model.training, "a run trains"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bf16_autocast_runs_and_losses_are_finite(mode):
+    engine = Engine(
+        linears(), F.cross_entropy, sgd, mode, autocast=lambda: torch.autocast("cpu", torch.bfloat16), traced_steps=1
+    )
+    losses = train(engine)
+    assert torch.tensor(losses).isfinite().all()
+    assert all(parameter.dtype is torch.float32 for parameter in engine.model.parameters())
+    assert losses != train(Engine(linears(), F.cross_entropy, sgd, mode)), "autocast had an effect"
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mini_batch_that_the_workers_do_not_divide(mode):
+    with pytest.raises(ValueError, match=r"10 .* not divisible by 3 workers; 9 would be"):
+        train(Engine(linears(), F.cross_entropy, sgd, mode), make_batches(rows=10))
+
+
+def test_sizes_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"stages=3 is not a multiple of workers=2: use stages=2 or stages=4"):
+        Engine(linears(), F.cross_entropy, sgd, workers=2)
+    with pytest.raises(ValueError, match="at least 1 stage"):
+        Engine([], F.cross_entropy, sgd)
+    with pytest.raises(ValueError, match="staleness matrix"):
+        Engine(linears(), F.cross_entropy, sgd, [[1, 1], [1, 1]])
+
+
+def test_no_workers():
+    with pytest.raises(ValueError, match="workers=0"):
+        Engine(linears(), F.cross_entropy, sgd, workers=0)
+
+
+def test_parameters_shared_by_two_stages():
+    stages = linears()
+    stages[2].weight = stages[0].weight
+    with pytest.raises(ValueError, match=r"stages 0 and 2 share the parameter weight"):
+        Engine(stages, F.cross_entropy, sgd)
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+class Fails(nn.Module):
+    def __init__(self, at_call):
+        super().__init__()
+        self.calls, self.at_call = 0, at_call
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == self.at_call:
+            raise FloatingPointError("no good")
+        return x
+
+
+def test_a_stage_that_returns_a_tuple():
+    with pytest.raises(TypeError, match=r"one tensor.*tuple") as failure:
+        train(Engine([nn.Linear(4, 4), Pair()], F.cross_entropy, sgd))
+    assert "while running F1.m0@v0 in slot 1" in failure.value.__notes__
+
+
+def test_an_exception_in_a_stage_names_action_and_slot_and_ends_the_engine():
+    engine = Engine([nn.Linear(4, 4), Fails(4), nn.Linear(4, 4)], F.cross_entropy, sgd, "cdp_v1")
+    with pytest.raises(FloatingPointError) as failure:
+        train(engine)
+    # the fourth forward of stage 1 is micro-batch 3's: slot 2 * 3 + 1
+    assert failure.value.__notes__ == ["while running F1.m3@v0 in slot 7"]
+    for refused in (
+        lambda: train(engine),
+        lambda: engine.model,
+        engine.state_dict,
+        lambda: engine.load_state_dict({}),
+    ):
+        with pytest.raises(RuntimeError, match=r"no good.*new engine"):
+            refused()
+
+
+def test_a_failure_while_draining_is_told_as_what_it_is():
+    engine = Engine([nn.Linear(4, 4), Fails(6), nn.Linear(4, 4)], F.cross_entropy, sgd, "cdp_v1")
+    iterator = engine.run(make_batches())
+    next(iterator)
+    with pytest.raises(FloatingPointError):
+        iterator.close()
+    with pytest.raises(RuntimeError, match="no good"):
+        engine.state_dict()
+
+
+def test_running_twice_at_once():
+    engine = Engine(linears(), F.cross_entropy, sgd, "cdp_v1")
+    first = engine.run(make_batches())
+    next(first)
+    for refused in (lambda: train(engine), lambda: engine.model, engine.state_dict):
+        with pytest.raises(RuntimeError, match="middle of another run; exhaust or close"):
+            refused()
+    list(first)
+    assert train(engine, make_batches(1))
+
+
+def state_of(mode="cdp_v1", stages=None, workers=None, optimizer=sgd):
+    engine = Engine(stages or linears(), F.cross_entropy, optimizer, mode, workers=workers)
+    train(engine)
+    return copy.deepcopy(engine.state_dict())
+
+
+def test_state_of_another_model():
+    engine = Engine(linears(), F.cross_entropy, sgd, "cdp_v1")
+    with pytest.raises(ValueError, match=r"another model.*weight: \(5, 5\) for \(4, 4\)"):
+        wide = Engine(linears(width=5), F.cross_entropy, sgd, "cdp_v1")
+        train(wide, make_batches(width=5))
+        engine.load_state_dict(wide.state_dict())
+    with pytest.raises(ValueError, match=r"2 stages, this engine 3"):
+        engine.load_state_dict(state_of(stages=linears(2)))
+
+
+def test_state_of_another_number_of_workers():
+    state = state_of("dp", workers=1)
+    with pytest.raises(ValueError, match=r"1 workers, this engine has 3"):
+        Engine(linears(), F.cross_entropy, sgd, "dp").load_state_dict(state)
+
+
+def test_state_of_a_fresher_mode():
+    with pytest.raises(ValueError, match=r"versions \[3\], this mode needs \[2, 3\]"):
+        Engine(linears(), F.cross_entropy, sgd, "cdp_v1").load_state_dict(state_of("dp"))
+
+
+@pytest.mark.parametrize("mode", ["dp", "cdp_v2"])
+def test_state_of_a_staler_mode(mode):
+    with pytest.raises(ValueError):
+        Engine(linears(), F.cross_entropy, sgd, mode).load_state_dict(state_of("cdp_v1"))
+
+
+def test_a_refused_state_changes_nothing():
+    stages = [*linears(2), nn.Linear(4, 5)]
+    engine = Engine(linears(), F.cross_entropy, sgd, "cdp_v1")
+    before = copy.deepcopy(engine.state_dict())
+    with pytest.raises(ValueError):
+        engine.load_state_dict(state_of(stages=stages))
+    after = engine.state_dict()
+    for mine, theirs in zip(after["stages"], before["stages"], strict=True):
+        assert mine["versions"].keys() == theirs["versions"].keys()
