@@ -148,6 +148,7 @@ class _Run:
             config.model.name, self._dataset.description, config.mode.name, config.workers, config.stage_count,
             config.placement.name, config.torch_device,
         )  # fmt: skip
+        torch.manual_seed(config.seed)  # of what a model or loss draws on its own; the checkpoint goes on from it
         if resume:
             self._trainer.resume()
             logger.info("resumed at training step %d", self._engine.step)
