@@ -36,20 +36,21 @@ class _MicroBatch:
         self._versions = [Version(0, _converted(dict(stage.named_parameters()), convert)) for stage in stages]
         self._buffers = [_converted(dict(stage.named_buffers()), convert) for stage in stages]
         self._saved: list[SavedForward] = []
+        self._gradient: Tensor | None = None
 
     def begin(self, inputs: Tensor, targets: Tensor) -> None:
         self._output, self._targets = inputs, targets
-        self._gradient: Tensor | None = None
 
     def forward(self, stage: int, meter: ActivationMeter | None = None) -> None:
         output, saved = self._compute[stage].forward(
             self._versions[stage], self._buffers[stage], self._output, self._targets, meter
         )
         self._saved.append(saved)
-        is_last = stage == len(self._compute) - 1
-        self._output = torch.empty(0) if is_last else output.requires_grad_(saved.edge is not None)
-        if is_last:
-            del self._targets
+        if stage == len(self._compute) - 1:
+            self._gradient = torch.ones_like(output)
+            del self._output, self._targets
+        else:
+            self._output = output.requires_grad_(saved.edge is not None)
 
     def backward(self) -> None:
         self._gradient, _ = backward(self._saved.pop(), self._gradient)
