@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cdp_repro.figures import format_bytes, memory_figure, save_figure, timeline_figure
+from cdp_repro.figures import memory_figure, save_figure, timeline_figure
 from cdp_repro.schedule import Schedule, StageCosts, simulate
+from cdp_repro.units import format_bytes
 
 
 def test_the_timeline_has_a_cell_for_every_action(tmp_path):

@@ -209,7 +209,7 @@ _MINIMA = {
     **dict.fromkeys(
         ("workers", "batch_size", "epochs", "evaluate_every_epochs", "evaluation_batch_size", "checkpoint_every_steps",
          "keep_checkpoints", "log_every_steps", "optim.step_epochs", "dataset.channels", "dataset.image_size",
-         "dataset.classes", "model.hidden", "model.depth"), 1,
+         "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden", "model.depth"), 1,
     ),
     **dict.fromkeys(
         ("seed", "traced_steps", "optim.lr", "optim.weight_decay", "optim.momentum", "optim.warmup_epochs",
@@ -218,28 +218,64 @@ _MINIMA = {
 }  # fmt: skip
 
 
-def load_config(composed: DictConfig) -> RunConfig:
-    """Return the typed configuration; raise ConfigError with every value of a wrong type or out of range."""
-    config, problems = _typed(composed)
-    problems += [*_out_of_range(config), *_inconsistent(config)]
+NO_INFLUENCE = (
+    "run_dir", "wandb", "wandb_project", "keep_checkpoints", "checkpoint_every_steps", "log_every_steps",
+    "traced_steps", "evaluation_batch_size", "dataset.root", "dataset.download", "dataset.loader_workers",
+)  # fmt: skip
+"""Values that may differ between a checkpoint and the run that goes on from it: they change no parameter."""
+
+
+def load_config(composed: DictConfig, check_device: bool = True) -> RunConfig:
+    """Return the typed configuration; raise ConfigError with every value of a wrong type or out of range.
+
+    Without `check_device` a device that this machine lacks is accepted, as in a plan for another machine.
+    """
+    config, wrong = _typed(composed)
+    problems = [*wrong.values()]
+    out_of_range = dict(_out_of_range(config))
+    problems += out_of_range.values()
+    if not {*wrong, *out_of_range} & {"workers", "stages", "batch_size", "slot_order", "mode.name", "mode.staleness"}:
+        problems += _inconsistent(config)
+    if check_device and config.device == "cuda" and not torch.cuda.is_available():
+        problems.append("device=cuda: torch finds no CUDA device on this machine; use device=cpu (or device=auto)")
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def _typed(composed: DictConfig) -> tuple[RunConfig, list[str]]:
-    """Return the values that have the right type, in place of the defaults, and what is wrong with the others."""
+def without_effect(config: RunConfig) -> list[str]:
+    """Return a sentence for each setting that will have no effect, or another one than its name says."""
+    found = []
+    if config.optim.warmup_epochs >= config.epochs:
+        found.append(
+            f"optim.warmup_epochs={config.optim.warmup_epochs:g} covers all epochs={config.epochs}: the learning rate "
+            "only grows"
+        )
+    elif config.optim.schedule == "step" and config.optim.step_epochs >= config.epochs:
+        found.append(f"optim.step_epochs={config.optim.step_epochs} is not reached in epochs={config.epochs}")
+    if config.channels_last and config.model.name == "mlp":
+        found.append("channels_last=true has no effect on model=mlp")
+    return found
+
+
+def _typed(composed: DictConfig) -> tuple[RunConfig, dict[str, str]]:
+    """Return the values that have the right type, in place of the defaults, and by key what is wrong with others."""
     schema = OmegaConf.structured(RunConfig)
-    problems, fitting = [], []
-    for key, value in leaves(composed):
+    problems: dict[str, str] = {}
+    fitting = []
+    try:
+        given = leaves(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError([f"the configuration cannot be resolved: {str(error).splitlines()[0]}"]) from error
+    for key, value in given:
         if value == MISSING:
-            problems.append(f"{key} has no value yet: give {key}=...")
+            problems[key] = f"{key} has no value yet: give {key}=..."
             continue
         try:
             OmegaConf.merge(schema, _nested(key, value))
             fitting.append(_nested(key, value))
         except OmegaConfBaseException as error:
-            problems.append(f"{key}={value}: {str(error).splitlines()[0]}")
+            problems[key] = f"{key}={value}: {str(error).splitlines()[0]}"
     config = OmegaConf.to_object(OmegaConf.merge(schema, *fitting))
     assert isinstance(config, RunConfig)
     return config, problems
@@ -268,7 +304,8 @@ def leaves(node: DictConfig, prefix: str = "") -> list[tuple[str, Any]]:
 
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the most similar choice, or nothing if none is similar."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.4)
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.4)]
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -279,31 +316,30 @@ def _value(config: RunConfig, key: str) -> Any:
     return value
 
 
-def _out_of_range(config: RunConfig) -> Iterable[str]:
+def _out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
+    """Yield (key, what is wrong with it)."""
     for key, choices in _CHOICES.items():
         value = _value(config, key)
         if value not in choices:
-            yield f"{key}={value}: choose {', '.join(choices)}{nearest(str(value), choices)}"
+            yield key, f"{key}={value}: choose {', '.join(choices)}{nearest(str(value), choices)}"
     for key, minimum in _MINIMA.items():
         value = _value(config, key)
         if not (value >= minimum and math.isfinite(value)):
-            yield f"{key}={value}: must be {minimum} or more"
-    if not 0 <= config.model.dropout < 1:
-        yield f"model.dropout={config.model.dropout}: must be at least 0 and below 1"
-    for key, beta in (("beta1", config.optim.beta1), ("beta2", config.optim.beta2)):
-        if not 0 <= beta < 1:
-            yield f"optim.{key}={beta}: must be at least 0 and below 1"
+            yield key, f"{key}={value}: must be a finite number, {minimum} or more"
+    for key in ("model.dropout", "optim.beta1", "optim.beta2"):
+        value = _value(config, key)
+        if not 0 <= value < 1:
+            yield key, f"{key}={value}: must be at least 0 and below 1"
+    if config.seed >= 2**63:
+        yield "seed", f"seed={config.seed}: must be below 2^63"
 
 
 def _inconsistent(config: RunConfig) -> Iterable[str]:
-    if config.workers >= 1:
-        try:
-            config.schedule()
-        except ValueError as error:
-            yield str(error)
-        if config.batch_size % config.workers:
-            lower = config.batch_size // config.workers * config.workers
-            works = " or ".join(f"batch_size={value}" for value in (lower, lower + config.workers) if value)
-            yield f"batch_size={config.batch_size} is not divisible by workers={config.workers}: use {works}"
-    if config.device == "cuda" and not torch.cuda.is_available():
-        yield "device=cuda: torch finds no CUDA device on this machine; use device=cpu (or device=auto)"
+    try:
+        config.schedule()
+    except ValueError as error:
+        yield str(error)
+    if config.batch_size % config.workers:
+        lower = config.batch_size // config.workers * config.workers
+        works = " or ".join(f"batch_size={value}" for value in (lower, lower + config.workers) if value)
+        yield f"batch_size={config.batch_size} is not divisible by workers={config.workers}: use {works}"

@@ -7,15 +7,20 @@ from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-from cdp_repro.schedule import Op, Slot
+from cdp_repro.schedule import Action, Op, Slot
+from cdp_repro.units import byte_unit
 
 WORKER_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 """Okabe and Ito's palette, which colour-blind readers can tell apart; repeated beyond eight workers."""
 
+_LABELLED_WORKERS = 16
+"""Up to so many workers the cells of a timeline are large enough for arrows and versions."""
+
 _CURVE_STYLES = (("#555555", "--"), ("#0072B2", "-"), ("#D55E00", "-."), ("#009E73", ":"))
-_BYTE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
 
 def timeline_figure(timelines: Mapping[str, Sequence[Slot]], workers: int, stages: int) -> Figure:
@@ -24,38 +29,51 @@ def timeline_figure(timelines: Mapping[str, Sequence[Slot]], workers: int, stage
     The small number in a cell is the parameter version. A cell that several workers share is divided among them.
     """
     slots = max(len(slots) for slots in timelines.values())
-    figure = Figure(figsize=(1.5 + 0.36 * slots, 1.1 + len(timelines) * (0.75 + 0.36 * stages)), layout="constrained")
+    cell = 0.36 if workers <= _LABELLED_WORKERS else 0.12
+    figure = Figure(figsize=(1.5 + cell * slots, 1.1 + len(timelines) * (0.75 + cell * stages)), layout="constrained")
     axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (title, timeline) in zip(axes, timelines.items(), strict=True):
-        for slot in timeline:
-            _draw_slot(axis, slot, workers)
+        _draw_timeline(axis, timeline, workers)
         axis.set(title=title, xlim=(0, slots), ylim=(0, stages), ylabel="stage")
         axis.set_yticks([stage + 0.5 for stage in range(stages)], [str(stage) for stage in range(stages)])
         axis.set_frame_on(False)
         axis.tick_params(length=0)
     ticks = range(0, slots, max(1, slots // 16))
     axes[-1].set_xticks([slot + 0.5 for slot in ticks], [str(slot) for slot in ticks])
-    axes[-1].set_xlabel("time slot  (↑ forward, ↓ backward; number: parameter version read)")
-    handles = [axes[0].bar(0, 0, color=_colour(worker), label=f"worker {worker}") for worker in range(workers)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(workers, 8), frameon=False)
+    legend = "  (↑ forward, ↓ backward; number: parameter version read)" if workers <= _LABELLED_WORKERS else ""
+    axes[-1].set_xlabel(f"time slot{legend}")
+    if workers <= len(WORKER_COLOURS):
+        handles = [
+            Rectangle((0, 0), 1, 1, color=_colour(worker), label=f"worker {worker}") for worker in range(workers)
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=workers, frameon=False)
     return figure
 
 
-def _draw_slot(axis: Axes, slot: Slot, workers: int) -> None:
-    """Draw the compute of one slot; workers on the same stage share its cell from top to bottom."""
-    by_stage: dict[int, list[tuple[int, str, int | None]]] = {}
-    for action in slot.actions:
-        if action.micro_batch is not None:
-            arrow = "↑" if action.op is Op.FORWARD else "↓"
-            by_stage.setdefault(action.stage, []).append((action.micro_batch % workers, arrow, action.version))
-    for stage, users in by_stage.items():
-        height = 1 / len(users)
-        for place, (worker, arrow, version) in enumerate(sorted(users)):
-            bottom = stage + 1 - (place + 1) * height
-            axis.bar(slot.number + 0.5, height, 1, bottom, color=_colour(worker), edgecolor="white", linewidth=0.8)
-            size = 9 if height > 0.5 else max(3.5, 14 * height)
-            label = f"{arrow}$_{{{version}}}$" if height > 0.3 else arrow
-            axis.text(slot.number + 0.5, bottom + height / 2, label, ha="center", va="center", fontsize=size)
+def _draw_timeline(axis: Axes, timeline: Sequence[Slot], workers: int) -> None:
+    """Draw a cell for every forward and backward; workers on the same stage share its cell from top to bottom."""
+    cells: dict[int, list[Rectangle]] = {worker: [] for worker in range(workers)}
+    for slot in timeline:
+        by_stage: dict[int, list[tuple[int, Action]]] = {}
+        for action in slot.actions:
+            if action.micro_batch is not None:
+                by_stage.setdefault(action.stage, []).append((action.micro_batch % workers, action))
+        for stage, users in by_stage.items():
+            height = 1 / len(users)
+            for place, (worker, action) in enumerate(users):
+                bottom = stage + 1 - (place + 1) * height
+                cells[worker].append(Rectangle((slot.number, bottom), 1, height))
+                if workers <= _LABELLED_WORKERS:
+                    _label(axis, action, slot.number + 0.5, bottom + height / 2, height)
+    for worker, rectangles in cells.items():
+        axis.add_collection(PatchCollection(rectangles, facecolor=_colour(worker), edgecolor="white", linewidth=0.8))
+
+
+def _label(axis: Axes, action: Action, x: float, y: float, height: float) -> None:
+    arrow = "↑" if action.op is Op.FORWARD else "↓"
+    size = 9 if height > 0.5 else max(3.5, 14 * height)
+    text = f"{arrow}$_{{{action.version}}}$" if height > 0.3 else arrow
+    axis.text(x, y, text, ha="center", va="center", fontsize=size)
 
 
 def _colour(worker: int) -> str:
@@ -67,7 +85,7 @@ def memory_figure(curves: Mapping[str, Mapping[int, int]], title: str) -> Figure
     figure = Figure(figsize=(7, 3.4), layout="constrained")
     axis = figure.subplots()
     peak = max((max(curve.values()) for curve in curves.values() if curve), default=1)
-    unit, name = next((unit, name) for unit, name in _BYTE_UNITS if peak >= unit or unit == 1)
+    unit, name = byte_unit(peak)
     for number, (label, curve) in enumerate(curves.items()):
         colour, line = _CURVE_STYLES[number % len(_CURVE_STYLES)]
         values = [bytes_ / unit for bytes_ in curve.values()]
@@ -83,9 +101,3 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure as the suffix of `path` says (.svg or .png), the same bytes each time."""
     with rc_context({"svg.hashsalt": "cdp-repro"}):
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def format_bytes(number: float) -> str:
-    """Return a number of bytes for people, e.g. 12.3 MiB."""
-    unit, name = next((unit, name) for unit, name in _BYTE_UNITS if number >= unit or unit == 1)
-    return f"{number / unit:.4g} {name}"

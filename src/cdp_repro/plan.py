@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cdp_repro.config import RunConfig
-from cdp_repro.figures import format_bytes, memory_figure, save_figure, timeline_figure
 from cdp_repro.schedule import SLOT_ORDERS, Schedule, Slot, Trace, simulate
 from cdp_repro.schedule.render import text_grid, write_actions_csv, write_comms_csv, write_memory_csv, write_perfetto
 from cdp_repro.stages import CutModel, cut_model
+from cdp_repro.units import format_bytes
+
+SHOWN_WORKERS = 16
+"""Up to so many workers the timeline and the memory of each slot are shown as text."""
 
 STEPS = 2
 """Training steps that are drawn: the second shows the steady state and the first fresh parameters."""
@@ -68,10 +71,14 @@ def plan_text(plan: Plan, width: int) -> str:
         f"{config.workers} workers x {config.batch_size // config.workers}, {config.placement.name}"
     )
     parts = [head, _stage_table(plan)]
-    for name, forecast in plan.forecasts.items():
-        grid = text_grid(forecast.slots, config.workers, width)
-        parts.append(f"timeline of {name} (F2v1 = forward of stage 2 with parameter version 1)\n\n{grid}")
-    return "\n\n".join([*parts, _memory_table(plan), _comparison(plan)]) + "\n"
+    if config.workers <= SHOWN_WORKERS:
+        for name, forecast in plan.forecasts.items():
+            grid = text_grid(forecast.slots, config.workers, width)
+            parts.append(f"timeline of {name} (F2v1 = forward of stage 2 with parameter version 1)\n\n{grid}")
+        parts.append(_memory_table(plan))
+    else:
+        parts.append(f"timelines and memory per slot of {config.workers} workers are too large for text: --out=FOLDER")
+    return "\n\n".join([*parts, _comparison(plan)]) + "\n"
 
 
 def _stage_table(plan: Plan) -> str:
@@ -109,7 +116,7 @@ def _memory_table(plan: Plan) -> str:
 def _comparison(plan: Plan) -> str:
     """The line that decides: peak of each forecast, as a share of data parallelism's."""
     baseline = plan.forecasts["dp"].trace.activation_peak_bytes_total
-    rows = [("mode", "slot order", "activation peak", "/ dp", "versions kept", "parameters", "messages")]
+    rows = [("mode", "slot order", "activation peak", "/ dp", "versions kept", "their bytes", "messages")]
     versions = plan.cut.costs.parameter_bytes
     for forecast in [*plan.forecasts.values(), plan.other_order]:
         schedule, trace = forecast.schedule, forecast.trace
@@ -125,9 +132,10 @@ def _comparison(plan: Plan) -> str:
                 str(len(trace.messages)),
             )
         )
+    if plan.other_order.schedule.mode.timeline != "cyclic":
+        return _table(rows)
     n = plan.config.workers
-    note = f"equal stages would give (N+1)/2N = {(n + 1) / (2 * n):.3f} in paper order"
-    return f"{_table(rows)}\n{note}"
+    return f"{_table(rows)}\nequal stages would give (N+1)/2N = {(n + 1) / (2 * n):.3f} in paper order"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -138,6 +146,8 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
     """Write timelines and memory as SVG and PNG, and actions, memory, messages and trace of each mode as files."""
+    from cdp_repro.figures import memory_figure, save_figure, timeline_figure
+
     folder.mkdir(parents=True, exist_ok=True)
     config = plan.config
     timelines = {name: forecast.slots for name, forecast in plan.forecasts.items()}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cdp_repro.config import ConfigError, RunConfig
-from cdp_repro.models import build_model, cut
+from cdp_repro.models import ModelError, build_model, cut
 from cdp_repro.partition import imbalance, partition
 from cdp_repro.profiling import profile_stages, time_stages
 from cdp_repro.schedule import StageCosts
@@ -37,13 +38,28 @@ class CutModel:
         return imbalance(self.balanced)
 
 
-def cut_model(config: RunConfig) -> CutModel:
-    """Build the model of the configuration and cut it as `partition` says.
+def cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None = None) -> CutModel:
+    """Build the model of the configuration and cut it as `partition` says, or as an earlier run has cut it.
 
     Raises:
         ModelError: a model that is unknown or cannot be cut.
-        ConfigError: more stages than the model has blocks.
+        ConfigError: more stages than the model has blocks, or a micro-batch that the model cannot train on.
     """
+    try:
+        return _cut_model(config, blocks_per_stage)
+    except ValueError as error:
+        if isinstance(error, (ConfigError, ModelError)):
+            raise
+        size = config.batch_size // config.workers
+        raise ConfigError(
+            [
+                f"model={config.model.name} cannot be cut into {config.stage_count} stages, or not train on a "
+                f"micro-batch of {size}: {error}"
+            ]
+        ) from error
+
+
+def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None) -> CutModel:
     model = build_model(
         config.model.name,
         input_shape=config.input_shape,
@@ -57,10 +73,11 @@ def cut_model(config: RunConfig) -> CutModel:
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
     costs = _block_costs(config, model)
-    try:
+    if blocks_per_stage is None:
         ranges = partition(costs, config.stage_count)
-    except ValueError as error:
-        raise ConfigError([f"model={config.model.name}: {error}"]) from error
+    else:
+        ends = list(accumulate(blocks_per_stage))
+        ranges = [range(end - size, end) for end, size in zip(ends, blocks_per_stage, strict=True)]
     stages = cut(model, ranges)
     return CutModel(
         stages=stages,

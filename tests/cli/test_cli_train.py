@@ -46,7 +46,7 @@ def test_multirun_gives_each_cell_its_own_directory_and_lists_failures(tiny, cap
     out, err = capfd.readouterr()
     assert code == 1
     assert "2 of 4 runs finished" in out
-    assert err.count("exit code 2: cdp-train") == 2 and "2 blocks cannot be cut into stages=4" in err
+    assert err.count("exit code 2: model.depth=1") == 2 and "2 blocks cannot be cut into stages=4" in err
     finished = {path.parent.name: json.loads(path.read_text())["mode"] for path in Path("sweep").glob("*/summary.json")}
     assert finished == {"model.depth=4,seed=0": "dp", "model.depth=4,seed=1": "dp"}
 
@@ -55,6 +55,32 @@ def test_a_mistake_in_one_cell_stops_the_sweep_before_it_starts(tiny, capsys):
     assert command.main(["--multirun", *tiny, "mode=dp,cdp_v3"]) == 2
     assert "unknown mode 'cdp_v3'" in capsys.readouterr().err
     assert list(Path().iterdir()) == []
+
+
+def test_a_sweep_can_be_repeated_and_runs_only_what_is_missing(tiny, capfd):
+    sweep = ["--multirun", *tiny, "epochs=1", "seed=0,1", "run_dir=sweep"]
+    assert command.main(sweep) == 0
+    (Path("sweep") / "seed=1" / "summary.json").unlink()
+    first = (Path("sweep") / "seed=0" / "metrics.jsonl").stat().st_mtime_ns
+    assert command.main(sweep) == 0
+    assert "2 of 2 runs finished" in capfd.readouterr().out
+    assert (Path("sweep") / "seed=0" / "metrics.jsonl").stat().st_mtime_ns == first
+    assert (Path("sweep") / "seed=1" / "summary.json").exists()
+    assert command.main([*sweep, "optim.lr=0.01"]) == 2
+    assert "holds a run with another configuration" in capfd.readouterr().err
+
+
+def test_a_signal_to_a_sweep_reaches_the_cell_which_saves_and_ends(tiny):
+    arguments = ["--multirun", *tiny, "epochs=2000", "seed=0,1", "run_dir=sweep"]
+    process = subprocess.Popen([sys.executable, "-m", "cdp_repro.cli.train", *arguments], stderr=subprocess.PIPE)
+    metrics = Path("sweep/seed=0/metrics.jsonl")
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.01)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert json.loads(Path("sweep/seed=0/summary.json").read_text())["status"] == "interrupted"
+    assert not Path("sweep/seed=1").exists()
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -100,6 +126,17 @@ def test_a_damaged_image(capsys, tmp_path):
     broken.write_bytes(broken.read_bytes()[:60])
     overrides = ("dataset=cifar10", f"dataset.root={tmp_path / 'images'}", "batch_size=4", "dataset.classes=2")
     assert "dog/2.png" in refused(capsys, *overrides)
+
+
+def test_a_tree_that_was_unpacked_by_half(capsys, tmp_path):
+    for split in ("train", "test"):
+        for name, images in (("cat", 3), ("dog", 3 if split == "test" else 2)):
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            for number in range(images):
+                Image.new("RGB", (32, 32)).save(folder / f"{number}.png")
+    shown = refused(capsys, "dataset=cifar10", f"dataset.root={tmp_path / 'images'}", "dataset.classes=2")
+    assert "dog has 2 images, cat has 3" in shown
 
 
 def test_data_with_other_classes_than_configured(capsys, tmp_path):

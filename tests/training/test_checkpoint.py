@@ -252,10 +252,10 @@ def test_damage_is_named_and_the_newest_whole_one_is_offered(tmp_path: Path, dam
     damage(tmp_path / "step-000000003")
     with pytest.raises(CheckpointError, match=says) as caught:
         store.load()  # must not fall back unasked
-    assert f"whole is {tmp_path / 'step-000000002'}: load" in str(caught.value)
+    assert f"whole is {tmp_path / 'step-000000002'}: delete" in str(caught.value)
     assert store.load(tmp_path / "step-000000002").step == 2
     damage_truncate(tmp_path / "step-000000002")
-    with pytest.raises(CheckpointError, match=r"whole is .*step-000000001: load"):
+    with pytest.raises(CheckpointError, match=r"whole is .*step-000000001: delete"):
         store.load()
     damage_missing_manifest(tmp_path / "step-000000001")
     with pytest.raises(CheckpointError, match=r"No other checkpoint in .* is whole"):

@@ -23,7 +23,7 @@ from cdp_repro.data.memory import InMemoryDataset
 from cdp_repro.schedule import Action
 from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
 from cdp_repro.training.run import train
-from cdp_repro.training.tracking import RunDirectory, read_metrics
+from cdp_repro.training.tracking import RunDirectory, RunDirectoryError, read_metrics
 from cdp_repro.training.trainer import DivergedError, Interrupted
 
 MODES = ("mode=dp", "mode=cdp_v1", "mode=cdp_v2", "mode=[[1,2,1,1],[1,1,3,1],[1,1,1,1],[2,1,1,0]]")
@@ -141,13 +141,50 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, tiny):
 
 def test_a_finished_run_can_be_resumed_and_stays_as_it_is(tmp_path, tiny):
     first = run(tmp_path / "run", *tiny)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert resume(tmp_path / "run") == first
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_what_is_resumed_at_the_very_end_has_the_whole_summary(tmp_path, tiny):
+    first = run(tmp_path / "run", *tiny)
+    (tmp_path / "run" / "summary.json").unlink()
+    traces = {name: (tmp_path / "run" / name).read_bytes() for name in ("trace.json", "memory.csv", "comms.csv")}
     again = resume(tmp_path / "run")
-    assert again["eval/loss"] == first["eval/loss"]
-    assert again["memory/activation_peak_bytes_total"] == first["memory/activation_peak_bytes_total"]
+    timed = {key for key in first if key.startswith(("time/", "throughput/"))}
+    assert {key: again[key] for key in first.keys() - timed} == {key: first[key] for key in first.keys() - timed}
+    assert {name: (tmp_path / "run" / name).read_bytes() for name in traces} == traces
+
+
+def test_one_process_at_a_time_trains_in_a_directory(tmp_path, tiny):
+    run(tmp_path / "run", *tiny)
+    (tmp_path / "run" / "summary.json").unlink()
+    with (
+        RunDirectory.open(tmp_path / "run").locked(),
+        pytest.raises(RunDirectoryError, match="another process is training"),
+    ):
+        resume(tmp_path / "run")
+
+
+def test_a_resumed_run_is_cut_as_it_was(tmp_path, tiny, monkeypatch):
+    """Measured times differ from run to run; the cut must not."""
+    whole = run(tmp_path / "run", *tiny, "partition=time")
+    (tmp_path / "run" / "summary.json").unlink()
+    monkeypatch.setattr("cdp_repro.stages.time_stages", lambda blocks, *_, **__: [1.0, *[0.0] * (len(blocks) - 1)])
+    assert resume(tmp_path / "run")["stages/blocks"] == whole["stages/blocks"]
+
+
+def test_values_without_influence_may_change_before_a_resume(tmp_path, tiny):
+    run(tmp_path / "run", *tiny)
+    (tmp_path / "run" / "summary.json").unlink()
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("log_every_steps: 1", "log_every_steps: 7"))
+    assert resume(tmp_path / "run")["status"] == "finished"
 
 
 def test_a_checkpoint_of_another_configuration_or_other_data_is_refused(tmp_path, tiny):
     run(tmp_path / "run", *tiny)
+    (tmp_path / "run" / "summary.json").unlink()  # as if it had been killed just before the end
     config = (tmp_path / "run" / "config.yaml").read_text()
     (tmp_path / "run" / "config.yaml").write_text(config.replace("lr: 0.1", "lr: 0.2"))
     with pytest.raises(CheckpointError, match=r"optim.lr is 0.1 in the checkpoint, 0.2 in the run"):
@@ -156,6 +193,7 @@ def test_a_checkpoint_of_another_configuration_or_other_data_is_refused(tmp_path
 
 def test_a_damaged_checkpoint_is_refused_and_harms_nothing(tmp_path, tiny):
     run(tmp_path / "run", *tiny)
+    (tmp_path / "run" / "summary.json").unlink()  # as if it had been killed just before the end
     newest = CheckpointStore(tmp_path / "run" / "checkpoints").latest()
     state = newest / "state.pt"
     state.write_bytes(state.read_bytes()[:-100])

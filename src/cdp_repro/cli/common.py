@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import logging
+import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,15 @@ def exit_code_of() -> Iterator[ExitCode]:
     except DivergedError as error:
         sys.stderr.write(f"error: {error}\n")
         result.code = 1
+
+
+def write_out(text: str) -> None:
+    """Write to standard output; a reader that has gone away (`| head`) is no failure of the command."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def split_flags(arguments: Sequence[str], known: Sequence[str]) -> tuple[set[str], list[str], list[str]]:

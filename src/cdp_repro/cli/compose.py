@@ -10,6 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cdp_repro.config import ConfigError, RunConfig, leaves, load_config, nearest
@@ -19,8 +20,8 @@ from cdp_repro.models.timm_models import is_timm_model, timm_model_names
 GROUPS = ("mode", "dataset", "model", "placement", "optim", "experiment")
 
 
-def compose_config(overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration that the overrides (`key=value`) stand for.
+def compose_config(overrides: Sequence[str], check_device: bool = True) -> RunConfig:
+    """Return the configuration that the overrides (`key=value`) stand for; `check_device` as in `load_config`.
 
     Raises:
         ConfigError: with all mistakes that were found: unknown keys and choices with the nearest name that exists,
@@ -30,14 +31,15 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
     with initialize_config_module("cdp_repro.configs", version_base="1.3"):
         problems = {id(override): problem for override in parsed if (problem := _unknown_choice(override))}
         groups = [_text(override) for override in parsed if _is_group(override) and id(override) not in problems]
-        known = [key for key, _ in leaves(compose("config", groups))]
-        problems |= {id(override): problem for override in parsed if (problem := _unknown_key(override, known))}
+        found = leaves(compose("config", groups))
+        known, missing = [key for key, _ in found], [key for key, value in found if value == MISSING]
+        problems |= {id(item): problem for item in parsed if (problem := _unknown_key(item, known, missing))}
         try:
             tree = compose("config", [_text(override) for override in parsed if id(override) not in problems])
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError([*problems.values(), str(error)]) from error
     try:
-        config = load_config(tree)
+        config = load_config(tree, check_device)
     except ConfigError as error:
         raise ConfigError([*problems.values(), *error.problems]) from error
     if problems:
@@ -97,6 +99,8 @@ def _choices(group: str) -> list[str]:
 
 
 def _unknown_choice(override: Override) -> str | None:
+    if override.is_sweep_override():
+        return f"{_text(override)} has several values: add --multirun, which cdp-train has"
     group, choice = override.key_or_group, str(override.value())
     if not _is_group(override) or choice in (choices := _choices(group)):
         return None
@@ -104,10 +108,22 @@ def _unknown_choice(override: Override) -> str | None:
     return f"unknown {group} {choice!r}: choose {', '.join(choices)}{nearest(choice, similar)}"
 
 
-def _unknown_key(override: Override, known: Sequence[str]) -> str | None:
+def _unknown_key(override: Override, known: Sequence[str], missing: Sequence[str]) -> str | None:
+    """Say what is wrong with a key; `missing` are those that a choice leaves to the user."""
     key = override.key_or_group
+    group, _, rest = key.partition(".")
     if override.is_delete():
         return f"~{key}: a value cannot be removed, only set"
+    if key == "resume":
+        return "resume=RUN_DIRECTORY stands alone, with cdp-train"
+    if group in GROUPS and rest == "name" and not (group == "model" and "model.name" in missing):
+        return f"{key} is set by {group}=..., with what belongs to it"
     if _is_group(override) or any(leaf == key or leaf.startswith(f"{key}.") for leaf in known):
         return None
-    return f"unknown key {key!r}{nearest(key, [*known, *GROUPS, 'resume'])}"
+    if key in (leaf for leaf, _ in leaves(OmegaConf.structured(RunConfig))):
+        return f"{key} has no effect with this {group}; those that have are {_siblings(group, known)}"
+    return f"unknown key {key!r}{nearest(key, [*known, *GROUPS])}"
+
+
+def _siblings(group: str, known: Sequence[str]) -> str:
+    return ", ".join(leaf for leaf in known if leaf.startswith(f"{group}.") and not leaf.endswith(".name"))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cdp_repro.cli.common import exit_code_of, help_text, split_flags
+from cdp_repro.cli.common import exit_code_of, help_text, split_flags, write_out
 from cdp_repro.cli.compose import compose_config
 from cdp_repro.config import ConfigError
 from cdp_repro.plan import make_plan, plan_text, write_plan
@@ -36,14 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(help_text(USAGE))
         return 0
     with exit_code_of() as result:
-        plan = make_plan(compose_config(overrides))
-        sys.stdout.write(plan_text(plan, shutil.get_terminal_size((120, 24)).columns))
+        if "" in folder:
+            raise ConfigError(["--out= names no folder: give --out=FOLDER"])
+        config = compose_config(overrides, check_device=False)
+        plan = make_plan(config)
+        write_out(plan_text(plan, shutil.get_terminal_size((120, 24)).columns))
         if folder:
             try:
                 written = write_plan(plan, Path(folder[-1]))
             except OSError as error:
                 raise ConfigError([f"--out={folder[-1]}: cannot write there: {error.strerror}"]) from error
-            sys.stdout.write("\nwritten: " + " ".join(map(str, written)) + "\n")
+            write_out("\nwritten: " + " ".join(map(str, written)) + "\n")
         result.code = 0
     return result.code
 

@@ -6,6 +6,7 @@ import logging
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from cdp_repro.cli.common import console_logging, exit_code_of, help_text, split_flags
+from cdp_repro.cli.common import console_logging, exit_code_of, help_text, split_flags, write_out
 from cdp_repro.cli.compose import compose_config, expand_sweep
 from cdp_repro.config import ConfigError, RunConfig, load_config
-from cdp_repro.figures import format_bytes
 from cdp_repro.training.run import train
-from cdp_repro.training.tracking import RunDirectory
+from cdp_repro.training.signals import StopRequest
+from cdp_repro.training.tracking import CONFIG, RunDirectory
+from cdp_repro.units import format_bytes
 
 USAGE = """usage: cdp-train [--multirun] [key=value ...]
 
@@ -58,7 +60,7 @@ def _single(overrides: Sequence[str]) -> int:
         torch.backends.cudnn.deterministic = True  # a resumed run must equal the uninterrupted one
     run_dir = resumed.path if resumed else Path(config.run_dir or _new_run_dir(config))
     summary = train(config, run_dir, ["cdp-train", *overrides], resume=resumed is not None)
-    sys.stdout.write(_summary_text(summary))
+    write_out(_summary_text(summary))
     return 0
 
 
@@ -67,6 +69,8 @@ def _run_to_resume(overrides: Sequence[str]) -> RunDirectory | None:
     resume = [text.partition("=")[2] for text in overrides if text.startswith("resume=")]
     if not resume:
         return None
+    if not resume[-1]:
+        raise ConfigError(["resume= names no run directory"])
     others = [text for text in overrides if not text.startswith("resume=")]
     if others:
         raise ConfigError([f"resume= goes on with the run's own configuration; drop {shlex.join(others)}"])
@@ -82,42 +86,80 @@ def _new_run_dir(config: RunConfig) -> Path:
 
 
 def _sweep(overrides: Sequence[str]) -> int:
-    """Run every cell in a process of its own, in its own directory; go on after failures and list them at the end."""
+    """Run every cell in a process of its own, in its own directory; go on after failures and list them at the end.
+
+    Cells that are finished are skipped, and those that were stopped go on, so that a sweep can be repeated.
+    """
     base = [text.partition("=")[2] for text in overrides if text.startswith("run_dir=")]
-    rest = [text for text in overrides if not text.startswith("run_dir=")]
-    cells = expand_sweep(rest)
-    for cell in cells:
-        compose_config(cell)  # all mistakes before the first cell runs
     root = Path(base[-1] if base else f"runs/sweep-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
-    fixed = set.intersection(*map(set, cells))
+    cells = _cells(root, [text for text in overrides if not text.startswith("run_dir=")])
     failures = []
-    for number, cell in enumerate(cells):
-        swept = [text for text in cell if text not in fixed]
-        run_dir = root / (",".join(swept).replace("/", "-") or "single")
-        logging.getLogger("cdp_repro").info("[%d/%d] %s", number + 1, len(cells), shlex.join(swept))
-        arguments = [*cell, f"run_dir='{run_dir}'"]  # quoted for Hydra: the name holds "=" and ","
-        code = subprocess.run([sys.executable, "-m", "cdp_repro.cli.train", *arguments], check=False).returncode
-        if code == 130:
-            return code
-        if code:
-            failures.append(f"exit code {code}: cdp-train {shlex.join(arguments)}")
+    with StopRequest() as stop:
+        for number, (run_dir, cell) in enumerate(cells.items(), start=1):
+            logging.getLogger("cdp_repro").info("[%d/%d] %s", number, len(cells), run_dir.name)
+            resume = (run_dir / CONFIG).exists()
+            arguments = [f"resume={run_dir}"] if resume else [*cell, f"run_dir='{run_dir}'"]  # quoted for Hydra
+            code = _run_cell(arguments, stop)
+            if stop.signal is not None:
+                return 128 + stop.signal
+            if code:
+                failures.append(f"exit code {code}: {run_dir.name} (see {run_dir})")
     for failure in failures:
         sys.stderr.write(f"{failure}\n")
-    sys.stdout.write(f"{len(cells) - len(failures)} of {len(cells)} runs finished, in {root}\n")
+    write_out(f"{len(cells) - len(failures)} of {len(cells)} runs finished, in {root}\n")
     return 1 if failures else 0
 
 
+def _cells(root: Path, overrides: Sequence[str]) -> dict[Path, list[str]]:
+    """Return the overrides of every cell by its directory; ConfigError with the mistakes of all cells."""
+    cells = expand_sweep(overrides)
+    fixed = set.intersection(*map(set, cells))
+    found: dict[Path, list[str]] = {}
+    problems: dict[str, None] = {}
+    for cell in cells:
+        name = ",".join(text for text in cell if text not in fixed).replace("/", "-") or "single"
+        if root / name in found:
+            problems[f"two cells are the same: {name}"] = None
+        found[root / name] = cell
+        try:
+            config = compose_config(cell).to_dict()
+        except ConfigError as error:
+            problems |= dict.fromkeys(error.problems)
+            continue
+        if (root / name / CONFIG).exists() and {**RunDirectory(root / name).config(), "run_dir": None} != config:
+            problems[f"{root / name} holds a run with another configuration: pass another run_dir="] = None
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _run_cell(arguments: Sequence[str], stop: StopRequest) -> int:
+    """Run `cdp-train` in a process of its own; pass a signal on, once, and wait for the checkpoint."""
+    command = [sys.executable, "-m", "cdp_repro.cli.train", *arguments]
+    passed_on = False
+    with subprocess.Popen(command, start_new_session=True) as process:
+        while process.poll() is None:
+            if stop.signal is not None and not passed_on:
+                process.send_signal(stop.signal)
+                passed_on = True
+            time.sleep(0.05)
+    return process.returncode
+
+
 def _summary_text(summary: dict[str, Any]) -> str:
-    peak = summary["memory/activation_peak_bytes_total"]
-    data_parallel = summary["memory/activation_peak_bytes_simulated_dp"]
-    return f"""
-{summary["model"]} on {summary["dataset"]}, mode {summary["mode"]}, {summary["workers"]} workers
-  test top-1            {summary["eval/top1_percent"]:.2f} % after {summary["epochs"]} epochs
-  activation peak       {format_bytes(peak)} measured
-  data parallelism      {format_bytes(data_parallel)} simulated; ratio {peak / data_parallel:.3f}
-  reads in the ledger   {summary["ledger/reads"]}, all at the version that the rule asks for
-  run directory         {summary["run_dir"]}
-"""
+    lines = [
+        "",
+        f"{summary['model']} on {summary['dataset/description']}, mode {summary['mode']}, {summary['workers']} workers",
+        f"  test top-1            {summary['eval/top1_percent']:.2f} % after {summary['epochs']} epochs",
+    ]
+    peak = summary.get("memory/activation_peak_bytes_total")
+    baseline = summary["memory/activation_peak_bytes_simulated_dp"]
+    if peak:
+        lines.append(f"  activation peak       {format_bytes(peak)} measured")
+        lines.append(f"  data parallelism      {format_bytes(baseline)} simulated; ratio {peak / baseline:.3f}")
+    lines.append(f"  reads in the ledger   {summary['ledger/reads']}, all at the version that the rule asks for")
+    lines.append(f"  run directory         {summary['run_dir']}")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

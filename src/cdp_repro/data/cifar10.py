@@ -80,6 +80,8 @@ def _split(source: CIFAR10) -> Split:
 
 def _from_tree(folder: Path, root: Path, loader_workers: int) -> InMemoryDataset:
     train, test = scan_trees(folder, SPLITS, _help(root))
+    for split, tree in zip(SPLITS, (train, test), strict=True):
+        _require_equal_classes(folder / split, tree)
     images = _read_images((*train.files, *test.files), loader_workers)
     return _dataset(
         _describe_tree(train, test),
@@ -87,6 +89,18 @@ def _from_tree(folder: Path, root: Path, loader_workers: int) -> InMemoryDataset
         Split(images[: len(train.files)], train.labels),
         Split(images[len(train.files) :], test.labels),
     )
+
+
+def _require_equal_classes(folder: Path, tree: ImageTree) -> None:
+    """Refuse classes of unequal size: all of CIFAR-10's are equal, those of an archive unpacked by half are not."""
+    sizes = torch.bincount(tree.labels, minlength=len(tree.classes)).tolist()
+    if len(set(sizes)) > 1:
+        fewest, most = min(sizes), max(sizes)
+        raise DatasetError(
+            f"the images in {folder} are incomplete: {tree.classes[sizes.index(fewest)]} has {fewest:,} images, "
+            f"{tree.classes[sizes.index(most)]} has {most:,}, and all classes of CIFAR-10 have the same number. "
+            "Unpack the archive again"
+        )
 
 
 def _describe_tree(train: ImageTree, test: ImageTree) -> str:

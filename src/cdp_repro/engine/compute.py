@@ -82,6 +82,8 @@ class StageCompute:
             if self.loss_fn is not None:
                 assert targets is not None
                 output = self.loss_fn(output, targets)
+                if output.ndim:
+                    raise ValueError(f"loss_fn must return a scalar, the mean over the micro-batch; got {output.shape}")
         edge = get_gradient_edge(output) if output.requires_grad else None
         if meter is not None and self.loss_fn is None:
             meter.hold(output)

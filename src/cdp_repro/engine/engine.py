@@ -79,22 +79,18 @@ class Engine:
             for number, stage in enumerate(self._stages)
         ]
         self._ledger = Ledger(self.schedule.mode)
-        self._traced_steps = traced_steps
         self._next_slot = 0
         self._undrained: str | None = None
-        self._start_at(0)
-
-    def _start_at(self, step: int) -> None:
-        self.step = step
-        self._tracer = Tracer(self.schedule, 0, self._device, step, self._traced_steps)
+        self.step = 0
+        self._tracer = Tracer(self.schedule, 0, self._device, traced_steps)
 
     def run(self, batches: Iterable[tuple[Tensor, Tensor] | MiniBatch]) -> Generator[StepResult, None, None]:
         """Train on `batches`, one a training step, and yield each step when its updates are done.
 
         Batches are taken when their first forward is due: up to two steps are in flight. At the end of the
         batches, or when the iterator is closed early (a `break`), the pipeline drains: steps that have begun are
-        finished. A later call goes on where this one ended; where calls are cut changes no number. If `batches`
-        raises, or gives a batch that cannot be cut, the pipeline drains before the error is passed on.
+        finished; after a `break` nobody sees their losses. A later call goes on where this one ended; where calls
+        are cut changes no number. If `batches` raises, the pipeline drains before the error is passed on.
         """
         if self._undrained is not None:
             raise RuntimeError(f"the engine cannot run: {self._undrained}")
@@ -129,7 +125,8 @@ class Engine:
 
     def _as_mini_batch(self, batch: tuple[Tensor, Tensor] | MiniBatch) -> MiniBatch:
         if isinstance(batch, (tuple, list)):
-            return TensorMiniBatch(*batch, workers=self.schedule.workers, device=self._device)
+            inputs, targets = batch
+            return TensorMiniBatch(inputs, targets, self.schedule.workers, self._device)
         return batch
 
     @property
@@ -147,11 +144,6 @@ class Engine:
     def trace(self) -> Trace:
         """What ran in the traced steps: actions, versions, live activation bytes."""
         return self._tracer.trace()
-
-    @property
-    def tracing(self) -> bool:
-        """Whether the traced steps are not over yet."""
-        return self._tracer.meter is not None
 
     @property
     def ledger_reads(self) -> int:
@@ -172,7 +164,11 @@ class Engine:
         return {"step": self.step, "stages": [state.state_dict() for state in self._states]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on, bitwise, from what `state_dict` returned; ValueError if it is of another model or mode."""
+        """Go on, bitwise, from what `state_dict` returned; nothing is traced from there on.
+
+        Raises:
+            ValueError: it is of another model, mode or optimizer; the engine is as it was.
+        """
         self._require_drained()
         if len(state["stages"]) != len(self._states):
             raise ValueError(f"the checkpoint has {len(state['stages'])} stages, this engine {len(self._states)}")
@@ -181,7 +177,8 @@ class Engine:
             mine.check_state(theirs, set(range(oldest, state["step"] + 1)))
         for mine, theirs in zip(self._states, state["stages"], strict=True):
             mine.load_state_dict(theirs)
-        self._start_at(state["step"])
+        self.step = state["step"]
+        self._tracer.stop()
 
     def _require_drained(self) -> None:
         if self._undrained is not None:

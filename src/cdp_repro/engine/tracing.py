@@ -12,12 +12,12 @@ from cdp_repro.schedule import Action, Schedule, Slot, Trace, TraceRecorder
 
 
 class Tracer:
-    """Records every action of `steps` training steps, from `first_step` on, with live bytes and versions."""
+    """Records every action of the first `steps` training steps, with live bytes and versions."""
 
-    def __init__(self, schedule: Schedule, rank: int, device: torch.device, first_step: int, steps: int) -> None:
+    def __init__(self, schedule: Schedule, rank: int, device: torch.device, steps: int) -> None:
         self._schedule = schedule
         self._device = device
-        self._end_step = first_step + steps
+        self._end_step = steps
         self._recorder = TraceRecorder(rank, schedule.stages)
         self._meter = ActivationMeter()
         self._origin = time.perf_counter()
@@ -28,11 +28,15 @@ class Tracer:
         """The meter while tracing is active, else None."""
         return self._meter if self._active else None
 
+    def stop(self) -> None:
+        """Record nothing from here on."""
+        self._active = False
+
     def enter(self, slot: Slot) -> None:
-        """Stop for good at the first slot that computes a step beyond the traced ones."""
+        """Stop at the first slot that computes a step beyond the traced ones."""
         for action in slot.actions:
             if action.micro_batch is not None and action.micro_batch // self._schedule.workers >= self._end_step:
-                self._active = False
+                self.stop()
 
     def now(self) -> float:
         """Return seconds since the trace began; while tracing is active the device is waited for."""

@@ -161,7 +161,7 @@ class CheckpointStore:
         other = self._newest_whole(damaged)
         if other is None:
             return f"No other checkpoint in {self.directory} is whole"
-        return f"The newest other checkpoint that is whole is {other}: load that one, or delete {damaged}"
+        return f"The newest other checkpoint that is whole is {other}: delete {damaged} to go on from that one"
 
 
 class _HashingFile:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import cdp_repro
-from cdp_repro.config import ConfigError, RunConfig
+from cdp_repro.config import ConfigError, RunConfig, without_effect
 from cdp_repro.data import Dataset, load_dataset
 from cdp_repro.engine.engine import Engine
-from cdp_repro.figures import memory_figure, save_figure, timeline_figure
 from cdp_repro.schedule import Schedule, Slot, Trace, simulate
 from cdp_repro.schedule.render import write_comms_csv, write_memory_csv, write_perfetto
 from cdp_repro.stages import CutModel, autocast, cut_model, loss_fn
-from cdp_repro.training.checkpoint import CheckpointStore
+from cdp_repro.training.checkpoint import Checkpoint, CheckpointStore
 from cdp_repro.training.optim import learning_rate_factor, optimizer_factory
+from cdp_repro.training.signals import StopRequest
 from cdp_repro.training.tracking import MetricsLog, RunDirectory
 from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer
 from cdp_repro.training.wandb_mirror import WandbMirror, previous_run_id
@@ -39,15 +40,27 @@ def train(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool
         ConfigError, DatasetError, ModelError, CheckpointError, RunDirectoryError: the user's mistakes.
         Interrupted, DivergedError: the run has stopped early; summary.json says so.
     """
-    dataset = _dataset(config)
-    cut = cut_model(config)
-    if resume:
-        directory = RunDirectory.open(run_dir)
-        directory.add_command(command)
-    else:
-        directory = RunDirectory.create(run_dir, config.to_dict(), command)
-    with _log_file(directory.log_path(0)), _mirror(config, directory) as mirror:
-        return _Run(config, dataset, cut, directory, mirror, command).train(resume)
+    with ExitStack() as stack:
+        checkpoint = None
+        if resume:
+            directory = stack.enter_context(RunDirectory.open(run_dir).locked())
+            if (summary := directory.summary()).get("status") == "finished":
+                logger.info("%s is finished already", directory.path)
+                return summary
+            store = CheckpointStore(directory.checkpoints_path)
+            checkpoint = store.load() if store.latest() else None
+        dataset = _dataset(config)
+        cut = cut_model(config, checkpoint.meta.get("blocks_per_stage") if checkpoint else None)
+        if resume:
+            directory.add_command(command)
+        else:
+            directory = stack.enter_context(RunDirectory.create(run_dir, config.to_dict(), command).locked())
+        stop = stack.enter_context(StopRequest())
+        stack.enter_context(_log_file(directory.log_path(0)))
+        mirror = stack.enter_context(_mirror(config, directory))
+        for sentence in without_effect(config):
+            logger.warning("warning: %s", sentence)
+        return _Run(config, dataset, cut, directory, mirror, command).train(stop, checkpoint, resume)
 
 
 def _dataset(config: RunConfig) -> Dataset:
@@ -74,11 +87,10 @@ def _dataset(config: RunConfig) -> Dataset:
     if dataset.input_shape != config.input_shape:
         raise ConfigError([f"images are {dataset.input_shape}, the configuration says {config.input_shape}"])
     if dataset.train_size < config.batch_size:
+        largest = dataset.train_size // config.workers * config.workers
+        works = f"at most batch_size={largest}" if largest else f"at most workers={dataset.train_size}"
         raise ConfigError(
-            [
-                f"batch_size={config.batch_size} is more than the {dataset.train_size} training images: "
-                f"use at most batch_size={dataset.train_size // config.workers * config.workers}"
-            ]
+            [f"batch_size={config.batch_size} is more than the {dataset.train_size} training images: use {works}"]
         )
     return dataset
 
@@ -128,6 +140,7 @@ class _Run:
         facts = {
             "config": self._config.to_dict(),
             "data": {"description": self._dataset.description, "fingerprint": self._dataset.fingerprint()},
+            "blocks_per_stage": [len(names) for names in self._cut.block_names],
             "versions": versions(),
         }
         return Trainer(
@@ -141,7 +154,7 @@ class _Run:
             self._write_trace,
         )
 
-    def train(self, resume: bool) -> dict[str, Any]:
+    def train(self, stop: StopRequest, checkpoint: Checkpoint | None, resume: bool) -> dict[str, Any]:
         config = self._config
         logger.info(
             "%s on %s, %s, N = %d workers, S = %d stages, %s on %s",
@@ -149,37 +162,36 @@ class _Run:
             config.placement.name, config.torch_device,
         )  # fmt: skip
         torch.manual_seed(config.seed)  # of what a model or loss draws on its own; the checkpoint goes on from it
-        if resume:
-            self._trainer.resume()
-            logger.info("resumed at training step %d", self._engine.step)
+        status = "failed"
         try:
-            measured = self._trainer.fit()
-        except Interrupted:
-            self._finish("interrupted", {})
+            if resume:
+                self._trainer.resume(checkpoint)
+                logger.info("resumed at training step %d", self._engine.step)
+            self._trainer.fit(stop)
+            status = "finished"
+        except (Interrupted, KeyboardInterrupt):
+            status = "interrupted"
             raise
         except DivergedError:
-            self._finish("diverged", {})
+            status = "diverged"
             raise
-        return self._finish("finished", measured)
+        finally:
+            summary = self._finish(status)
+        return summary
 
-    def _finish(self, status: str, measured: Mapping[str, Any]) -> dict[str, Any]:
+    def _finish(self, status: str) -> dict[str, Any]:
         """Write summary.json and close the logs."""
-        trace = self._engine.trace
+        schedule = self._engine.schedule
+        baseline = Schedule.build("dp", schedule.workers, schedule.stages, schedule.placement.name, schedule.slot_order)
         summary = {
             **self._described(status),
-            **measured,
-            "memory/activation_peak_bytes_simulated": self._simulated_peak(self._engine.schedule),
-            "memory/activation_peak_bytes_simulated_dp": self._simulated_peak(
-                Schedule.build("dp", self._config.workers, self._config.stage_count)
-            ),
-            "comm/bytes_per_device_per_step": trace.bytes_sent_per_device_per_step(max(1, self._config.traced_steps)),
-            "comm/max_messages_per_slot": trace.max_messages_per_slot,
-            "comm/max_chain_per_slot": trace.max_chain_per_slot,
-            "ledger/reads": self._engine.ledger_reads,
+            **self._trainer.measured(),
+            "memory/activation_peak_bytes_simulated": self._simulated_peak(schedule),
+            "memory/activation_peak_bytes_simulated_dp": self._simulated_peak(baseline),
         }
         self._directory.write_summary(summary)
         self._metrics.close()
-        self._mirror_trace(trace)
+        self._mirror_trace(self._engine.trace)
         self._mirror.finish(summary, exit_code=0 if status == "finished" else 1)
         return summary
 
@@ -192,15 +204,18 @@ class _Run:
             "workers": config.workers,
             "stages": config.stage_count,
             "replicas": 1,
-            "dataset": self._dataset.description,
+            "dataset": config.dataset.name,
+            "dataset/description": self._dataset.description,
             "model": config.model.name,
             "seed": config.seed,
             "epochs": config.epochs,
             "step": self._engine.step,
-            "run_dir": str(self._directory.path),
-            "command": list(self._command),
+            "staleness": [list(row) for row in self._engine.schedule.mode.staleness],
             "stages/blocks": [list(names) for names in self._cut.block_names],
             "stages/imbalance": self._cut.imbalance,
+            "run_dir": str(self._directory.path),
+            "command": list(self._command),
+            "config": config.to_dict(),
             **versions(),
         }
 
@@ -208,10 +223,10 @@ class _Run:
         return simulate(schedule, self._cut.costs, steps=2).activation_peak_bytes_total
 
     def _write_trace(self) -> None:
-        """Write what has been traced; once tracing has ended there is nothing new to write."""
-        if not self._engine.tracing and self._directory.trace_path.exists():
-            return
+        """Write what has been traced; of a resumed run the traces are there already."""
         trace = self._engine.trace
+        if not trace.records:
+            return
         with self._directory.trace_path.open("w") as file:
             write_perfetto(trace, file)
         with self._directory.memory_path.open("w") as file:
@@ -233,6 +248,9 @@ class _Run:
         curve = trace.activation_bytes_per_slot
         self._mirror.log_table("memory", ["slot", "activation_bytes"], list(curve.items()))
         pictures = self._directory.path / "wandb"
+        os.environ.setdefault("MPLCONFIGDIR", str(pictures / "matplotlib"))  # else it writes to the user's home
+        from cdp_repro.figures import memory_figure, save_figure, timeline_figure
+
         slots = [Slot(record.slot, record.actions) for record in trace.records][: 6 * trace.stages]
         name = self._config.mode.name
         save_figure(timeline_figure({name: slots}, trace.workers, trace.stages), pictures / "timeline.png")

@@ -12,12 +12,14 @@ run_dir/
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,9 +57,10 @@ class RunDirectory:
         """
         run = cls(Path(path).absolute())
         text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
-        missing = _missing(run.path)
-        _refuse_occupied(run.path)
+        missing: list[Path] = []
         try:
+            missing = _missing(run.path)
+            _refuse_occupied(run.path)
             run.path.mkdir(parents=True, exist_ok=True)
             run._claim()
         except OSError as error:
@@ -77,8 +80,24 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{run.path} is not a run directory: it {_contents(run.path)}, and no {CONFIG}{_above(run.path)}"
             )
-        run.config()
+        run.config()  # refuses what cannot be read
+        (run.path / "logs").mkdir(exist_ok=True)
         return run
+
+    @contextmanager
+    def locked(self) -> Iterator[RunDirectory]:
+        """Keep other processes from training in this directory; the lock ends with the process, however it ends.
+
+        Raises RunDirectoryError if one does already.
+        """
+        with (self.path / "logs" / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise RunDirectoryError(
+                    f"another process is training in {self.path}: wait for it, or stop it"
+                ) from error
+            yield self
 
     def add_command(self, command: Sequence[str]) -> None:
         """Append a command line, shell-quoted, to command.txt."""
@@ -128,6 +147,13 @@ class RunDirectory:
     def log_path(self, rank: int) -> Path:
         """Log file of one process."""
         return self.path / "logs" / f"rank{rank}.log"
+
+    def summary(self) -> dict[str, Any]:
+        """Return summary.json; empty if there is none yet."""
+        if not self.summary_path.exists():
+            return {}
+        summary: dict[str, Any] = json.loads(self.summary_path.read_text())
+        return summary
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace summary.json at once; NaN and Infinity become strings."""

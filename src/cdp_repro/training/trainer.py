@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from cdp_repro.config import RunConfig
-from cdp_repro.data import Dataset, MiniBatch, steps_per_epoch
+from cdp_repro.config import NO_INFLUENCE, RunConfig
+from cdp_repro.data import Dataset, DatasetError, MiniBatch, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.engine.executor import StepResult
 from cdp_repro.stages import autocast, parameter_dtype
-from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
+from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from cdp_repro.training.evaluate import evaluate
 from cdp_repro.training.optim import learning_rate_factor
 from cdp_repro.training.progress import Progress
@@ -31,8 +33,11 @@ class DivergedError(RuntimeError):
 class Interrupted(RuntimeError):  # noqa: N818 - not an error of the program
     """A signal asked the run to stop; its state is in a checkpoint."""
 
-    def __init__(self, signal: int, step: int) -> None:
-        super().__init__(f"stopped by signal {signal} after {step} training steps; a checkpoint holds them")
+    def __init__(self, signal: int, step: int, run_dir: Path) -> None:
+        super().__init__(
+            f"stopped by signal {signal} after {step} training steps; a checkpoint holds them: "
+            f"go on with cdp-train resume={run_dir}"
+        )
         self.signal = signal
 
 
@@ -44,8 +49,12 @@ class Position:
     """Of the current epoch: sum over its steps of the mean loss of the workers."""
     loss_steps: int = 0
     """Of the current epoch: steps in `loss_sum`."""
-    activation_peak_bytes_total: int = 0
-    activation_peak_bytes_per_device: int = 0
+    ledger_reads: int = 0
+    """Reads of parameters that the ledger has compared with the rule, in all processes of the run."""
+    evaluation: dict[str, float] = field(default_factory=dict)
+    """The newest evaluation, and the training loss of the newest epoch."""
+    traced: dict[str, float] = field(default_factory=dict)
+    """What the trace of the first steps says, by its key in the summary."""
 
 
 class Trainer:
@@ -76,45 +85,52 @@ class Trainer:
         self._total_steps = self._steps_per_epoch * config.epochs
         self._learning_rate_factor = learning_rate_factor(config.optim, self._steps_per_epoch, config.epochs)
         self._device = config.torch_device
-        self._step_seconds: list[float] = []
-        self._evaluation: dict[str, float] = {}
+        self._step_seconds: deque[float] = deque(maxlen=1000)
+        self._reads_counted = 0
         self.position = Position()
 
-    def resume(self) -> None:
-        """Go on from the newest checkpoint, or from the start if there is none yet; cut the metrics to it.
+    def resume(self, checkpoint: Checkpoint | None) -> None:
+        """Go on from a checkpoint, or from the start if there is none yet; cut the metrics to it.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or of another configuration or other data.
+            CheckpointError: the checkpoint is of another configuration or other data, or not of a training run.
         """
-        if self._checkpoints.latest() is None:
+        if checkpoint is None:
             self._metrics.truncate_after(0)
             return
-        checkpoint = self._checkpoints.load()
         _refuse_foreign(checkpoint.meta, self._facts)
-        self._engine.load_state_dict(checkpoint.tensors["engine"])
-        torch.set_rng_state(checkpoint.tensors["torch_random_state"])
-        self.position = Position(**checkpoint.meta["position"])
-        self._evaluation = dict(checkpoint.meta["evaluation"])
+        try:
+            self.position = Position(**checkpoint.meta["position"])
+            if checkpoint.tensors["engine"]["step"] != checkpoint.step:
+                raise ValueError(f"it holds step {checkpoint.tensors['engine']['step']}, named {checkpoint.step}")
+            self._engine.load_state_dict(checkpoint.tensors["engine"])
+            torch.set_rng_state(checkpoint.tensors["torch_random_state"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint of step {checkpoint.step} does not fit this run: {error}") from error
         self._metrics.truncate_after(checkpoint.step)
 
-    def fit(self) -> dict[str, Any]:
-        """Train to the end; return the measured part of the summary.
+    def fit(self, stop: StopRequest) -> None:
+        """Train to the end.
 
         Raises:
             Interrupted: on SIGINT or SIGTERM, after a checkpoint.
             DivergedError: a loss is not finite; the state is saved, away from the checkpoints to resume from.
+            DatasetError: a damaged image, after a checkpoint.
         """
-        with StopRequest() as stop, Progress(self._total_steps, self._engine.step) as progress:
+        with Progress(self._total_steps, self._engine.step) as progress:
             while self._engine.step < self._total_steps:
-                self._train_segment(stop, progress)
+                try:
+                    self._train_segment(stop, progress)
+                except DatasetError:
+                    self._save(self._checkpoints)
+                    raise
                 self._after_segment()
-                self._keep_peaks()
-                if self._engine.step % self._steps_per_epoch == 0:
+                self._keep_trace()
+                if self.position.loss_steps and self._engine.step % self._steps_per_epoch == 0:
                     self._end_epoch(progress)
                 self._save(self._checkpoints)
                 if stop.signal is not None and self._engine.step < self._total_steps:
-                    raise Interrupted(stop.signal, self._engine.step)
-        return self._summary()
+                    raise Interrupted(stop.signal, self._engine.step, self._checkpoints.directory.parent)
 
     def _train_segment(self, stop: StopRequest, progress: Progress) -> None:
         """Train up to the next end of an epoch or checkpoint, or until a stop is requested."""
@@ -127,7 +143,8 @@ class Trainer:
         for result in results:
             loss = statistics.fmean(result.losses)
             now = time.perf_counter()
-            self._step_seconds.append(now - begin)
+            if result.step > max(step, self._config.traced_steps):  # neither metered nor with a loader's start
+                self._step_seconds.append(now - begin)
             begin = now
             if not math.isfinite(loss):
                 results.close()  # drains the pipeline
@@ -163,7 +180,7 @@ class Trainer:
     def _end_epoch(self, progress: Progress) -> None:
         """Log the epoch's mean training loss and, where it is due, an evaluation."""
         epoch = self._engine.step // self._steps_per_epoch
-        values: dict[str, float] = {"train/epoch_loss": self.position.loss_sum / self.position.loss_steps}
+        values: dict[str, float] = {"train/loss": self.position.loss_sum / self.position.loss_steps}
         self.position.loss_sum, self.position.loss_steps = 0.0, 0
         if epoch % self._config.evaluate_every_epochs == 0 or epoch == self._config.epochs:
             batches = self._dataset.test_batches(
@@ -173,14 +190,15 @@ class Trainer:
                 channels_last=self._config.channels_last,
             )
             values |= evaluate(self._engine.model, batches, autocast(self._config, self._device.type))
-        self._evaluation |= values
-        self._metrics.log(self._engine.step, {"epoch": epoch - 1, **values})
+        self.position.evaluation |= values
+        row = {name.replace("train/loss", "train/epoch_loss"): value for name, value in values.items()}
+        self._metrics.log(self._engine.step, {"epoch": epoch - 1, **row})
         shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         progress.line(f"epoch {epoch}/{self._config.epochs}  {shown}")
 
     def _save(self, store: CheckpointStore) -> None:
         tensors = {"engine": self._engine.state_dict(), "torch_random_state": torch.get_rng_state()}
-        meta = {**self._facts, "position": asdict(self.position), "evaluation": self._evaluation}
+        meta = {**self._facts, "position": asdict(self.position)}
         store.save(self._engine.step, tensors, meta)
 
     def _stop_diverged(self, result: StepResult, loss: float) -> None:
@@ -193,28 +211,30 @@ class Trainer:
             f"{self._config.optim.warmup_epochs}"
         )
 
-    def _keep_peaks(self) -> None:
-        trace, position = self._engine.trace, self.position
-        position.activation_peak_bytes_total = max(
-            position.activation_peak_bytes_total, trace.activation_peak_bytes_total
-        )
-        position.activation_peak_bytes_per_device = max(
-            position.activation_peak_bytes_per_device, trace.activation_peak_bytes_per_device
-        )
-
-    def _summary(self) -> dict[str, Any]:
-        summary: dict[str, Any] = {
-            "eval/top1_percent": self._evaluation["eval/top1_percent"],
-            "eval/top5_percent": self._evaluation["eval/top5_percent"],
-            "eval/loss": self._evaluation["eval/loss"],
-            "train/loss": self._evaluation["train/epoch_loss"],
-            "memory/activation_peak_bytes_per_device": self.position.activation_peak_bytes_per_device,
-            "memory/activation_peak_bytes_total": self.position.activation_peak_bytes_total,
-            "memory/parameter_bytes_per_device": self._engine.parameter_bytes,
+    def _keep_trace(self) -> None:
+        """Take over what the trace says, while there is one."""
+        trace = self._engine.trace
+        self.position.ledger_reads += self._engine.ledger_reads - self._reads_counted
+        self._reads_counted = self._engine.ledger_reads
+        if not trace.records:
+            return
+        self.position.traced = {
+            "memory/activation_peak_bytes_per_device": trace.activation_peak_bytes_per_device,
+            "memory/activation_peak_bytes_total": trace.activation_peak_bytes_total,
+            "comm/bytes_per_device_per_step": trace.bytes_sent_per_device_per_step(
+                min(self._engine.step, self._config.traced_steps)
+            ),
+            "comm/max_messages_per_slot": trace.max_messages_per_slot,
+            "comm/max_chain_per_slot": trace.max_chain_per_slot,
         }
-        untraced = self._step_seconds[self._config.traced_steps + 1 :]
-        if untraced:
-            seconds = statistics.median(untraced)
+
+    def measured(self) -> dict[str, Any]:
+        """Return the measured part of the summary, as far as the run has come."""
+        position = self.position
+        summary: dict[str, Any] = {**position.evaluation, **position.traced, "ledger/reads": position.ledger_reads}
+        summary["memory/parameter_bytes_per_device"] = self._engine.parameter_bytes
+        if self._step_seconds:
+            seconds = statistics.median(self._step_seconds)
             summary["time/step_seconds_median"] = seconds
             summary["throughput/images_per_second"] = self._config.batch_size / seconds
         if self._device.type == "cuda":
@@ -226,9 +246,10 @@ def _refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> No
     """Refuse a checkpoint whose configuration or data differ from the run's."""
     differing = [
         f"{key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the run"
-        for theirs, ours in ((flat(found["config"]), flat(expected["config"])), (found["data"], expected["data"]))
+        for part in ("config", "data")
+        for theirs, ours in [(flat(found.get(part, {})), flat(expected[part]))]
         for key in sorted({*theirs, *ours})
-        if theirs.get(key) != ours.get(key)
+        if theirs.get(key) != ours.get(key) and key not in NO_INFLUENCE
     ]
     if differing:
         raise CheckpointError(

@@ -1,0 +1,16 @@
+"""Numbers of bytes for people."""
+
+from __future__ import annotations
+
+_BYTE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def byte_unit(largest: float) -> tuple[int, str]:
+    """Return the size and the name of the unit that suits numbers up to `largest` bytes."""
+    return next(((unit, name) for unit, name in _BYTE_UNITS if largest >= unit), (1, "bytes"))
+
+
+def format_bytes(number: float) -> str:
+    """Return a number of bytes with four digits, e.g. 12.35 MiB."""
+    unit, name = byte_unit(number)
+    return f"{number / unit:.4g} {name}"
