@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.func import functional_call
 
+from cdp_repro.engine.binding import Binding
 from cdp_repro.engine.memory import ActivationMeter
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -45,14 +45,20 @@ class SavedForward:
     """Where the gradient of the output enters the graph; None if nothing in the stage takes a gradient."""
 
 
-@dataclass(frozen=True)
 class StageCompute:
     """Runs one stage; holds what is the same in every call."""
 
-    module: nn.Module
-    loss_fn: LossFn | None
-    """The last stage computes the loss as a part of its forward; the others have None."""
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_fn: LossFn | None,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """The last stage computes the loss as a part of its forward; the others have no `loss_fn`."""
+        self._module = module
+        self._binding = Binding(module)
+        self._loss_fn = loss_fn
+        self._autocast = autocast
 
     def forward(
         self,
@@ -71,21 +77,20 @@ class StageCompute:
         if meter is not None and leaf is not None:
             meter.hold(leaf)
         with ExitStack() as stack:
-            stack.enter_context(self.autocast())
+            stack.enter_context(self._autocast())
             if meter is not None:
                 stack.enter_context(meter.metered([*version.tensors.values(), *buffers.values()]))
-            tensors = {**version.tensors, **buffers}
-            output = functional_call(self.module, tensors, (inputs,))
-            buffers.update((name, tensors[name]) for name in buffers)  # a module may replace a buffer, too
+            stack.enter_context(self._binding.bound(version.tensors, buffers))
+            output = self._module(inputs)
             if not isinstance(output, Tensor):
                 raise TypeError(f"a stage must return one tensor, the next stage's input; got {type(output).__name__}")
-            if self.loss_fn is not None:
+            if self._loss_fn is not None:
                 assert targets is not None
-                output = self.loss_fn(output, targets)
+                output = self._loss_fn(output, targets)
                 if output.ndim:
                     raise ValueError(f"loss_fn must return a scalar, the mean over the micro-batch; got {output.shape}")
         edge = get_gradient_edge(output) if output.requires_grad else None
-        if meter is not None and self.loss_fn is None:
+        if meter is not None and self._loss_fn is None:
             meter.hold(output)
         return output.detach(), SavedForward(version, leaf, edge)
 

@@ -108,7 +108,8 @@ class Executor:
         self._saved[micro_batch, stage] = saved
         if is_last:
             self._losses.setdefault(step, []).append(output)
-            self._gradients[micro_batch] = torch.ones_like(output)
+            # the mean over workers: each contributes with weight 1/N, so that gradients only need to be added
+            self._gradients[micro_batch] = torch.full_like(output, 1 / self._schedule.workers)
         else:
             self._outputs[micro_batch] = output.requires_grad_(saved.edge is not None)
         return self._in_ledger(action, saved)

@@ -29,6 +29,7 @@ class StageState:
         self._optimizer = optimizer(trainable) if trainable else None
         self._base_rates = [group["lr"] for group in self._optimizer.param_groups] if self._optimizer else []
         self._gradient_sum: Gradients = {}
+        self._own_sums: set[str] = set()
         self._versions: dict[int, Version] = {}
         self.current = 0
         self._publish(0)
@@ -56,24 +57,30 @@ class StageState:
         del self._versions[number]
 
     def add_gradients(self, gradients: Gradients) -> None:
-        """Add one worker's gradients to the sum of this training step, in the order of the calls."""
+        """Add one worker's gradients to the sum of this training step, in the order of the calls.
+
+        Autograd may hand out views or shared tensors, so only sums that were made here are added to in place.
+        """
         for name, gradient in gradients.items():
-            if name in self._gradient_sum:
-                self._gradient_sum[name].add_(gradient)
+            if name not in self._gradient_sum:
+                self._gradient_sum[name] = gradient
+            elif name not in self._own_sums:
+                self._gradient_sum[name] = self._gradient_sum[name] + gradient
+                self._own_sums.add(name)
             else:
-                self._gradient_sum[name] = gradient.clone()  # autograd may hand out views or shared tensors
+                self._gradient_sum[name].add_(gradient)
 
     def update(self, learning_rate_factor: float) -> None:
-        """Make the next version from the current one and the mean over workers of the gradients."""
+        """Make the next version from the current one and the gradients added since the last update."""
         for name, parameter in self._parameters.items():
-            gradient = self._gradient_sum.pop(name, None)
-            parameter.grad = None if gradient is None else gradient.div_(self._workers)
+            parameter.grad = self._gradient_sum.pop(name, None)
             parameter.data = parameter.data.clone()  # the optimizer writes here; the old version stays as it is
         if self._optimizer is not None:
             for group, base_rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):
                 group["lr"] = base_rate * learning_rate_factor
             self._optimizer.step()
             self._optimizer.zero_grad()
+        self._own_sums.clear()
         self.current += 1
         self._publish(self.current)
 
