@@ -25,8 +25,8 @@ from cdp_repro.training.run import versions
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "bench"
-ROUNDS = 15
-STEPS_PER_ROUND = 2
+ROUNDS = 40
+STEPS_PER_ROUND = 1
 
 
 def main(names: list[str]) -> None:

@@ -26,7 +26,7 @@ class Binding:
                 for key, tensor in registry.items():
                     if tensor is not None:
                         name = names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
-                        self._places.append((registry, key, name))  # type: ignore[arg-type]
+                        self._places.append((registry, key, name))
 
     @contextmanager
     def bound(self, parameters: Mapping[str, Tensor], buffers: MutableMapping[str, Tensor]) -> Iterator[None]:
