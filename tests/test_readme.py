@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
             place.mkdir(parents=True)
             for image in range(images):
                 pixels = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8, generator=draw).numpy()
-                Image.fromarray(pixels).save(place / f"{image}.png")
+                Image.fromarray(pixels).save(place / f"{image}.jpg")
     return base
 
 

@@ -193,7 +193,7 @@ class Trainer:
         self.position.evaluation |= values
         row = {name.replace("train/loss", "train/epoch_loss"): value for name, value in values.items()}
         self._metrics.log(self._engine.step, {"epoch": epoch - 1, **row})
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in row.items())
         progress.line(f"epoch {epoch}/{self._config.epochs}  {shown}")
 
     def _save(self, store: CheckpointStore) -> None:
