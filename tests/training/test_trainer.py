@@ -189,6 +189,7 @@ def test_a_checkpoint_of_another_configuration_or_other_data_is_refused(tmp_path
     (tmp_path / "run" / "config.yaml").write_text(config.replace("lr: 0.1", "lr: 0.2"))
     with pytest.raises(CheckpointError, match=r"optim.lr is 0.1 in the checkpoint, 0.2 in the run"):
         resume(tmp_path / "run")
+    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 def test_a_damaged_checkpoint_is_refused_and_harms_nothing(tmp_path, tiny):

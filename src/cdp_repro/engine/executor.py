@@ -90,7 +90,8 @@ class Executor:
             except Exception as error:
                 error.add_note(f"while running {action} in slot {slot.number}")
                 raise
-            self._tracer.record(slot.number, executed, [len(state.versions) for state in self._states], begin)
+            if self._tracer.active:
+                self._tracer.record(slot.number, executed, [len(state.versions) for state in self._states], begin)
         finished, self._finished = self._finished, []
         return finished
 

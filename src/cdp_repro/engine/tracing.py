@@ -21,16 +21,16 @@ class Tracer:
         self._recorder = TraceRecorder(rank, schedule.stages)
         self._meter = ActivationMeter()
         self._origin = time.perf_counter()
-        self._active = steps > 0
+        self.active = steps > 0
 
     @property
     def meter(self) -> ActivationMeter | None:
         """The meter while tracing is active, else None."""
-        return self._meter if self._active else None
+        return self._meter if self.active else None
 
     def stop(self) -> None:
         """Record nothing from here on."""
-        self._active = False
+        self.active = False
 
     def enter(self, slot: Slot) -> None:
         """Stop at the first slot that computes a step beyond the traced ones."""
@@ -40,14 +40,13 @@ class Tracer:
 
     def now(self) -> float:
         """Return seconds since the trace began; while tracing is active the device is waited for."""
-        if self._active and self._device.type == "cuda":
+        if self.active and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - self._origin
 
     def record(self, slot: int, action: Action, versions: Sequence[int], begin: float) -> None:
-        """Record that `action` has run since `begin`, if tracing is active."""
-        if self._active:
-            self._recorder.record(slot, action, self._meter.live_bytes, versions, (begin, self.now()))
+        """Record that `action` has run since `begin`, with the live versions of each stage after it."""
+        self._recorder.record(slot, action, self._meter.live_bytes, versions, (begin, self.now()))
 
     def trace(self) -> Trace:
         """Return what has been recorded so far."""

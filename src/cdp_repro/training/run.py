@@ -162,11 +162,11 @@ class _Run:
             config.placement.name, config.torch_device,
         )  # fmt: skip
         torch.manual_seed(config.seed)  # of what a model or loss draws on its own; the checkpoint goes on from it
+        if resume:
+            self._trainer.resume(checkpoint)
+            logger.info("resumed at training step %d", self._engine.step)
         status = "failed"
         try:
-            if resume:
-                self._trainer.resume(checkpoint)
-                logger.info("resumed at training step %d", self._engine.step)
             self._trainer.fit(stop)
             status = "finished"
         except (Interrupted, KeyboardInterrupt):
