@@ -72,7 +72,7 @@ def batches_of(n, steps, micro=3, width=4):
     ]
 
 
-SIZES = [*((n, n) for n in range(1, 9)), *((n, 2 * n) for n in range(1, 5))]
+SIZES = [*((n, n) for n in range(1, 9)), *((n, 2 * n) for n in range(1, 9))]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
