@@ -48,7 +48,7 @@ def make_plan(config: RunConfig) -> Plan:
     """
     cut = cut_model(config)
     chosen = config.schedule()
-    baseline = Schedule.build("dp", config.workers, config.stage_count, config.placement.name, config.slot_order)
+    baseline = chosen.data_parallel()
     schedules = {baseline.mode.name: baseline, chosen.mode.name: chosen}
     (other,) = set(SLOT_ORDERS) - {config.slot_order}
     return Plan(

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 
 def train() -> int:
     """Run `cdp-train`."""
-    try:
-        from cdp_repro.cli.train import main
-
-        return main()
-    except KeyboardInterrupt:
-        return _interrupted()
+    return _run("cdp_repro.cli.train")
 
 
 def plan() -> int:
     """Run `cdp-plan`."""
+    return _run("cdp_repro.cli.plan")
+
+
+def _run(module: str) -> int:
     try:
-        from cdp_repro.cli.plan import main
-
-        return main()
+        return int(import_module(module).main())
     except KeyboardInterrupt:
-        return _interrupted()
-
-
-def _interrupted() -> int:
-    sys.stderr.write("interrupted\n")
-    return 130
+        sys.stderr.write("interrupted\n")
+        return 130

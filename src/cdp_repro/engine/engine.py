@@ -71,6 +71,7 @@ class Engine:
             mode, len(stages) if workers is None else workers, len(stages), placement, slot_order
         )
         self._device = torch.device(device)
+        self.learning_rate_factor = learning_rate_factor
         self._settings = Settings(self._device, seed, learning_rate_factor)
         self._stages = nn.Sequential(*stages).to(self._device)
         self._states = [StageState(stage, optimizer, self.schedule.workers) for stage in self._stages]

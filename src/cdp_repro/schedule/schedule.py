@@ -55,6 +55,10 @@ class Schedule:
         schedule._validate_window()
         return schedule
 
+    def data_parallel(self) -> Schedule:
+        """Return data parallelism on the same sizes, placement and slot order: what this schedule is compared with."""
+        return Schedule.build("dp", self.workers, self.stages, self.placement.name, self.slot_order)
+
     @property
     def ranks(self) -> int:
         """Number of ranks (processes, devices)."""

@@ -15,7 +15,7 @@ import torch
 
 import cdp_repro
 from cdp_repro.config import ConfigError, RunConfig, without_effect
-from cdp_repro.data import Dataset, load_dataset
+from cdp_repro.data import Dataset, load_dataset, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.schedule import Schedule, Slot, Trace, simulate
 from cdp_repro.schedule.render import write_comms_csv, write_memory_csv, write_perfetto
@@ -120,7 +120,7 @@ class _Run:
     def _build_engine(self) -> Engine:
         config = self._config
         device = config.torch_device
-        steps_per_epoch = self._dataset.train_size // config.batch_size
+        epoch = steps_per_epoch(self._dataset.train_size, config.batch_size)
         return Engine(
             self._cut.stages,
             loss_fn,
@@ -131,7 +131,7 @@ class _Run:
             slot_order=config.slot_order,
             device=device,
             seed=config.seed,
-            learning_rate_factor=learning_rate_factor(config.optim, steps_per_epoch, config.epochs),
+            learning_rate_factor=learning_rate_factor(config.optim, epoch, config.epochs),
             autocast=autocast(config, device.type),
             traced_steps=config.traced_steps,
         )
@@ -182,12 +182,11 @@ class _Run:
     def _finish(self, status: str) -> dict[str, Any]:
         """Write summary.json and close the logs."""
         schedule = self._engine.schedule
-        baseline = Schedule.build("dp", schedule.workers, schedule.stages, schedule.placement.name, schedule.slot_order)
         summary = {
             **self._described(status),
             **self._trainer.measured(),
             "memory/activation_peak_bytes_simulated": self._simulated_peak(schedule),
-            "memory/activation_peak_bytes_simulated_dp": self._simulated_peak(baseline),
+            "memory/activation_peak_bytes_simulated_dp": self._simulated_peak(schedule.data_parallel()),
         }
         self._directory.write_summary(summary)
         self._metrics.close()
@@ -222,11 +221,8 @@ class _Run:
     def _simulated_peak(self, schedule: Schedule) -> int:
         return simulate(schedule, self._cut.costs, steps=2).activation_peak_bytes_total
 
-    def _write_trace(self) -> None:
-        """Write what has been traced; of a resumed run the traces are there already."""
-        trace = self._engine.trace
-        if not trace.records:
-            return
+    def _write_trace(self, trace: Trace) -> None:
+        """Write what has been traced."""
         with self._directory.trace_path.open("w") as file:
             write_perfetto(trace, file)
         with self._directory.memory_path.open("w") as file:

@@ -17,10 +17,10 @@ from cdp_repro.config import NO_INFLUENCE, RunConfig
 from cdp_repro.data import Dataset, DatasetError, MiniBatch, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.engine.executor import StepResult
+from cdp_repro.schedule import Trace
 from cdp_repro.stages import autocast, parameter_dtype
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from cdp_repro.training.evaluate import evaluate
-from cdp_repro.training.optim import learning_rate_factor
 from cdp_repro.training.progress import Progress
 from cdp_repro.training.signals import StopRequest
 from cdp_repro.training.tracking import MetricsLog
@@ -51,8 +51,10 @@ class Position:
     """Of the current epoch: steps in `loss_sum`."""
     ledger_reads: int = 0
     """Reads of parameters that the ledger has compared with the rule, in all processes of the run."""
+    epoch_loss: float = math.nan
+    """Mean of the training loss over the newest whole epoch."""
     evaluation: dict[str, float] = field(default_factory=dict)
-    """The newest evaluation, and the training loss of the newest epoch."""
+    """The newest evaluation."""
     traced: dict[str, float] = field(default_factory=dict)
     """What the trace of the first steps says, by its key in the summary."""
 
@@ -69,10 +71,10 @@ class Trainer:
         checkpoints: CheckpointStore,
         diverged: CheckpointStore,
         facts: Mapping[str, Any],
-        after_segment: Callable[[], None],
+        on_trace: Callable[[Trace], None],
     ) -> None:
         """`facts` go into every checkpoint; `diverged` takes the state of a run whose loss is no longer finite;
-        `after_segment` is called whenever the pipeline has drained."""
+        `on_trace` is called, after a drain, with a trace that has grown."""
         self._config = config
         self._dataset = dataset
         self._engine = engine
@@ -80,13 +82,13 @@ class Trainer:
         self._checkpoints = checkpoints
         self._diverged = diverged
         self._facts = facts
-        self._after_segment = after_segment
+        self._on_trace = on_trace
+        self._slots_traced = 0
         self._steps_per_epoch = steps_per_epoch(dataset.train_size, config.batch_size)
         self._total_steps = self._steps_per_epoch * config.epochs
-        self._learning_rate_factor = learning_rate_factor(config.optim, self._steps_per_epoch, config.epochs)
         self._device = config.torch_device
         self._step_seconds: deque[float] = deque(maxlen=1000)
-        self._reads_counted = 0
+        self._earlier_reads = 0
         self.position = Position()
 
     def resume(self, checkpoint: Checkpoint | None) -> None:
@@ -101,6 +103,7 @@ class Trainer:
         _refuse_foreign(checkpoint.meta, self._facts)
         try:
             self.position = Position(**checkpoint.meta["position"])
+            self._earlier_reads = self.position.ledger_reads
             if checkpoint.tensors["engine"]["step"] != checkpoint.step:
                 raise ValueError(f"it holds step {checkpoint.tensors['engine']['step']}, named {checkpoint.step}")
             self._engine.load_state_dict(checkpoint.tensors["engine"])
@@ -124,7 +127,7 @@ class Trainer:
                 except DatasetError:
                     self._save(self._checkpoints)
                     raise
-                self._after_segment()
+                self.position.ledger_reads = self._earlier_reads + self._engine.ledger_reads
                 self._keep_trace()
                 if self.position.loss_steps and self._engine.step % self._steps_per_epoch == 0:
                     self._end_epoch(progress)
@@ -171,7 +174,7 @@ class Trainer:
         self.position.loss_sum += loss
         self.position.loss_steps += 1
         if (result.step + 1) % self._config.log_every_steps == 0:
-            rate = self._config.optim.lr * self._learning_rate_factor(result.step)
+            rate = self._config.optim.lr * self._engine.learning_rate_factor(result.step)
             self._metrics.log(
                 result.step + 1,
                 {"epoch": result.step // self._steps_per_epoch, "train/loss": loss, "train/learning_rate": rate},
@@ -180,7 +183,8 @@ class Trainer:
     def _end_epoch(self, progress: Progress) -> None:
         """Log the epoch's mean training loss and, where it is due, an evaluation."""
         epoch = self._engine.step // self._steps_per_epoch
-        values: dict[str, float] = {"train/loss": self.position.loss_sum / self.position.loss_steps}
+        self.position.epoch_loss = self.position.loss_sum / self.position.loss_steps
+        values = {"train/epoch_loss": self.position.epoch_loss}
         self.position.loss_sum, self.position.loss_steps = 0.0, 0
         if epoch % self._config.evaluate_every_epochs == 0 or epoch == self._config.epochs:
             batches = self._dataset.test_batches(
@@ -189,11 +193,10 @@ class Trainer:
                 dtype=parameter_dtype(self._config),
                 channels_last=self._config.channels_last,
             )
-            values |= evaluate(self._engine.model, batches, autocast(self._config, self._device.type))
-        self.position.evaluation |= values
-        row = {name.replace("train/loss", "train/epoch_loss"): value for name, value in values.items()}
-        self._metrics.log(self._engine.step, {"epoch": epoch - 1, **row})
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in row.items())
+            self.position.evaluation = evaluate(self._engine.model, batches, autocast(self._config, self._device.type))
+            values |= self.position.evaluation
+        self._metrics.log(self._engine.step, {"epoch": epoch - 1, **values})
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         progress.line(f"epoch {epoch}/{self._config.epochs}  {shown}")
 
     def _save(self, store: CheckpointStore) -> None:
@@ -212,12 +215,12 @@ class Trainer:
         )
 
     def _keep_trace(self) -> None:
-        """Take over what the trace says, while there is one."""
+        """Take over what the trace says, if it has grown."""
         trace = self._engine.trace
-        self.position.ledger_reads += self._engine.ledger_reads - self._reads_counted
-        self._reads_counted = self._engine.ledger_reads
-        if not trace.records:
+        if len(trace.records) == self._slots_traced:
             return
+        self._slots_traced = len(trace.records)
+        self._on_trace(trace)
         self.position.traced = {
             "memory/activation_peak_bytes_per_device": trace.activation_peak_bytes_per_device,
             "memory/activation_peak_bytes_total": trace.activation_peak_bytes_total,
@@ -232,6 +235,8 @@ class Trainer:
         """Return the measured part of the summary, as far as the run has come."""
         position = self.position
         summary: dict[str, Any] = {**position.evaluation, **position.traced, "ledger/reads": position.ledger_reads}
+        if math.isfinite(position.epoch_loss):
+            summary["train/loss"] = position.epoch_loss
         summary["memory/parameter_bytes_per_device"] = self._engine.parameter_bytes
         if self._step_seconds:
             seconds = statistics.median(self._step_seconds)
