@@ -25,7 +25,7 @@ from cdp_repro.training.run import versions
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "bench"
-ROUNDS = 40
+ROUNDS = 120
 STEPS_PER_ROUND = 1
 
 
