@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdp_repro.schedule import Message, Schedule, SlotRecord, StageCosts, Trace, simulate
+from cdp_repro.schedule import Action, Message, Payload, Schedule, SlotRecord, StageCosts, Trace, simulate
+from cdp_repro.schedule.actions import send
 
 UNIT = 840  # bytes of a stage; divisible by what the forms divide by
 
@@ -125,15 +126,26 @@ def test_a_rank_that_does_nothing_in_a_slot_still_holds_its_activations():
     assert trace.activation_peak_bytes_total == 11
 
 
-def test_messages_are_counted_and_chained():
-    def message(slot, source, destination):
-        return Message(slot, source, destination, "gradients", 0, 8)
+def hop(source, destination, micro_batch, size=8):
+    """A message with the sum of stage 0, in slot 0: what is sent, what receives it, and its record."""
+    sender, receiver = send(Payload.GRADIENTS, 0, source, destination, micro_batch=micro_batch)
+    return sender, receiver, Message(0, source, destination, Payload.GRADIENTS, 0, size, micro_batch)
 
-    trace = Trace(3, 3, (), (message(0, 0, 1), message(0, 1, 2), message(0, 2, 0), message(1, 0, 1), message(1, 2, 1)))
-    assert (trace.max_messages_per_slot, trace.max_chain_per_slot) == (3, 3)
-    assert trace.bytes_sent_per_device_per_step(steps=2) == 0  # no rank is on record
-    records = tuple(SlotRecord(0, rank, (), 0, 0, (1,), ()) for rank in range(2))
-    assert Trace(3, 3, records, trace.messages).bytes_sent_per_device_per_step(steps=2) == 5 * 8 / (2 * 2)
+
+def test_messages_are_counted_and_chained_if_one_waits_for_the_other():
+    (s0, r0, m0), (s1, r1, m1) = hop(0, 1, 0), hop(1, 2, 1)
+    add = Action.parse("A0.m0", rank=1)
+
+    def trace(*middle):
+        programs = [(s0,), middle, (r1,)]
+        records = tuple(SlotRecord(0, rank, actions, 0, 0, (1,), ()) for rank, actions in enumerate(programs))
+        return Trace(3, 1, records, (m0, m1))
+
+    assert trace(r0, add, s1).max_chain_per_slot == 2
+    assert trace(r0, s1, add).max_chain_per_slot == 1, "what is sent before the wait does not depend on it"
+    assert trace(r0, add, s1).max_messages_per_slot == 2
+    assert trace(r0, add, s1).bytes_sent_per_device_per_step(steps=2) == 2 * 8 / (3 * 2)
+    assert Trace(3, 1, (), (m0,)).bytes_sent_per_device_per_step(steps=2) == 0  # no rank is on record
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdp_repro.schedule import Action, Op, Schedule, ScheduleError, Slot
+from cdp_repro.schedule.placement import SingleDevice
 from cdp_repro.schedule.validation import validated
 
 STALE = [[3, 1, 1], [1, 2, 1], [2, 0, 1]]
@@ -23,7 +24,7 @@ def program(mode, n=3, s=3, steps=STEPS, start=0, order="paper"):
 
 
 def check(mode, slots):
-    return list(validated([Slot(number, tuple(actions)) for number, actions in slots], mode))
+    return list(validated([Slot(number, tuple(actions)) for number, actions in slots], SingleDevice(mode)))
 
 
 def refused(mode, slots):
@@ -310,7 +311,7 @@ def test_an_endless_program_with_a_fault_is_refused_not_searched_to_its_end():
             yield slot
 
     with pytest.raises(ScheduleError):
-        for _ in validated(broken(), schedule.mode):
+        for _ in validated(broken(), schedule.placement):
             pass
 
 
@@ -323,5 +324,5 @@ def test_validation_is_lazy_and_lets_slots_through_one_by_one():
             pulled.append(number)
             yield Slot(number, tuple(actions))
 
-    for slot in validated(stream(), mode):
+    for slot in validated(stream(), SingleDevice(mode)):
         assert pulled[-1] == slot.number

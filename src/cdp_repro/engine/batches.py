@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -50,7 +51,7 @@ class Feed:
     """Hands out training steps as long as there are batches, and holds the batches of the steps in flight."""
 
     def __init__(self, batches: Iterable[MiniBatch], first_step: int) -> None:
-        self._batches = iter(batches)
+        self._batches: Iterator[MiniBatch] = iter(batches)
         self._step = first_step
         self._held: dict[int, MiniBatch] = {}
         self._error: Exception | None = None
@@ -61,16 +62,28 @@ class Feed:
         An error of the source ends the steps, like its end; `raise_error` raises it when the pipeline has drained.
         """
         while True:
-            try:
-                batch = next(self._batches, None)
-            except Exception as error:
-                self._error = error
-                return
+            batch = self._next()
             if batch is None:
                 return
             self._held[self._step] = batch
             self._step += 1
             yield self._step - 1
+
+    def first(self) -> MiniBatch | None:
+        """Return the batch of the first step, before anybody has asked for it; None if there is none."""
+        batch = self._next()
+        if batch is not None:
+            self._batches = chain([batch], self._batches)
+        return batch
+
+    def _next(self) -> MiniBatch | None:
+        """Return the next batch; None at the end and after an error of the source."""
+        try:
+            return next(self._batches, None)
+        except Exception as error:
+            self._error = error
+            self.close()
+            return None
 
     def raise_error(self) -> None:
         """Raise the error that the source of the batches has raised, if it has."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from cdp_repro.engine.binding import Binding
+from cdp_repro.engine.loan import Loan
 from cdp_repro.engine.memory import ActivationMeter
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -43,6 +45,8 @@ class SavedForward:
     """The stage's input if it takes a gradient (a leaf), else None."""
     edge: GradientEdge | None
     """Where the gradient of the output enters the graph; None if nothing in the stage takes a gradient."""
+    loan: Loan | None = None
+    """Where the parameters are, if another rank owns them."""
 
 
 class StageCompute:
@@ -55,6 +59,8 @@ class StageCompute:
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """The last stage computes the loss as a part of its forward; the others have no `loss_fn`."""
+        self.parameters = [(name, parameter.requires_grad) for name, parameter in module.named_parameters()]
+        """Name of each parameter, and whether it takes a gradient."""
         self._module = module
         self._binding = Binding(module)
         self._loss_fn = loss_fn
@@ -67,11 +73,13 @@ class StageCompute:
         inputs: Tensor,
         targets: Tensor | None,
         meter: ActivationMeter | None,
+        loan: Loan | None = None,
     ) -> tuple[Tensor, SavedForward]:
         """Return the output of the stage (of the last stage: the loss, a scalar) and what the backward needs.
 
         `inputs` is [micro-batch, ...]; `buffers` are updated (BatchNorm's running statistics). With a
-        meter, saved tensors, the input and the output are counted.
+        meter, saved tensors, the input and the output are counted. With a `loan`, which holds the tensors of
+        `version`, none of them is kept alive by what is saved.
         """
         leaf = inputs if inputs.requires_grad else None
         if meter is not None and leaf is not None:
@@ -79,7 +87,9 @@ class StageCompute:
         with ExitStack() as stack:
             stack.enter_context(self._autocast())
             if meter is not None:
-                stack.enter_context(meter.metered([*version.tensors.values(), *buffers.values()]))
+                stack.enter_context(meter.excluding([*version.tensors.values(), *buffers.values()]))
+            if meter is not None or loan is not None:
+                stack.enter_context(_saving(meter, loan))
             stack.enter_context(self._binding.bound(version.tensors, buffers))
             output = self._module(inputs)
             if not isinstance(output, Tensor):
@@ -92,7 +102,23 @@ class StageCompute:
         edge = get_gradient_edge(output) if output.requires_grad else None
         if meter is not None and self._loss_fn is None:
             meter.hold(output)
-        return output.detach(), SavedForward(version, leaf, edge)
+        return output.detach(), SavedForward(version, leaf, edge, loan)
+
+
+def _saving(meter: ActivationMeter | None, loan: Loan | None) -> AbstractContextManager[object]:
+    """Return a context in which `meter` counts what autograd saves and `loan` stands in for its parameters."""
+
+    def pack(tensor: Tensor) -> Any:
+        if loan is not None and (borrowed := loan.pack(tensor)) is not None:
+            return borrowed
+        if meter is not None:
+            meter.hold(tensor)
+        return tensor.detach()  # without its graph: an output that its own node saves would never die
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if loan is None or isinstance(packed, Tensor) else loan.unpack(packed)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def backward(saved: SavedForward, grad_output: Tensor | None) -> tuple[Tensor | None, Gradients]:

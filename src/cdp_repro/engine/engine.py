@@ -12,8 +12,12 @@ from torch import Tensor, nn
 from cdp_repro.engine.batches import Feed, MiniBatch, TensorMiniBatch
 from cdp_repro.engine.compute import LossFn, StageCompute
 from cdp_repro.engine.executor import Executor, Settings, StepResult
+from cdp_repro.engine.layouts import Layout, stage_layouts
 from cdp_repro.engine.ledger import Ledger
-from cdp_repro.engine.parameters import OptimizerFactory, StageState
+from cdp_repro.engine.losses import Losses
+from cdp_repro.engine.mailbox import Mailbox
+from cdp_repro.engine.parameters import OptimizerFactory, StageState, WorkerBuffers
+from cdp_repro.engine.team import Team
 from cdp_repro.engine.tracing import Tracer
 from cdp_repro.schedule import Schedule, Slot, Trace
 
@@ -33,8 +37,12 @@ class Engine:
         loss_fn: (output of the last stage, targets) -> scalar mean over the micro-batch.
         optimizer: makes the optimizer of a stage from the list of its trainable parameters.
         mode: "dp", "cdp_v1", "cdp_v2", or a staleness matrix with a row a worker and a column a stage.
-        placement: where the stages run; "single_device".
+        placement: where the stages run and who holds their parameters: "single_device", "replicated", "zero",
+            "model_parallel" or "pipeline". All but the first need as many processes in the torch.distributed group
+            as the schedule has ranks, each of which builds the same engine and takes part in every call.
         workers: N, micro-batches per mini-batch; the number of stages must be a multiple; default: that number.
+        replicas: R, ranks that share each worker's micro-batch.
+        pipeline_schedule: how mode "dp" runs on the placement "pipeline": "one_f_one_b" or "gpipe".
         slot_order: "paper" or "backward_first": the order of the actions of a slot that share a device.
         device: where the stages are moved.
         seed: of what the stages draw in training (dropout), with step, worker and stage.
@@ -44,7 +52,7 @@ class Engine:
         traced_steps: training steps, from the first on, whose actions and live activation bytes are recorded.
 
     Raises:
-        ValueError: sizes that do not fit, parameters shared by two stages.
+        ValueError: sizes that do not fit, parameters shared by two stages, another number of processes than ranks.
         ScheduleError: a staleness that the timeline cannot serve.
     """
 
@@ -57,6 +65,8 @@ class Engine:
         placement: str = "single_device",
         *,
         workers: int | None = None,
+        replicas: int = 1,
+        pipeline_schedule: str = "one_f_one_b",
         slot_order: str = "paper",
         device: torch.device | str = "cpu",
         seed: int = 0,
@@ -68,22 +78,43 @@ class Engine:
             raise ValueError("stages=[]: at least 1 stage is needed")
         _refuse_shared_parameters(stages)
         self.schedule = Schedule.build(
-            mode, len(stages) if workers is None else workers, len(stages), placement, slot_order
+            mode,
+            len(stages) if workers is None else workers,
+            len(stages),
+            placement,
+            slot_order,
+            replicas=replicas,
+            pipeline_schedule=pipeline_schedule,
         )
         self._device = torch.device(device)
+        self._team = Team(self.schedule, self._device)
         self.learning_rate_factor = learning_rate_factor
+        self._loss_fn, self._autocast = loss_fn, autocast
         self._settings = Settings(self._device, seed, learning_rate_factor)
         self._stages = nn.Sequential(*stages).to(self._device)
-        self._states = [StageState(stage, optimizer, self.schedule.workers) for stage in self._stages]
+        self._parameter_layouts = [Layout.of(dict(stage.named_parameters())) for stage in self._stages]
+        self._states = {
+            number: StageState(stage, optimizer)
+            for number, stage in enumerate(self._stages)
+            if self._team.rank in self.schedule.placement.holders(number)
+        }
+        self._buffers = [WorkerBuffers(stage, self.schedule.micro_batches) for stage in self._stages]
         self._compute = [
             StageCompute(stage, loss_fn if number == len(stages) - 1 else None, autocast)
             for number, stage in enumerate(self._stages)
         ]
+        self._mailbox: Mailbox | None = None
+        self._losses = Losses(self.schedule, self._team.rank, self._team.control)
         self._ledger = Ledger(self.schedule.mode)
         self._next_slot = 0
         self._undrained: str | None = None
         self.step = 0
-        self._tracer = Tracer(self.schedule, 0, self._device, traced_steps)
+        self._tracer = Tracer(self.schedule, self._team.rank, self._device, traced_steps)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process; 0 on a single device."""
+        return self._team.rank
 
     def run(self, batches: Iterable[tuple[Tensor, Tensor] | MiniBatch]) -> Generator[StepResult, None, None]:
         """Train on `batches`, one a training step, and yield each step when its updates are done.
@@ -96,10 +127,8 @@ class Engine:
         if self._undrained is not None:
             raise RuntimeError(f"the engine cannot run: {self._undrained}")
         feed = Feed(map(self._as_mini_batch, batches), self.step)
-        executor = Executor(
-            self.schedule, self._states, self._compute, feed, self._settings, self._ledger, self._tracer
-        )
-        slots = self.schedule.program(0, feed.steps(), self._next_slot)
+        executor = self._executor(feed)
+        slots = self.schedule.slots(feed.steps(), self._next_slot)
         self._stages.train()
         self._undrained = "it is in the middle of another run; exhaust or close that iterator first"
         try:
@@ -117,34 +146,75 @@ class Engine:
         self._undrained = None
         feed.raise_error()
 
+    def _executor(self, feed: Feed) -> Executor:
+        if self._team.size > 1:
+            self._connect(feed)
+        return Executor(
+            self.schedule, self._team.rank, self._states, self._buffers, self._compute, feed, self._losses,
+            self._settings, self._ledger, self._tracer, self._mailbox,
+        )  # fmt: skip
+
+    def _connect(self, feed: Feed) -> None:
+        """Learn from the first batch what messages look like; then drop the parameters that other ranks hold."""
+        if self._mailbox is None and (first := feed.first()) is not None:
+            layouts = stage_layouts([*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast)
+            self._mailbox = Mailbox(layouts, self._device)
+        for number, stage in enumerate(self._stages):
+            if number not in self._states:
+                for parameter in stage.parameters():
+                    parameter.data = parameter.data.new_empty(0)
+
     def _results(self, executor: Executor, slots: Iterator[Slot]) -> Iterator[StepResult]:
         for slot in slots:
             self._next_slot = slot.number + 1
-            for result in executor.execute(slot):
+            self._tracer.enter(slot)
+            for result in executor.execute(Slot(slot.number, slot.program_of(self._team.rank))):
                 self.step = result.step + 1
                 yield result
+        executor.drain()
 
     def _as_mini_batch(self, batch: tuple[Tensor, Tensor] | MiniBatch) -> MiniBatch:
         if isinstance(batch, (tuple, list)):
             inputs, targets = batch
-            return TensorMiniBatch(inputs, targets, self.schedule.workers, self._device)
+            return TensorMiniBatch(inputs, targets, self.schedule.micro_batches, self._device)
         return batch
 
     @property
     def model(self) -> nn.Sequential:
-        """The model with theta[step] and buffers averaged over workers.
+        """The model with theta[step] and buffers averaged over workers; all ranks must ask for it together.
 
         It shares its parameters with the engine: read, evaluate or copy it, do not train it.
         """
         self._require_drained()
-        for state in self._states:
-            state.average_buffers()
+        self._share_buffers()
+        for number, stage in enumerate(self._stages):
+            parameters = dict(stage.named_parameters())
+            own = parameters if number in self._states else None
+            keeper = self.schedule.placement.keeper(number, self.step)
+            shared = self._team.broadcast(self._parameter_layouts[number], own, keeper)
+            for name, parameter in parameters.items() if own is None else ():
+                parameter.data = shared[name]
+            average = self._buffers[number].average() if list(stage.buffers()) else {}
+            for name, buffer in stage.named_buffers():
+                buffer.copy_(average[name])
         return self._stages
+
+    def _share_buffers(self) -> None:
+        """Tell every rank the buffers of all workers, each from the rank that computes for the worker next."""
+        first = self.step * self.schedule.micro_batches
+        for stage, buffers in enumerate(self._buffers):
+            for worker, own in enumerate(buffers.of):
+                source = self.schedule.placement.rank_of(first + worker, stage)
+                own.update(self._team.broadcast(Layout.of(own), own, source))
 
     @property
     def trace(self) -> Trace:
-        """What ran in the traced steps: actions, versions, live activation bytes."""
-        return self._tracer.trace()
+        """What ran in the traced steps: actions, versions, live activation bytes, messages.
+
+        All ranks must ask for it together; rank 0 gets that of all ranks, others their own.
+        """
+        parts = self._team.gather(self._tracer.recorded())
+        return Trace.merged(self.schedule.micro_batches, self.schedule.stages, parts or [self._tracer.recorded()])
 
     @property
     def ledger_reads(self) -> int:
@@ -152,33 +222,56 @@ class Engine:
         return self._ledger.reads
 
     @property
+    def is_tracing(self) -> bool:
+        """Whether the next step will be traced."""
+        return self._tracer.active
+
+    @property
     def parameter_bytes(self) -> int:
-        """Bytes of all parameter versions that are alive."""
-        return sum(len(state.versions) * state.version_bytes for state in self._states)
+        """Bytes of all parameter versions that are alive on this rank."""
+        return sum(len(state.versions) * state.version_bytes for state in self._states.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on: versions, optimizers, buffers, the step number.
 
-        Its tensors are the engine's own: save or copy them before going on.
+        It is canonical, by stage, version and worker, whatever the placement. All ranks must ask for it together;
+        rank 0 gets it, others an empty one. Its tensors may be the engine's own: save or copy them before going on.
         """
         self._require_drained()
-        return {"step": self.step, "stages": [state.state_dict() for state in self._states]}
+        self._share_buffers()
+        keeper = {stage: self.schedule.placement.keeper(stage, self.step) for stage in range(self.schedule.stages)}
+        own = {stage: state.state_dict() for stage, state in self._states.items() if keeper[stage] == self._team.rank}
+        stages: dict[int, dict[str, Any]] = {}
+        for part in self._team.gather(own):
+            stages |= part
+        if self._team.rank:
+            return {}
+        return {
+            "step": self.step,
+            "stages": [{**stages[number], "buffers": buffers.of} for number, buffers in enumerate(self._buffers)],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on, bitwise, from what `state_dict` returned; nothing is traced from there on.
+        """Go on, bitwise, from what `state_dict` returned, on any placement; nothing is traced from there on.
 
         Raises:
             ValueError: it is of another model, mode or optimizer; the engine is as it was.
         """
         self._require_drained()
-        if len(state["stages"]) != len(self._states):
-            raise ValueError(f"the checkpoint has {len(state['stages'])} stages, this engine {len(self._states)}")
-        for number, (mine, theirs) in enumerate(zip(self._states, state["stages"], strict=True)):
-            oldest = max(0, state["step"] - self.schedule.mode.oldest(number))
-            mine.check_state(theirs, set(range(oldest, state["step"] + 1)))
-        for mine, theirs in zip(self._states, state["stages"], strict=True):
-            mine.load_state_dict(theirs)
-        self.step = state["step"]
+        step, stages = state["step"], state["stages"]
+        if len(stages) != self.schedule.stages:
+            raise ValueError(f"the checkpoint has {len(stages)} stages, this engine {self.schedule.stages}")
+        for number, mine in self._states.items():
+            oldest = max(0, step - self.schedule.mode.oldest(number))
+            mine.check_state(stages[number], set(range(oldest, step + 1)))
+        for buffers, theirs in zip(self._buffers, stages, strict=True):
+            buffers.check_state(theirs["buffers"])
+        for number, mine in self._states.items():
+            kept = self.schedule.placement.versions_kept(self._team.rank, number, step)
+            mine.load_state_dict(stages[number], kept)
+        for buffers, theirs in zip(self._buffers, stages, strict=True):
+            buffers.load_state(theirs["buffers"])
+        self.step = step
         self._tracer.stop()
 
     def _require_drained(self) -> None:

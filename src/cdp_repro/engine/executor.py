@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +10,16 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from cdp_repro.engine.batches import Feed
-from cdp_repro.engine.compute import SavedForward, StageCompute, backward
+from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version, backward
+from cdp_repro.engine.layouts import VALUE
 from cdp_repro.engine.ledger import Ledger
-from cdp_repro.engine.parameters import StageState
+from cdp_repro.engine.loan import Loan
+from cdp_repro.engine.losses import Losses
+from cdp_repro.engine.mailbox import Mailbox
+from cdp_repro.engine.parameters import StageState, WorkerBuffers
 from cdp_repro.engine.randomness import seeded
 from cdp_repro.engine.tracing import Tracer
-from cdp_repro.schedule import Action, Op, Schedule, Slot
+from cdp_repro.schedule import Action, MessageKey, Op, Payload, Schedule, Slot, consumed
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class StepResult:
 
     step: int
     loss_tensor: Tensor
-    """[N], on the device: the mean loss of each worker's micro-batch."""
+    """[N]: the mean loss of each worker's micro-batch (with replicas, of all of them). On ranks other than 0 only of
+    the workers whose last stage they compute; nan of others."""
 
     @property
     def losses(self) -> list[float]:
@@ -44,73 +49,100 @@ class Settings:
 
 
 class Executor:
-    """Executes one program, from a drained state to a drained state.
+    """Executes the program of one rank, from a drained state to a drained state.
 
-    Between two actions it holds only what is in flight: for each micro-batch the saved forwards, and the output
-    or the gradient that the next stage will read.
+    Between two actions it holds only what is in flight: for each micro-batch the saved forwards, the output or the
+    gradient that the next stage will read, and gradients on their way to the owner of a stage.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        states: Sequence[StageState],
+        rank: int,
+        states: Mapping[int, StageState],
+        buffers: Sequence[WorkerBuffers],
         compute: Sequence[StageCompute],
         feed: Feed,
+        losses: Losses,
         settings: Settings,
         ledger: Ledger,
         tracer: Tracer,
+        mailbox: Mailbox | None = None,
     ) -> None:
+        """`states` are of the stages that this rank holds; `mailbox` is None on a single device."""
         self._schedule = schedule
+        self._micro_batches = schedule.micro_batches
+        self._rank = rank
         self._states = states
+        self._buffers = buffers
         self._compute = compute
         self._feed = feed
+        self._losses = losses
         self._settings = settings
         self._ledger = ledger
         self._tracer = tracer
+        self._mailbox = mailbox
         self._saved: dict[tuple[int, int], SavedForward] = {}
         self._outputs: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor | None] = {}
-        self._losses: dict[int, list[Tensor]] = {}
+        self._for_owner: dict[tuple[int, int], Gradients] = {}
         self._finished: list[StepResult] = []
         self._handlers = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
+            Op.ADD: self._add,
             Op.UPDATE: self._update,
             Op.FREE: self._free,
+            Op.SEND: self._send,
+            Op.RECEIVE: self._receive,
         }
 
     def execute(self, slot: Slot) -> list[StepResult]:
-        """Run the actions of one slot; return the training steps that they complete."""
-        self._tracer.enter(slot)
+        """Run the actions of one slot; return the training steps that they complete on this rank."""
         for action in slot.actions:
             begin = self._tracer.now()
             try:
                 with record_function(str(action)):
                     executed = self._handlers[action.op](action)
             except Exception as error:
-                error.add_note(f"while running {action} in slot {slot.number}")
+                where = f" on rank {self._rank}" if self._mailbox else ""
+                error.add_note(f"while running {action} in slot {slot.number}{where}")
                 raise
             if self._tracer.active:
-                self._tracer.record(slot.number, executed, [len(state.versions) for state in self._states], begin)
+                self._tracer.record(slot.number, executed, self._live_versions(), begin)
         finished, self._finished = self._finished, []
         return finished
 
+    def drain(self) -> None:
+        """Take in what waits for the next program (buffers), and wait until all has been sent."""
+        if self._mailbox is None:
+            return
+        for key in self._mailbox.announced():
+            _, stage, micro_batch, _ = key
+            assert micro_batch is not None
+            self._receive_buffers(stage, micro_batch)
+        self._mailbox.flush()
+
     def _forward(self, action: Action) -> Action:
         micro_batch, stage = _compute_of(action)
-        step, worker = divmod(micro_batch, self._schedule.workers)
-        state, batch = self._states[stage], self._feed[step]
-        inputs = batch.inputs(worker) if stage == 0 else self._outputs.pop(micro_batch)
+        step, worker = divmod(micro_batch, self._micro_batches)
+        batch = self._feed[step]
+        self._receive_buffers(stage, micro_batch - self._micro_batches)
+        inputs = batch.inputs(worker) if stage == 0 else self._input(micro_batch, stage)
         is_last = stage == self._schedule.stages - 1
         targets = batch.targets(worker) if is_last else None
+        version, loan = self._read(action)
         with seeded(self._settings.device, self._settings.seed, step, worker, stage):
             output, saved = self._compute[stage].forward(
-                state.read(_version_of(action)), state.buffers[worker], inputs, targets, self._tracer.meter
+                version, self._buffers[stage].of[worker], inputs, targets, self._tracer.meter, loan
             )
+        if loan is not None:
+            loan.give_back()
         self._saved[micro_batch, stage] = saved
         if is_last:
-            self._losses.setdefault(step, []).append(output)
+            self._losses.enter(step, worker, output)
             # the mean over workers: each contributes with weight 1/N, so that gradients only need to be added
-            self._gradients[micro_batch] = torch.full_like(output, 1 / self._schedule.workers)
+            self._gradients[micro_batch] = torch.full_like(output, 1 / self._micro_batches)
         else:
             self._outputs[micro_batch] = output.requires_grad_(saved.edge is not None)
         return self._in_ledger(action, saved)
@@ -118,29 +150,140 @@ class Executor:
     def _backward(self, action: Action) -> Action:
         micro_batch, stage = _compute_of(action)
         saved = self._saved.pop((micro_batch, stage))
-        grad_input, gradients = backward(saved, self._gradients.pop(micro_batch))
+        if saved.loan is not None:
+            saved.loan.renew(self._borrowed(action))
+        grad_input, gradients = backward(saved, self._output_gradient(micro_batch, stage))
+        if saved.loan is not None:
+            saved.loan.give_back()
         if stage > 0:
             self._gradients[micro_batch] = grad_input
-        self._states[stage].add_gradients(gradients)
+        if stage in self._schedule.placement.lent:
+            self._for_owner[micro_batch, stage] = gradients
+        else:
+            self._states[stage].add_gradients(gradients)
+            self._close_sum(action)
         return self._in_ledger(action, saved)
 
+    def _add(self, action: Action) -> Action:
+        micro_batch, stage = _compute_of(action)
+        own = self._for_owner.pop((micro_batch, stage), None)
+        self._states[stage].add_gradients(self._taken(action) if own is None else own)
+        self._close_sum(action)
+        return action
+
+    def _close_sum(self, action: Action) -> None:
+        if self._schedule.placement.completes_sum(action):
+            assert action.micro_batch is not None
+            self._states[action.stage].close_sum(action.micro_batch // self._micro_batches + 1)
+
     def _update(self, action: Action) -> Action:
-        step = _version_of(action) - 1
-        state = self._states[action.stage]
-        state.update(self._settings.learning_rate_factor(step))
-        if all(other.current > step for other in self._states):
-            self._feed.release(step)
-            self._finished.append(StepResult(step, torch.stack(self._losses.pop(step))))
+        version, state = _version_of(action), self._states[action.stage]
+        self._receive_total(action)
+        is_shared = len(self._schedule.placement.holders(action.stage)) > 1
+        state.update(self._settings.learning_rate_factor(version - 1), keep_total=is_shared)
+        if all(other.current >= version for other in self._states.values()):
+            self._feed.release(version - 1)
+            self._finished.append(StepResult(version - 1, self._losses.of(version - 1)))
         return action.at_version(state.current)
 
     def _free(self, action: Action) -> Action:
-        self._states[action.stage].free(_version_of(action))
+        state, version = self._states[action.stage], _version_of(action)
+        if action.payload is Payload.TOTAL:
+            state.free_total(version)
+        else:
+            state.free(version)
         return action
+
+    def _send(self, action: Action) -> Action:
+        assert self._mailbox is not None
+        size = self._mailbox.send(action, self._payload(action))
+        if size and self._tracer.active:
+            self._tracer.sent(action, size)
+        return action
+
+    def _payload(self, action: Action) -> Mapping[str, Tensor]:
+        """Return what a SEND sends; activations and gradients are not kept."""
+        stage, m = action.stage, action.micro_batch
+        if action.payload is Payload.PARAMETERS:
+            return self._states[stage].read(_version_of(action)).tensors
+        if action.payload is Payload.TOTAL:
+            self._receive_total(action)
+            return self._states[stage].total(_version_of(action)) or {}
+        assert m is not None
+        if action.payload is Payload.ACTIVATIONS:
+            return {VALUE: self._outputs.pop(m)}
+        if action.payload is Payload.INPUT_GRADIENTS:
+            gradient = self._gradients.pop(m)
+            return {} if gradient is None else {VALUE: gradient}
+        if action.payload is Payload.BUFFERS:
+            return self._buffers[stage].of[m % self._micro_batches]
+        if stage in self._schedule.placement.lent:
+            return self._for_owner.pop((m, stage))
+        return self._states[stage].take_sum()
+
+    def _receive(self, action: Action) -> Action:
+        assert self._mailbox is not None
+        self._mailbox.post(action)
+        return action
+
+    def _take(self, key: MessageKey) -> dict[str, Tensor] | None:
+        return None if self._mailbox is None else self._mailbox.take(key)
+
+    def _taken(self, action: Action) -> dict[str, Tensor]:
+        """Return the message that an ADD waits for; one without bytes was never sent."""
+        (key,) = consumed(action, self._micro_batches)
+        return self._take(key) or {}
+
+    def _input(self, micro_batch: int, stage: int) -> Tensor:
+        """Return the output of the stage before, made here or received."""
+        if micro_batch in self._outputs:
+            return self._outputs.pop(micro_batch)
+        assert self._mailbox is not None
+        received = self._take((Payload.ACTIVATIONS, stage - 1, micro_batch, None))
+        assert received is not None, "the program of a validated schedule has sent it"
+        return received[VALUE].requires_grad_(self._mailbox.requires_grad(stage - 1))
+
+    def _output_gradient(self, micro_batch: int, stage: int) -> Tensor | None:
+        """Return the gradient of the stage's output, made here or received; None if there is none."""
+        if micro_batch in self._gradients:
+            return self._gradients.pop(micro_batch)
+        received = self._take((Payload.INPUT_GRADIENTS, stage + 1, micro_batch, None))
+        return None if received is None else received[VALUE]
+
+    def _receive_buffers(self, stage: int, micro_batch: int) -> None:
+        """Take over a worker's buffers after `micro_batch`, if another rank has sent them."""
+        received = self._take((Payload.BUFFERS, stage, micro_batch, None))
+        if received is not None:
+            own = self._buffers[stage].of[micro_batch % self._micro_batches]
+            own.update((name, tensor.clone()) for name, tensor in received.items())  # not as parts of one buffer
+
+    def _receive_total(self, action: Action) -> None:
+        """Keep the total that `action` needs, if it is not here yet."""
+        state, version = self._states[action.stage], _version_of(action)
+        if state.total(version) is None:
+            state.keep_total(version, self._take((Payload.TOTAL, action.stage, None, version)) or {})
+
+    def _read(self, action: Action) -> tuple[Version, Loan | None]:
+        """Return the parameters that a forward reads: the rank's own, or what their owner has lent."""
+        stage = action.stage
+        if stage in self._states:
+            return self._states[stage].read(_version_of(action)), None
+        tensors = self._borrowed(action)
+        for name, requires_grad in self._compute[stage].parameters:
+            tensors[name].requires_grad_(requires_grad)
+        return Version(_version_of(action), tensors), Loan(tensors)
+
+    def _borrowed(self, action: Action) -> dict[str, Tensor]:
+        return self._take((Payload.PARAMETERS, action.stage, action.micro_batch, action.version)) or {}
+
+    def _live_versions(self) -> list[int]:
+        stages = range(self._schedule.stages)
+        return [len(self._states[stage].versions) if stage in self._states else 0 for stage in stages]
 
     def _in_ledger(self, action: Action, saved: SavedForward) -> Action:
         """Enter the version that was really used in the ledger; return the action as it was executed."""
         micro_batch, stage = _compute_of(action)
-        step, worker = divmod(micro_batch, self._schedule.workers)
+        step, worker = divmod(micro_batch, self._micro_batches)
         self._ledger.record(action.op, step, worker, stage, saved.version.number)
         return action.at_version(saved.version.number)
 

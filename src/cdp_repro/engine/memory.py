@@ -40,19 +40,10 @@ class ActivationMeter:
         del self._live[key]
 
     @contextmanager
-    def metered(self, excluded: Iterable[Tensor]) -> Iterator[None]:
-        """Count what autograd saves inside the body, except storages of `excluded` (parameters and buffers)."""
-        self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded}
+    def excluding(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Do not count, inside the body, the storages of `tensors` (parameters and buffers)."""
+        self._excluded = {tensor.untyped_storage()._cdata for tensor in tensors}
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
-                yield
+            yield
         finally:
             self._excluded = set()
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        self.hold(tensor)
-        return tensor.detach()  # without its graph: an output that its own node saves would never die
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor

@@ -1,9 +1,9 @@
-"""The state of one stage: parameter versions, optimizer, gradient sum, and every worker's buffers."""
+"""The state of one stage: parameter versions, optimizer, gradient sums; and every worker's buffers."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,22 +21,17 @@ class StageState:
     here ever writes into them.
     """
 
-    def __init__(self, module: nn.Module, optimizer: OptimizerFactory, workers: int) -> None:
-        self.module = module
-        self._workers = workers
+    def __init__(self, module: nn.Module, optimizer: OptimizerFactory) -> None:
         self._parameters = dict(module.named_parameters())
         trainable = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
         self._optimizer = optimizer(trainable) if trainable else None
         self._base_rates = [group["lr"] for group in self._optimizer.param_groups] if self._optimizer else []
         self._gradient_sum: Gradients = {}
         self._own_sums: set[str] = set()
+        self._totals: dict[int, Gradients] = {}
         self._versions: dict[int, Version] = {}
         self.current = 0
         self._publish(0)
-        buffers = dict(module.named_buffers())
-        self.buffers: list[dict[str, Tensor]] = [
-            {name: buffer.detach().clone() for name, buffer in buffers.items()} for _ in range(workers)
-        ]
 
     @property
     def versions(self) -> list[int]:
@@ -70,17 +65,42 @@ class StageState:
             else:
                 self._gradient_sum[name].add_(gradient)
 
-    def update(self, learning_rate_factor: float) -> None:
-        """Make the next version from the current one and the gradients added since the last update."""
+    def take_sum(self) -> Gradients:
+        """Return the sum of this training step so far, and start a new one."""
+        taken, self._gradient_sum = self._gradient_sum, {}
+        self._own_sums.clear()
+        return taken
+
+    def close_sum(self, version: int) -> None:
+        """Make the sum so far the total from which `version` is made."""
+        self.keep_total(version, self.take_sum())
+
+    def keep_total(self, version: int, gradients: Gradients) -> None:
+        """Keep the gradient sum from which `version` is made."""
+        self._totals[version] = gradients
+
+    def total(self, version: int) -> Gradients | None:
+        """Return the gradient sum from which `version` is made, if it is here."""
+        return self._totals.get(version)
+
+    def free_total(self, version: int) -> None:
+        """Forget the gradient sum from which `version` was made."""
+        del self._totals[version]
+
+    def update(self, learning_rate_factor: float, keep_total: bool = False) -> None:
+        """Make the next version from the current one and its total, which stays if other ranks will ask for it."""
+        total = self._totals[self.current + 1]
+        if not keep_total:
+            del self._totals[self.current + 1]
         for name, parameter in self._parameters.items():
-            parameter.grad = self._gradient_sum.pop(name, None)
+            gradient = total.get(name)
+            parameter.grad = gradient.clone() if keep_total and gradient is not None else gradient
             parameter.data = parameter.data.clone()  # the optimizer writes here; the old version stays as it is
         if self._optimizer is not None:
             for group, base_rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):
                 group["lr"] = base_rate * learning_rate_factor
             self._optimizer.step()
             self._optimizer.zero_grad()
-        self._own_sums.clear()
         self.current += 1
         self._publish(self.current)
 
@@ -94,21 +114,14 @@ class StageState:
             },
         )
 
-    def average_buffers(self) -> None:
-        """Write the mean over workers of the floating-point buffers into the module; others from worker 0."""
-        for name, buffer in self.module.named_buffers():
-            copies = [buffers[name] for buffers in self.buffers]
-            buffer.copy_(torch.stack(copies).mean(0) if buffer.is_floating_point() else copies[0])
-
     def state_dict(self) -> dict[str, Any]:
-        """Return versions, optimizer state and buffers; canonical, i.e. named by version, parameter and worker."""
+        """Return versions and optimizer state, named by version and parameter."""
         return {
             "versions": {
                 number: {name: tensor.detach() for name, tensor in version.tensors.items()}
                 for number, version in self._versions.items()
             },
             "optimizer": {"class": self._optimizer_class, "state": self._optimizer and self._optimizer.state_dict()},
-            "buffers": self.buffers,
         }
 
     def check_state(self, state: dict[str, Any], needed_versions: set[int]) -> None:
@@ -118,8 +131,6 @@ class StageState:
                 f"the checkpoint has the versions {sorted(state['versions'])}, this mode needs "
                 f"{sorted(needed_versions)}: it was written in another mode"
             )
-        if len(state["buffers"]) != self._workers:
-            raise ValueError(f"the checkpoint is of {len(state['buffers'])} workers, this engine has {self._workers}")
         if state["optimizer"]["class"] != self._optimizer_class:
             raise ValueError(
                 f"the checkpoint is of the optimizer {state['optimizer']['class']}, "
@@ -127,25 +138,51 @@ class StageState:
             )
         for tensors in state["versions"].values():
             _check_same_tensors(self._parameters, tensors)
-        for mine, theirs in zip(self.buffers, state["buffers"], strict=True):
-            _check_same_tensors(mine, theirs)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a copy of what `state_dict` returned and `check_state` accepts."""
+    def load_state_dict(self, state: dict[str, Any], versions: Iterable[int]) -> None:
+        """Take over a copy of what `state_dict` returned and `check_state` accepts, in the given versions of it."""
         self._versions.clear()
-        for number in sorted(state["versions"]):
+        for number in versions:
             for name, parameter in self._parameters.items():
                 parameter.data = state["versions"][number][name].detach().to(parameter, copy=True)
             self._publish(number)
             self.current = number
         if self._optimizer is not None:
             self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]["state"]))
-        for mine, theirs in zip(self.buffers, state["buffers"], strict=True):
-            mine.update((name, theirs[name].to(buffer, copy=True)) for name, buffer in mine.items())
 
     @property
     def _optimizer_class(self) -> str | None:
         return type(self._optimizer).__name__ if self._optimizer else None
+
+
+class WorkerBuffers:
+    """The buffers of one stage, each worker's own (BatchNorm's running statistics)."""
+
+    def __init__(self, module: nn.Module, workers: int) -> None:
+        buffers = dict(module.named_buffers())
+        self.of: list[dict[str, Tensor]] = [
+            {name: buffer.detach().clone() for name, buffer in buffers.items()} for _ in range(workers)
+        ]
+        """By worker: the tensors by name."""
+
+    def average(self) -> dict[str, Tensor]:
+        """Return the mean over workers of the floating-point buffers; others from worker 0."""
+        return {
+            name: torch.stack([buffers[name] for buffers in self.of]).mean(0) if first.is_floating_point() else first
+            for name, first in self.of[0].items()
+        }
+
+    def check_state(self, state: Sequence[Mapping[str, Tensor]]) -> None:
+        """Raise ValueError if `load_state` could not take this state over."""
+        if len(state) != len(self.of):
+            raise ValueError(f"the checkpoint is of {len(state)} workers, this engine has {len(self.of)}")
+        for mine, theirs in zip(self.of, state, strict=True):
+            _check_same_tensors(mine, theirs)
+
+    def load_state(self, state: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take over a copy of every worker's buffers."""
+        for mine, theirs in zip(self.of, state, strict=True):
+            mine.update((name, theirs[name].to(buffer, copy=True)) for name, buffer in mine.items())
 
 
 def _check_same_tensors(mine: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:

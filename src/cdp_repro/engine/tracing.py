@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from cdp_repro.engine.memory import ActivationMeter
-from cdp_repro.schedule import Action, Schedule, Slot, Trace, TraceRecorder
+from cdp_repro.schedule import Action, Message, Schedule, Slot, SlotRecord, TraceRecorder
 
 
 class Tracer:
@@ -33,9 +33,10 @@ class Tracer:
         self.active = False
 
     def enter(self, slot: Slot) -> None:
-        """Stop at the first slot that computes a step beyond the traced ones."""
+        """Begin a slot; stop at the first that computes a step beyond the traced ones."""
+        self._slot = slot.number
         for action in slot.actions:
-            if action.micro_batch is not None and action.micro_batch // self._schedule.workers >= self._end_step:
+            if action.micro_batch is not None and action.micro_batch // self._schedule.micro_batches >= self._end_step:
                 self.stop()
 
     def now(self) -> float:
@@ -48,6 +49,10 @@ class Tracer:
         """Record that `action` has run since `begin`, with the live versions of each stage after it."""
         self._recorder.record(slot, action, self._meter.live_bytes, versions, (begin, self.now()))
 
-    def trace(self) -> Trace:
-        """Return what has been recorded so far."""
-        return Trace(self._schedule.workers, self._schedule.stages, self._recorder.finish())
+    def sent(self, action: Action, size: int) -> None:
+        """Record that a SEND of this slot has sent `size` bytes."""
+        self._recorder.sent(self._slot, action, size)
+
+    def recorded(self) -> tuple[tuple[SlotRecord, ...], tuple[Message, ...]]:
+        """Return the records and messages of this rank so far."""
+        return self._recorder.finish()

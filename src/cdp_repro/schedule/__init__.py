@@ -1,27 +1,31 @@
 """Schedules as data: pure Python, no torch.
 
-`generators` write which worker computes what in which slot; `passes` add parameter versions, updates and
-frees; `validation` proves the result; `Schedule` chains them into one lazy program per rank, which `simulate`
-interprets with costs and the engine's executor interprets with tensors.
+`generators` write which worker computes what in which slot; a `placement` says on which rank, and who owns what;
+`passes`, `communication` and `updates` add versions, messages, updates and frees; `validation` proves the result;
+`Schedule` chains them into one lazy program per rank, which `simulate` interprets with costs and the engine's
+executor interprets with tensors.
 """
 
-from cdp_repro.schedule.actions import Action, Op, Slot
+from cdp_repro.schedule.actions import Action, MessageKey, Op, Payload, Slot, consumed
 from cdp_repro.schedule.costs import StageCosts
 from cdp_repro.schedule.placement import PLACEMENTS, Placement
 from cdp_repro.schedule.rules import MODES, Mode, resolve_mode
-from cdp_repro.schedule.schedule import SLOT_ORDERS, Schedule
+from cdp_repro.schedule.schedule import PIPELINE_SCHEDULES, SLOT_ORDERS, Schedule
 from cdp_repro.schedule.simulate import simulate
 from cdp_repro.schedule.trace import Message, SlotRecord, Trace, TraceRecorder
 from cdp_repro.schedule.validation import ScheduleError
 
 __all__ = [
     "MODES",
+    "PIPELINE_SCHEDULES",
     "PLACEMENTS",
     "SLOT_ORDERS",
     "Action",
     "Message",
+    "MessageKey",
     "Mode",
     "Op",
+    "Payload",
     "Placement",
     "Schedule",
     "ScheduleError",
@@ -30,6 +34,7 @@ __all__ = [
     "StageCosts",
     "Trace",
     "TraceRecorder",
+    "consumed",
     "resolve_mode",
     "simulate",
 ]

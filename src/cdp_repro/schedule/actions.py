@@ -14,14 +14,52 @@ class Op(StrEnum):
     BACKWARD = "B"
     UPDATE = "U"
     FREE = "X"
+    SEND = "S"
+    RECEIVE = "R"
+    ADD = "A"
 
     @property
     def is_compute(self) -> bool:
         """Whether the action is a forward or a backward, which occupy a slot of their worker."""
         return self in (Op.FORWARD, Op.BACKWARD)
 
+    @property
+    def is_message(self) -> bool:
+        """Whether the action is one end of a message."""
+        return self in (Op.SEND, Op.RECEIVE)
 
-_TEXT = re.compile(r"(?P<op>[FBUX])(?P<stage>\d+)(?:\.m(?P<micro_batch>\d+))?(?:@v(?P<version>\d+))?")
+
+class Payload(StrEnum):
+    """What a message carries of a stage."""
+
+    ACTIVATIONS = "activations"
+    """The stage's output for a micro-batch, to the rank of the next stage."""
+    INPUT_GRADIENTS = "input_gradients"
+    """The gradient of the stage's input for a micro-batch, to the rank of the stage before."""
+    GRADIENTS = "gradients"
+    """Parameter gradients, summed by the sender, up to and with those of a micro-batch."""
+    TOTAL = "total"
+    """The sum of all micro-batches' parameter gradients, from which a version is made."""
+    PARAMETERS = "parameters"
+    """A version of the parameters, for a forward or a backward of a micro-batch."""
+    BUFFERS = "buffers"
+    """A worker's buffers (BatchNorm's running statistics) after the forward of a micro-batch."""
+
+
+_NAMED_BY = {
+    Payload.ACTIVATIONS: (True, False),
+    Payload.INPUT_GRADIENTS: (True, False),
+    Payload.GRADIENTS: (True, False),
+    Payload.TOTAL: (False, True),
+    Payload.PARAMETERS: (True, True),
+    Payload.BUFFERS: (True, False),
+}
+"""Whether a payload is named by a micro-batch, and whether by a version."""
+
+_TEXT = re.compile(
+    r"(?P<op>[FBUXSRA])(?P<stage>\d+)(?:\.m(?P<micro_batch>\d+))?(?:@v(?P<version>\d+))?"
+    r"(?::(?P<payload>[a-z_]+)(?:(?P<direction>[<>])(?P<peer>\d+))?)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,45 +72,118 @@ class Action:
     | `B2.m5@v1` | backward of the same, with the same version |
     | `U2@v3` | the update that makes version 3 of stage 2, from version 2 and the gradients of step 2 |
     | `X2@v1` | free version 1 of stage 2: nothing reads it any more |
+    | `X2@v3:total` | free the gradient sum that version 3 was made from: no other rank asks for it any more |
+    | `S2.m5:activations>3` | send the output of stage 2 on micro-batch 5 to rank 3 |
+    | `R2.m5:activations<0` | get ready to receive it from rank 0; whoever needs it waits for it |
+    | `A2.m5` | add the gradients of micro-batch 5, or the sum up to it that was received, to the sum of stage 2 |
 
-    Version v of a stage is theta[v], its parameters after v updates. Micro-batch m = tN + i belongs to worker i
-    of training step t. `version` is None only in compute that no pass has given a version yet.
+    Version v of a stage is theta[v], its parameters after v updates. Micro-batch m = tM + i is the i-th of the M of
+    training step t; with one replica a worker that is worker i's. `version` is None only in compute that no pass
+    has given a version yet. The text leaves out `rank`: a rank's program is its own.
     """
 
     op: Op
     stage: int
     micro_batch: int | None = None
     version: int | None = None
+    payload: Payload | None = None
+    peer: int | None = None
+    """Of a message: the rank at its other end."""
+    rank: int = 0
+    """Where the action runs."""
 
     def __post_init__(self) -> None:
-        if self.op.is_compute != (self.micro_batch is not None):
-            raise ValueError(f"{self.op.name} of stage {self.stage}: forwards and backwards, and no other action, "
-                             f"name a micro-batch; got micro_batch={self.micro_batch}")  # fmt: skip
-        if self.version is None and not self.op.is_compute:
-            raise ValueError(f"{self.op.name} of stage {self.stage} names no version")
+        fault = self._fault()
+        if fault is not None:
+            raise ValueError(f"{self.op.name} of stage {self.stage} {fault}")
+
+    def _fault(self) -> str | None:
+        if self.op.is_message != (self.peer is not None) or (self.op.is_message and self.payload is None):
+            return f"names payload={self.payload} and peer={self.peer}; messages, and no other action, name both"
+        if self.payload is not None and not (self.op.is_message or self._is_free_of_total):
+            return f"names the payload {self.payload}: only messages do, and the freeing of a total"
+        batched, versioned = self.op.is_compute or self.op is Op.ADD, self.op in (Op.UPDATE, Op.FREE)
+        if self.op.is_message and self.payload is not None:
+            batched, versioned = _NAMED_BY[self.payload]
+        if batched != (self.micro_batch is not None):
+            return f"names micro_batch={self.micro_batch}: it names {'one' if batched else 'none'}"
+        if self.op.is_compute or versioned == (self.version is not None):
+            return None
+        return f"names version={self.version}: it names {'one' if versioned else 'none'}"
+
+    @property
+    def _is_free_of_total(self) -> bool:
+        return self.op is Op.FREE and self.payload is Payload.TOTAL
 
     def __str__(self) -> str:
         micro_batch = "" if self.micro_batch is None else f".m{self.micro_batch}"
         version = "" if self.version is None else f"@v{self.version}"
-        return f"{self.op}{self.stage}{micro_batch}{version}"
+        payload = "" if self.payload is None else f":{self.payload}"
+        peer = "" if self.peer is None else f"{'>' if self.op is Op.SEND else '<'}{self.peer}"
+        return f"{self.op}{self.stage}{micro_batch}{version}{payload}{peer}"
 
     @classmethod
-    def parse(cls, text: str) -> Action:
-        """Return the action whose text form is `text`; ValueError if it is none."""
+    def parse(cls, text: str, rank: int = 0) -> Action:
+        """Return the action of `rank` whose text form is `text`; ValueError if it is none."""
         match = _TEXT.fullmatch(text)
-        if match is None:
-            raise ValueError(f"not an action: {text!r}; actions look like F2.m5@v1, B2.m5@v1, U2@v3, X2@v1")
-        micro_batch, version = match["micro_batch"], match["version"]
-        return cls(
-            Op(match["op"]),
-            int(match["stage"]),
-            None if micro_batch is None else int(micro_batch),
-            None if version is None else int(version),
-        )
+        direction = {"S": ">", "R": "<"}.get(text[:1])
+        if match is None or match["direction"] != direction or (match["payload"] or "total") not in list(Payload):
+            raise ValueError(f"not an action: {text!r}; actions look like F2.m5@v1, B2.m5@v1, U2@v3, X2@v1, "
+                             "S2.m5:activations>3, R2.m5:activations<0, A2.m5")  # fmt: skip
+        numbers = {
+            name: None if match[name] is None else int(match[name]) for name in ("micro_batch", "version", "peer")
+        }
+        payload = None if match["payload"] is None else Payload(match["payload"])
+        return cls(Op(match["op"]), int(match["stage"]), payload=payload, rank=rank, **numbers)
 
     def at_version(self, version: int) -> Action:
         """Return the same action with the given parameter version."""
         return replace(self, version=version)
+
+    def at_rank(self, rank: int) -> Action:
+        """Return the same action on the given rank."""
+        return replace(self, rank=rank)
+
+    @property
+    def message(self) -> MessageKey:
+        """What tells the message of a SEND or RECEIVE from all others on their way between the same two ranks."""
+        assert self.payload is not None
+        return self.payload, self.stage, self.micro_batch, self.version
+
+
+MessageKey = tuple[Payload, int, int | None, int | None]
+"""Payload, stage, micro-batch, version."""
+
+
+def send(
+    payload: Payload, stage: int, source: int, destination: int, *, micro_batch: int | None = None,
+    version: int | None = None,
+) -> tuple[Action, Action]:  # fmt: skip
+    """Return both ends of a message: the SEND and the RECEIVE."""
+    return (
+        Action(Op.SEND, stage, micro_batch, version, payload, peer=destination, rank=source),
+        Action(Op.RECEIVE, stage, micro_batch, version, payload, peer=source, rank=destination),
+    )
+
+
+def consumed(action: Action, micro_batches: int) -> tuple[MessageKey, ...]:
+    """Return the messages that `action` waits for if they are on their way to its rank.
+
+    `micro_batches` is M, the number of micro-batches in a training step.
+    """
+    stage, m, version = action.stage, action.micro_batch, action.version
+    parameters = (Payload.PARAMETERS, stage, m, version)
+    if action.op is Op.FORWARD:
+        assert m is not None
+        buffers = (Payload.BUFFERS, stage, m - micro_batches, None)
+        return (Payload.ACTIVATIONS, stage - 1, m, None), parameters, buffers
+    if action.op is Op.BACKWARD:
+        return (Payload.INPUT_GRADIENTS, stage + 1, m, None), parameters
+    if action.op is Op.ADD:
+        return ((Payload.GRADIENTS, stage, m, None),)
+    if action.op is Op.UPDATE or (action.op is Op.SEND and action.payload is Payload.TOTAL):
+        return ((Payload.TOTAL, stage, None, version),)
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +196,11 @@ class Slot:
 
     number: int
     actions: tuple[Action, ...]
+
+    def program_of(self, rank: int) -> tuple[Action, ...]:
+        """Return the actions of one rank in its order: it gets ready to receive first of all, which does not wait."""
+        own = [action for action in self.actions if action.rank == rank]
+        return tuple(sorted(own, key=lambda action: action.op is not Op.RECEIVE))
 
     def __str__(self) -> str:
         return f"{self.number}: {' '.join(map(str, self.actions))}"

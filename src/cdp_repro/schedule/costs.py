@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cdp_repro.schedule.actions import Payload
+
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs of each stage on one micro-batch; every tuple has one entry a stage."""
+    """Costs of each stage on one micro-batch; every tuple has one entry a stage.
+
+    Those that default to 0 matter only where stages are on several ranks.
+    """
 
     forward_bytes: tuple[int, ...]
     """Activation bytes that the forward of the stage leaves alive."""
@@ -20,8 +25,23 @@ class StageCosts:
     """Floating-point operations (2 x multiply-adds) of the forward."""
     backward_flops: tuple[int, ...]
     """Floating-point operations (2 x multiply-adds) of the backward."""
+    output_bytes: tuple[int, ...] = ()
+    """Bytes of the stage's output, which is the next stage's input; 0 of the last stage."""
+    output_kept: tuple[bool, ...] = ()
+    """Whether the stage's own backward needs its output."""
+    input_kept: tuple[bool, ...] = ()
+    """Whether the stage's backward needs its input, which the stage before has made."""
+    gradient_bytes: tuple[int, ...] = ()
+    """Bytes of the gradients of the stage's parameters."""
+    input_gradient_bytes: tuple[int, ...] = ()
+    """Bytes of the gradient of the stage's input; 0 if the loss does not depend on parameters before it."""
+    buffer_bytes: tuple[int, ...] = ()
+    """Bytes of one worker's buffers of the stage (BatchNorm's running statistics)."""
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value:
+                object.__setattr__(self, name, (0,) * len(self.forward_bytes))
         lengths = {name: len(value) for name, value in vars(self).items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"every cost needs one entry a stage; got {lengths}")
@@ -41,8 +61,46 @@ class StageCosts:
         """Activation bytes of one whole micro-batch (A in the closed forms)."""
         return sum(self.forward_bytes)
 
+    def sent_bytes(self, payload: Payload, stage: int) -> int:
+        """Return the bytes of a message with `payload` of `stage`; one of 0 bytes is never sent."""
+        by_payload = {
+            Payload.ACTIVATIONS: self.output_bytes,
+            Payload.INPUT_GRADIENTS: self.input_gradient_bytes,
+            Payload.GRADIENTS: self.gradient_bytes,
+            Payload.TOTAL: self.gradient_bytes,
+            Payload.PARAMETERS: self.parameter_bytes,
+            Payload.BUFFERS: self.buffer_bytes,
+        }
+        return by_payload[payload][stage]
+
+    def received_bytes(self, stage: int) -> tuple[int, int]:
+        """Return what forward and backward of `stage` take and release beyond the usual on a rank of their own.
+
+        There the input is a copy of the output of the stage before, which is then not shared with that stage.
+        """
+        before = self.output_bytes[stage - 1]
+        made_and_kept, kept = self.output_kept[stage - 1], self.input_kept[stage]
+        return before * (kept or not made_and_kept), before * (kept and made_and_kept)
+
+    def left_bytes(self, stage: int) -> int:
+        """Return the live activation bytes that end when the output of `stage` leaves for another rank."""
+        return 0 if self.output_kept[stage] else self.output_bytes[stage]
+
     @classmethod
     def equal(cls, stages: int, activation_bytes: int = 1, parameter_bytes: int = 1, flops: int = 1) -> StageCosts:
         """Return equal stages with the given costs per stage; a backward costs twice the flops of a forward."""
-        same = (activation_bytes,) * stages
-        return cls(same, same, (parameter_bytes,) * stages, (flops,) * stages, (2 * flops,) * stages)
+        each = (activation_bytes,) * stages
+        between = (activation_bytes,) * (stages - 1)
+        return cls(
+            forward_bytes=each,
+            backward_bytes=each,
+            parameter_bytes=(parameter_bytes,) * stages,
+            forward_flops=(flops,) * stages,
+            backward_flops=(2 * flops,) * stages,
+            output_bytes=(*between, 0),
+            output_kept=(True,) * stages,
+            input_kept=(False,) * stages,
+            gradient_bytes=(parameter_bytes,) * stages,
+            input_gradient_bytes=(0, *between),
+            buffer_bytes=(0,) * stages,
+        )

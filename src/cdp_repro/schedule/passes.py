@@ -1,11 +1,14 @@
-"""Passes: each takes a lazy stream of slots and returns it with one thing added. None looks ahead."""
+"""Passes over compute: each takes a lazy stream of slots and returns it with one thing added.
+
+None looks further ahead than one slot, so that a schedule of any length needs no more than the slots at hand.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from cdp_repro.schedule.actions import Action, Op, Slot
-from cdp_repro.schedule.rules import Mode
+from cdp_repro.schedule.actions import Op, Slot
+from cdp_repro.schedule.placement import Placement
 
 
 def order_slots(slots: Iterable[Slot], backward_first: bool) -> Iterator[Slot]:
@@ -23,54 +26,25 @@ def order_slots(slots: Iterable[Slot], backward_first: bool) -> Iterator[Slot]:
         )
 
 
-def assign_versions(slots: Iterable[Slot], mode: Mode) -> Iterator[Slot]:
-    """Give each forward and backward of worker i, step t, stage j the version max(0, t - d(i, j))."""
-    workers = len(mode.staleness)
+def place(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
+    """Give each forward and backward its rank, and the parameter version that the rule asks for."""
+    mode = placement.mode
     for slot in slots:
-        versioned = []
-        for action in slot.actions:
-            assert action.micro_batch is not None
-            step, worker = divmod(action.micro_batch, workers)
-            versioned.append(action.at_version(max(0, step - mode.staleness[worker][action.stage])))
-        yield Slot(slot.number, tuple(versioned))
+        yield Slot(
+            slot.number,
+            tuple(
+                action.at_version(mode.version_read(m, action.stage)).at_rank(placement.rank_of(m, action.stage))
+                for action in slot.actions
+                if (m := action.micro_batch) is not None
+            ),
+        )
 
 
-def add_updates(slots: Iterable[Slot], workers: int) -> Iterator[Slot]:
-    """Update a stage as soon as the last worker's backward has completed its gradient."""
-    for slot in slots:
-        actions: list[Action] = []
-        for action in slot.actions:
-            actions.append(action)
-            if action.op is Op.BACKWARD and action.micro_batch is not None:
-                step, worker = divmod(action.micro_batch, workers)
-                if worker == workers - 1:
-                    actions.append(Action(Op.UPDATE, action.stage, version=step + 1))
-        yield Slot(slot.number, tuple(actions))
-
-
-def add_frees(slots: Iterable[Slot], mode: Mode) -> Iterator[Slot]:
-    """Free each version after the last action that reads it.
-
-    Version v of stage j is read last in step v + max_i d(i, j), by the last worker that has this staleness; and
-    it is read by the update that makes version v + 1. The later of the two is the update exactly if the stage
-    has no stale reader. Freeing before the update keeps at most max_i d(i, j) + 1 versions (2 for CDP).
-    """
-    workers, stages = len(mode.staleness), len(mode.staleness[0])
-    oldest = [mode.oldest(stage) for stage in range(stages)]
-    last_reader = [
-        max(worker for worker in range(workers) if mode.staleness[worker][stage] == oldest[stage])
-        for stage in range(stages)
-    ]
-    for slot in slots:
-        actions: list[Action] = []
-        for action in slot.actions:
-            actions.append(action)
-            stage, delay = action.stage, oldest[action.stage]
-            if action.op is Op.UPDATE and delay == 0:
-                assert action.version is not None
-                actions.append(Action(Op.FREE, stage, version=action.version - 1))
-            elif action.op is Op.BACKWARD and delay > 0 and action.micro_batch is not None:
-                step, worker = divmod(action.micro_batch, workers)
-                if worker == last_reader[stage] and step >= delay:
-                    actions.append(Action(Op.FREE, stage, version=step - delay))
-        yield Slot(slot.number, tuple(actions))
+def with_next(slots: Iterable[Slot]) -> Iterator[tuple[Slot, Slot | None]]:
+    """Yield each slot with the one that follows it, None after the last."""
+    upcoming = iter(slots)
+    slot = next(upcoming, None)
+    while slot is not None:
+        following = next(upcoming, None)
+        yield slot, following
+        slot = following

@@ -1,38 +1,225 @@
-"""Placements: where each action runs. A placement names ranks; it never says how data gets there."""
+"""Placements: where each micro-batch computes each stage, and who owns the state of a stage.
+
+That is all that a placement says. The passes derive from it what is sent, summed, updated and freed, and when.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from math import lcm
+from typing import ClassVar
 
-from cdp_repro.schedule.actions import Action
-
-
-class Placement(Protocol):
-    """Maps the actions of a schedule to ranks (one rank is one process with one device)."""
-
-    name: str
-
-    def ranks(self, workers: int, stages: int) -> int:
-        """Return how many ranks the placement needs."""
-        ...
-
-    def ranks_of(self, action: Action) -> tuple[int, ...]:
-        """Return the ranks that run `action`: one for compute, every holder of the stage's state otherwise."""
-        ...
+from cdp_repro.schedule.actions import Action, Op
+from cdp_repro.schedule.rules import Mode
 
 
-class SingleDevice:
-    """Everything on rank 0, which holds one copy of each stage, in as many versions as the rule needs."""
+@dataclass(frozen=True)
+class Placement(ABC):
+    """Maps compute and state of a schedule to ranks (one rank is one process with one device).
+
+    To add one: write the three answers below in a subclass and enter it in `PLACEMENTS`.
+    """
+
+    mode: Mode
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def ranks(self) -> int:
+        """Number of ranks."""
+
+    @abstractmethod
+    def rank_of(self, micro_batch: int, stage: int) -> int:
+        """Return the rank that computes `stage`, forward and backward, on `micro_batch`."""
+
+    @abstractmethod
+    def holders(self, stage: int) -> range:
+        """Return the ranks that hold the parameters, versions and optimizer state of `stage`.
+
+        Either every rank that computes the stage is one of them, or there is one holder, which lends its
+        parameters out and takes the gradients in.
+        """
+
+    def reads_from(self, micro_batch: int, stage: int) -> int:
+        """Return the rank whose copy of the parameters of `stage` the micro-batch reads."""
+        rank, holders = self.rank_of(micro_batch, stage), self.holders(stage)
+        return rank if rank in holders else holders[0]
+
+    @cached_property
+    def lent(self) -> frozenset[int]:
+        """The stages whose one holder lends their parameters to other ranks, which compute with them."""
+        micro_batches = range(self.mode.micro_batches)
+        return frozenset(
+            stage
+            for stage in range(self.mode.stages)
+            if any(self.rank_of(micro_batch, stage) not in self.holders(stage) for micro_batch in micro_batches)
+        )
+
+    def completes_sum(self, action: Action) -> bool:
+        """Whether `action` adds the last of a training step's gradients to the sum of its stage."""
+        if action.micro_batch is None:
+            return False
+        stage, worker = action.stage, action.micro_batch % self.mode.micro_batches
+        last = self.mode.micro_batches - 1
+        if stage in self.lent:
+            return action.op is Op.ADD and worker == last
+        if action.op is Op.ADD:
+            return worker == last - 1
+        is_last = action.op is Op.BACKWARD and worker == last
+        return is_last and (last == 0 or self.rank_of(action.micro_batch - 1, stage) == action.rank)
+
+    def versions_kept(self, rank: int, stage: int, step: int) -> range:
+        """Return the versions of `stage` that `rank` holds after `step` whole training steps: oldest read to newest.
+
+        Empty on ranks that do not hold the stage.
+        """
+        if rank not in self.holders(stage):
+            return range(0)
+        return range(min(step, self.oldest_read_after(rank, stage, step * self.mode.micro_batches - 1)), step + 1)
+
+    def keeper(self, stage: int, step: int) -> int:
+        """Return a rank that keeps every version of `stage` that any rank keeps after `step` training steps."""
+        return min(self.holders(stage), key=lambda rank: self.versions_kept(rank, stage, step).start)
+
+    def oldest_read_after(self, rank: int, stage: int, micro_batch: int) -> int:
+        """Return the oldest version that any micro-batch after `micro_batch` reads from `rank`'s copy of `stage`."""
+        step = micro_batch // self.mode.micro_batches
+        key = rank, stage, micro_batch % self.period(stage)
+        if key not in self._delays:
+            self._delays[key] = self._delay_after(rank, stage, micro_batch)
+        return max(0, step - self._delays[key])
+
+    def period(self, stage: int) -> int:  # noqa: ARG002 - the same for all stages, here
+        """Return after how many micro-batches the ranks of `stage` repeat, a multiple of M."""
+        return self.mode.micro_batches
+
+    @cached_property
+    def _delays(self) -> dict[tuple[int, int, int], int]:
+        return {}
+
+    def _delay_after(self, rank: int, stage: int, micro_batch: int) -> int:
+        """Return by how many steps the oldest later read lies behind the step of `micro_batch`."""
+        micro_batches, latest = self.mode.micro_batches, self.mode.oldest(stage)
+        step = micro_batch // micro_batches
+        delay = None
+        for later in count(micro_batch + 1):
+            ahead = later // micro_batches - step
+            if delay is not None and latest - ahead <= delay:  # nothing later can be older
+                return delay
+            if self.reads_from(later, stage) == rank:
+                behind = self.mode.staleness[later % micro_batches][stage] - ahead
+                delay = behind if delay is None else max(delay, behind)
+        raise AssertionError("unreachable: `count` has no end")
+
+
+class SingleDevice(Placement):
+    """Everything on rank 0: one copy of each stage, in as many versions as the rule needs."""
 
     name = "single_device"
 
-    def ranks(self, workers: int, stages: int) -> int:  # noqa: ARG002 - the protocol's arguments
-        """Return 1."""
+    @property
+    def ranks(self) -> int:
+        """1."""
         return 1
 
-    def ranks_of(self, action: Action) -> tuple[int, ...]:  # noqa: ARG002 - the protocol's arguments
+    def rank_of(self, micro_batch: int, stage: int) -> int:  # noqa: ARG002 - the same for all
+        """Return 0."""
+        return 0
+
+    def holders(self, stage: int) -> range:  # noqa: ARG002 - the same for all
         """Return rank 0."""
-        return (0,)
+        return range(1)
 
 
-PLACEMENTS: dict[str, Placement] = {"single_device": SingleDevice()}
+class Replicated(Placement):
+    """A worker a rank, with a full replica of the model: what data parallelism does on N devices."""
+
+    name = "replicated"
+
+    @property
+    def ranks(self) -> int:
+        """N * R."""
+        return self.mode.micro_batches
+
+    def rank_of(self, micro_batch: int, stage: int) -> int:  # noqa: ARG002 - a worker computes all stages
+        """Return the worker's rank."""
+        return micro_batch % self.mode.micro_batches
+
+    def holders(self, stage: int) -> range:  # noqa: ARG002 - every rank holds all stages
+        """Return all ranks."""
+        return range(self.ranks)
+
+
+class Zero(Replicated):
+    """A worker a rank, and the state of each stage on one of them (ZeRO stage 3, FSDP)."""
+
+    name = "zero"
+
+    def holders(self, stage: int) -> range:
+        """Return the one owner of the stage; stages are spread evenly over the ranks."""
+        owner = stage * self.ranks // self.mode.stages
+        return range(owner, owner + 1)
+
+
+class Pipeline(Placement):
+    """S/N consecutive stages a rank: micro-batches move, parameters stay. R copies of the pipeline."""
+
+    name = "pipeline"
+
+    @property
+    def ranks(self) -> int:
+        """N * R."""
+        return self.mode.micro_batches
+
+    def rank_of(self, micro_batch: int, stage: int) -> int:
+        """Return the stage's rank in the micro-batch's replica of the pipeline."""
+        return self.holders(stage)[micro_batch % self.mode.replicas]
+
+    def holders(self, stage: int) -> range:
+        """Return the R ranks of the stage."""
+        first = stage * self.mode.workers // self.mode.stages * self.mode.replicas
+        return range(first, first + self.mode.replicas)
+
+
+class ModelParallel(Placement):
+    """A stage a rank, on as many ranks as the stage has micro-batches alive at once.
+
+    A micro-batch of the cyclic timeline keeps stage j of S = cN from its forward to its backward, 2(S-j) slots, and
+    one starts every 2c slots: ceil((S-j)/c) ranks, or N(N+1)/2 in all for N = S. Other timelines need N each.
+    """
+
+    name = "model_parallel"
+
+    @property
+    def ranks(self) -> int:
+        """N(N+1)/2 * R for the cyclic timeline with N = S, N * S * R for others."""
+        return self.holders(self.mode.stages - 1).stop
+
+    def rank_of(self, micro_batch: int, stage: int) -> int:
+        """Return the stage's rank (j, m mod group) of the micro-batch's replica."""
+        position, replica = divmod(micro_batch, self.mode.replicas)
+        return self.holders(stage)[position % self._group(stage) * self.mode.replicas + replica]
+
+    def holders(self, stage: int) -> range:
+        """Return the ranks of the stage's group."""
+        first = sum(self._group(before) for before in range(stage)) * self.mode.replicas
+        return range(first, first + self._group(stage) * self.mode.replicas)
+
+    def period(self, stage: int) -> int:
+        """Return the common period of workers and ranks."""
+        return lcm(self.mode.workers, self._group(stage)) * self.mode.replicas
+
+    def _group(self, stage: int) -> int:
+        if self.mode.timeline != "cyclic":
+            return self.mode.workers
+        per_worker = self.mode.stages // self.mode.workers
+        return -(-(self.mode.stages - stage) // per_worker)
+
+
+PLACEMENTS: dict[str, type[Placement]] = {
+    placement.name: placement for placement in (SingleDevice, Replicated, Zero, ModelParallel, Pipeline)
+}
+"""All placements by name."""

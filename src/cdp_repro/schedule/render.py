@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any
 
-from cdp_repro.schedule.actions import Action, Slot
+from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.trace import Trace
 
 
@@ -40,11 +40,11 @@ def _column(slot: Slot, workers: int) -> list[str]:
     for action in slot.actions:
         version = "" if action.version is None else f"v{action.version}"
         text = f"{action.op}{action.stage}{version}"
-        if action.micro_batch is not None:
+        if action.op.is_compute and action.micro_batch is not None:
             cells[action.micro_batch % workers] = text
-        elif action.op == "U":
+        elif action.op is Op.UPDATE:
             updates.append(text)
-    return [str(slot.number), *cells, ",".join(updates)]
+    return [str(slot.number), *cells, ",".join(dict.fromkeys(updates))]
 
 
 def write_actions_csv(trace: Trace, file: IO[str]) -> None:

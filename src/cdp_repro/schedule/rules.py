@@ -19,9 +19,32 @@ class Mode:
 
     name: str
     timeline: str
-    """`simultaneous` (all workers run the same stage in the same slot) or `cyclic` (uniformly delayed)."""
+    """`simultaneous` (all workers run the same stage in the same slot), `cyclic` (uniformly delayed), or `gpipe` or
+    `one_f_one_b` (one stage after the other, with a flush at the end of each training step)."""
     staleness: Staleness
-    """Row i is worker i, column j is stage j."""
+    """Row i is worker i, column j is stage j; with replicas, each worker has one row for each of them."""
+    replicas: int = 1
+    """R: micro-batches that a worker's share is split into, which run in the same slots on R devices."""
+
+    @property
+    def micro_batches(self) -> int:
+        """M = N * R: micro-batches in a training step."""
+        return len(self.staleness)
+
+    @property
+    def workers(self) -> int:
+        """N."""
+        return self.micro_batches // self.replicas
+
+    @property
+    def stages(self) -> int:
+        """S."""
+        return len(self.staleness[0])
+
+    def version_read(self, micro_batch: int, stage: int) -> int:
+        """Return the version of `stage` that the rule asks for on a micro-batch."""
+        step, row = divmod(micro_batch, self.micro_batches)
+        return max(0, step - self.staleness[row][stage])
 
     def oldest(self, stage: int) -> int:
         """Return the largest staleness that any worker has on `stage`, in training steps."""
@@ -49,7 +72,7 @@ MODES: dict[str, tuple[str, Callable[[int, int], Staleness]]] = {
 """The paper's modes: name -> (timeline, rule)."""
 
 
-def resolve_mode(mode: str | Sequence[Sequence[int]], workers: int, stages: int) -> Mode:
+def resolve_mode(mode: str | Sequence[Sequence[int]], workers: int, stages: int, replicas: int = 1) -> Mode:
     """Return the mode that a name or a staleness matrix stands for.
 
     A matrix has one row a worker and one column a stage, runs on the cyclic timeline, and may hold any
@@ -58,14 +81,17 @@ def resolve_mode(mode: str | Sequence[Sequence[int]], workers: int, stages: int)
     Raises:
         ValueError: an unknown name, or a matrix of another shape or with entries that are not integers >= 0.
     """
+    name = mode if isinstance(mode, str) else "matrix"
     if isinstance(mode, str):
         if mode not in MODES:
             nearest = difflib.get_close_matches(mode, MODES, n=1, cutoff=0.3)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise ValueError(f"unknown mode {mode!r}: choose {', '.join(MODES)} or give a staleness matrix{hint}")
         timeline, rule = MODES[mode]
-        return Mode(mode, timeline, rule(workers, stages))
-    return Mode("matrix", "cyclic", _checked_matrix(mode, workers, stages))
+        staleness = rule(workers, stages)
+    else:
+        timeline, staleness = "cyclic", _checked_matrix(mode, workers, stages)
+    return Mode(name, timeline, tuple(row for row in staleness for _ in range(replicas)), replicas)
 
 
 def _checked_matrix(matrix: Sequence[Sequence[int]], workers: int, stages: int) -> Staleness:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cdp_repro.schedule.actions import Slot
+from cdp_repro.schedule.communication import (
+    add_boundary_messages,
+    add_buffer_messages,
+    add_parameter_messages,
+    add_partial_sums,
+    add_sums_at_owners,
+)
 from cdp_repro.schedule.generators import TIMELINES
-from cdp_repro.schedule.passes import add_frees, add_updates, assign_versions, order_slots
+from cdp_repro.schedule.passes import order_slots, place
 from cdp_repro.schedule.placement import PLACEMENTS, Placement
 from cdp_repro.schedule.rules import Mode, resolve_mode
+from cdp_repro.schedule.updates import add_frees, add_shared_updates, add_updates
 from cdp_repro.schedule.validation import validated
 
 SLOT_ORDERS = ("paper", "backward_first")
+PIPELINE_SCHEDULES = ("one_f_one_b", "gpipe")
 
 
 @dataclass(frozen=True)
@@ -22,10 +31,6 @@ class Schedule:
     Build one with `Schedule.build`, which checks its arguments.
     """
 
-    workers: int
-    """N: micro-batches per training step."""
-    stages: int
-    """S, a multiple of N."""
     mode: Mode
     placement: Placement
     slot_order: str
@@ -38,60 +43,103 @@ class Schedule:
         stages: int | None = None,
         placement: str = "single_device",
         slot_order: str = "paper",
+        *,
+        replicas: int = 1,
+        pipeline_schedule: str = "one_f_one_b",
     ) -> Schedule:
         """Return the validated schedule of `mode` (a name or a staleness matrix); `stages` defaults to `workers`.
+
+        `replicas` is R, the devices that share a worker's micro-batches. `pipeline_schedule` is how data parallelism
+        runs on the placement `pipeline`: `one_f_one_b` or `gpipe`.
 
         Raises:
             ValueError: arguments out of range, with a value that works.
             ScheduleError: a staleness that the timeline cannot serve; says where and when it could.
         """
         stages = workers if stages is None else stages
-        check_sizes(workers, stages)
-        if placement not in PLACEMENTS:
-            raise ValueError(f"unknown placement {placement!r}: choose {', '.join(PLACEMENTS)}")
-        if slot_order not in SLOT_ORDERS:
-            raise ValueError(f"unknown slot_order {slot_order!r}: choose {', '.join(SLOT_ORDERS)}")
-        schedule = cls(workers, stages, resolve_mode(mode, workers, stages), PLACEMENTS[placement], slot_order)
+        check_sizes(workers, stages, replicas)
+        for name, value, choices in (
+            ("placement", placement, tuple(PLACEMENTS)),
+            ("slot_order", slot_order, SLOT_ORDERS),
+            ("pipeline_schedule", pipeline_schedule, PIPELINE_SCHEDULES),
+        ):
+            if value not in choices:
+                raise ValueError(f"unknown {name} {value!r}: choose {', '.join(choices)}")
+        resolved = resolve_mode(mode, workers, stages, replicas)
+        if placement == "pipeline" and resolved.timeline == "simultaneous":
+            resolved = replace(resolved, timeline=pipeline_schedule)
+        schedule = cls(resolved, PLACEMENTS[placement](resolved), slot_order)
         schedule._validate_window()
         return schedule
 
     def data_parallel(self) -> Schedule:
         """Return data parallelism on the same sizes, placement and slot order: what this schedule is compared with."""
-        return Schedule.build("dp", self.workers, self.stages, self.placement.name, self.slot_order)
+        return Schedule.build(
+            "dp", self.workers, self.stages, self.placement.name, self.slot_order, replicas=self.mode.replicas
+        )
+
+    @property
+    def workers(self) -> int:
+        """N: workers that share a mini-batch."""
+        return self.mode.workers
+
+    @property
+    def micro_batches(self) -> int:
+        """M = N * R: micro-batches in a training step."""
+        return self.mode.micro_batches
+
+    @property
+    def stages(self) -> int:
+        """S, a multiple of N."""
+        return self.mode.stages
 
     @property
     def ranks(self) -> int:
         """Number of ranks (processes, devices)."""
-        return self.placement.ranks(self.workers, self.stages)
+        return self.placement.ranks
 
     def slots(self, steps: Iterable[int], first_slot: int = 0) -> Iterator[Slot]:
         """Yield the slots of all ranks, lazily, for consecutive training steps pulled from `steps` one by one.
 
-        The first micro-batch starts in `first_slot`; when `steps` ends, the pipeline drains.
+        The first micro-batch starts in `first_slot`; when `steps` ends, the pipeline drains. The actions of a slot
+        are in an order in which one process could run them all: nothing waits for what comes later.
         """
-        slots = TIMELINES[self.mode.timeline](self.workers, self.stages, steps, first_slot)
+        mode, placement = self.mode, self.placement
+        slots = TIMELINES[mode.timeline](mode.workers, mode.stages, steps, first_slot, mode.replicas)
         slots = order_slots(slots, self.slot_order == "backward_first")
-        slots = assign_versions(slots, self.mode)
-        slots = add_updates(slots, self.workers)
-        slots = add_frees(slots, self.mode)
-        return validated(slots, self.mode)
+        slots = place(slots, placement)
+        if placement.ranks > 1:
+            slots = add_boundary_messages(slots, placement)
+            slots = add_buffer_messages(slots, placement)
+            slots = add_partial_sums(slots, placement)
+        if placement.lent:
+            slots = add_sums_at_owners(slots, placement)
+        slots = add_updates(slots, placement)
+        if any(len(placement.holders(stage)) > 1 for stage in range(mode.stages)):
+            slots = add_shared_updates(slots, placement)
+        if placement.lent:
+            slots = add_parameter_messages(slots, placement)
+        slots = add_frees(slots, placement)
+        return validated(slots, placement)
 
     def program(self, rank: int, steps: Iterable[int], first_slot: int = 0) -> Iterator[Slot]:
         """Yield the slots of one rank: those of `slots` that hold an action of it, with its actions only."""
         for slot in self.slots(steps, first_slot):
-            actions = tuple(action for action in slot.actions if rank in self.placement.ranks_of(action))
+            actions = slot.program_of(rank)
             if actions:
                 yield Slot(slot.number, actions)
 
     def _validate_window(self) -> None:
         """Validate from the fill to the drain, over enough steps that the periodic pattern has settled."""
-        longest = max(self.mode.oldest(stage) for stage in range(self.stages))
+        longest = max(map(self.mode.oldest, range(self.stages)))
         for _ in self.slots(range(longest + 2)):
             pass
 
 
-def check_sizes(workers: int, stages: int) -> None:
-    """Raise ValueError unless N >= 1 workers can share S = c*N stages."""
+def check_sizes(workers: int, stages: int, replicas: int = 1) -> None:
+    """Raise ValueError unless N >= 1 workers of R >= 1 replicas can share S = c*N stages."""
+    if replicas < 1:
+        raise ValueError(f"replicas={replicas}: at least 1 replica of each worker is needed")
     if workers < 1:
         raise ValueError(f"workers={workers}: at least 1 worker is needed")
     if stages < 1 or stages % workers:

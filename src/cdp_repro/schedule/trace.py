@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cdp_repro.schedule.actions import Action
+from cdp_repro.schedule.actions import Action, MessageKey, Op, Payload, consumed
 from cdp_repro.schedule.costs import StageCosts
 
 
@@ -35,10 +35,16 @@ class Message:
     slot: int
     source: int
     destination: int
-    kind: str
-    """What is sent: activations, gradients, parameters."""
+    kind: Payload
     stage: int
     bytes: int
+    micro_batch: int | None = None
+    version: int | None = None
+
+    @property
+    def key(self) -> MessageKey:
+        """What tells the message from all others between the two ranks."""
+        return self.kind, self.stage, self.micro_batch, self.version
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,17 @@ class Trace:
     stages: int
     records: tuple[SlotRecord, ...]
     messages: tuple[Message, ...] = ()
+    """Of more than 0 bytes: others are never sent."""
+
+    @classmethod
+    def merged(
+        cls, micro_batches: int, stages: int, parts: Iterable[tuple[Sequence[SlotRecord], Sequence[Message]]]
+    ) -> Trace:
+        """Return one trace of what the recorders of all ranks have collected."""
+        parts = list(parts)
+        records = sorted((r for records, _ in parts for r in records), key=lambda r: (r.slot, r.rank))
+        messages = sorted((m for _, messages in parts for m in messages), key=lambda m: (m.slot, m.source))
+        return cls(micro_batches, stages, tuple(records), tuple(messages))
 
     @property
     def activation_bytes_per_slot(self) -> dict[int, int]:
@@ -86,12 +103,13 @@ class Trace:
 
     @property
     def max_chain_per_slot(self) -> int:
-        """Longest chain of messages in one slot, each of which must wait for the one before."""
-        longest: dict[tuple[int, int], int] = defaultdict(int)
-        for message in self.messages:
-            here, there = (message.slot, message.source), (message.slot, message.destination)
-            longest[there] = max(longest[there], longest[here] + 1)
-        return max(longest.values(), default=0)
+        """Longest chain of messages in one slot, each of which had to wait for the one before."""
+        by_slot: dict[int, list[SlotRecord]] = defaultdict(list)
+        for record in self.records:
+            by_slot[record.slot].append(record)
+        sent = {message.slot for message in self.messages}
+        sizes = {(m.slot, m.source, m.destination, *m.key) for m in self.messages}
+        return max((_longest_chain(by_slot[slot], self.workers, sizes) for slot in sent), default=0)
 
     def bytes_sent_per_device_per_step(self, steps: int) -> float:
         """Return the bytes that a rank sends in one of the `steps` traced training steps, on average."""
@@ -107,6 +125,25 @@ class Trace:
         return dict(total)
 
 
+def _longest_chain(records: Sequence[SlotRecord], micro_batches: int, sent: Container[tuple[object, ...]]) -> int:
+    """Return the longest chain among the messages of one slot.
+
+    A message waits for all that its sender has waited for before, in the order of the sender's program.
+    """
+    depth: dict[tuple[int, MessageKey], int] = {}
+    while True:
+        before = dict(depth)
+        for record in records:
+            waited = 0
+            for action in record.actions:
+                waited = max([waited, *(depth.get((record.rank, key), 0) for key in consumed(action, micro_batches))])
+                if action.op is Op.SEND and (record.slot, record.rank, action.peer, *action.message) in sent:
+                    assert action.peer is not None
+                    depth[action.peer, action.message] = waited + 1
+        if depth == before:
+            return max(depth.values(), default=0)
+
+
 class TraceRecorder:
     """Collects the events of one rank into slot records."""
 
@@ -114,6 +151,7 @@ class TraceRecorder:
         self._rank = rank
         self._stages = stages
         self._records: list[SlotRecord] = []
+        self._messages: list[Message] = []
         self._slot: int | None = None
         self._live = 0
         self._open()
@@ -141,6 +179,14 @@ class TraceRecorder:
         self._peak = max(self._peak, activation_bytes)
         self._versions = tuple(versions)
 
+    def sent(self, slot: int, action: Action, size: int) -> None:
+        """Add the message of a SEND that has just run, of `size` bytes."""
+        assert action.peer is not None and action.payload is not None
+        sent = Message(
+            slot, self._rank, action.peer, action.payload, action.stage, size, action.micro_batch, action.version
+        )
+        self._messages.append(sent)
+
     def _close(self) -> None:
         if self._slot is not None:
             self._records.append(
@@ -157,7 +203,7 @@ class TraceRecorder:
         self._slot = None
         self._open()
 
-    def finish(self) -> tuple[SlotRecord, ...]:
-        """Return the records of all slots so far."""
+    def finish(self) -> tuple[tuple[SlotRecord, ...], tuple[Message, ...]]:
+        """Return the records of all slots so far, and the messages sent in them."""
         self._close()
-        return tuple(self._records)
+        return tuple(self._records), tuple(self._messages)

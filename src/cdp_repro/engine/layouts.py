@@ -1,0 +1,122 @@
+"""What a message looks like in memory: which tensors, in which order, of which shape.
+
+Sender and receiver derive it alike from the stages and one micro-batch, so that no message needs a header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from cdp_repro.engine.compute import LossFn
+from cdp_repro.engine.rehearsal import Autocast, Rehearsal, fake_tensors
+from cdp_repro.schedule import Payload
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Shape, strides and type of a tensor that is dense in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorLayout:
+        """Return the layout of a dense tensor; of one with gaps or overlaps, that of a contiguous copy."""
+        dense = torch.empty_like(tensor, device="meta")
+        return cls(tuple(dense.shape), tuple(dense.stride()), dense.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a message by name, largest elements first, so that each is aligned."""
+
+    tensors: Mapping[str, TensorLayout]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+        """Return the layout of named tensors."""
+        layouts = {name: TensorLayout.of(tensor) for name, tensor in tensors.items()}
+        return cls(dict(sorted(layouts.items(), key=lambda item: -item[1].dtype.itemsize)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return sum(layout.nbytes for layout in self.tensors.values())
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that a buffer of `nbytes` bytes holds, as views of it."""
+        sizes = [layout.nbytes for layout in self.tensors.values()]
+        starts = accumulate(sizes, initial=0)
+        return {
+            name: buffer[start : start + size].view(layout.dtype).as_strided(layout.shape, layout.stride)
+            for (name, layout), start, size in zip(self.tensors.items(), starts, sizes, strict=False)
+        }
+
+    def pack(self, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+        """Return a new buffer that holds copies of the tensors.
+
+        Raises:
+            RuntimeError: they are not those of the layout.
+        """
+        if tensors.keys() != self.tensors.keys():
+            differing = sorted(tensors.keys() ^ self.tensors.keys())
+            raise RuntimeError(f"a micro-batch differs from the first in what takes a gradient: {differing[:3]}")
+        buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        for name, view in self.views(buffer).items():
+            view.copy_(tensors[name].detach())
+        return buffer
+
+
+VALUE = "value"
+"""The name of the one tensor of a message with activations or their gradient."""
+
+
+@dataclass(frozen=True)
+class StageLayouts:
+    """The messages of one stage."""
+
+    by_payload: Mapping[Payload, Layout]
+    output_requires_grad: bool
+
+
+def stage_layouts(
+    stages: Sequence[nn.Module], loss_fn: LossFn, inputs: Tensor, targets: Tensor, autocast: Autocast
+) -> list[StageLayouts]:
+    """Return the layouts of each stage's messages, for micro-batches like (inputs, targets)."""
+    outputs: list[Tensor] = []
+    with fake_tensors() as convert:
+        rehearsal = Rehearsal(stages, loss_fn, autocast, convert)
+        rehearsal.begin(convert(inputs), convert(targets))
+        for stage in range(len(stages)):
+            rehearsal.forward(stage)
+            if stage < len(stages) - 1:
+                outputs.append(rehearsal.output)
+        gradients = [rehearsal.backward() for _ in stages][::-1]
+        found = []
+        for number, (module, (input_gradient, of_parameters)) in enumerate(zip(stages, gradients, strict=True)):
+            parameters = dict(module.named_parameters())
+            summed = Layout.of({name: parameters[name] for name in of_parameters})
+            made = {VALUE: outputs[number]} if number < len(outputs) else {}
+            taken = {VALUE: outputs[number - 1]} if number and input_gradient is not None else {}
+            by_payload = {
+                Payload.ACTIVATIONS: Layout.of(made),
+                Payload.INPUT_GRADIENTS: Layout.of(taken),
+                Payload.GRADIENTS: summed,
+                Payload.TOTAL: summed,
+                Payload.PARAMETERS: Layout.of(parameters),
+                Payload.BUFFERS: Layout.of(dict(module.named_buffers())),
+            }
+            found.append(StageLayouts(by_payload, bool(made) and outputs[number].requires_grad))
+    return found

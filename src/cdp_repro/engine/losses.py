@@ -1,0 +1,61 @@
+"""The losses of each training step, brought together on rank 0.
+
+They are for people and logs, not a part of training: their messages are not in the schedule.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cdp_repro.schedule import Schedule
+
+_TAG = 1
+
+
+class Losses:
+    """Losses by training step; on rank 0 those of all ranks.
+
+    `group` is a gloo group of all ranks; None on a single device.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, group: dist.ProcessGroup | None) -> None:
+        self._schedule = schedule
+        self._rank = rank
+        self._group = group
+        self._known: dict[int, dict[int, Tensor]] = {}
+        self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
+
+    def enter(self, step: int, worker: int, loss: Tensor) -> None:
+        """Enter the loss (a scalar) of a micro-batch that this rank has computed."""
+        self._known.setdefault(step, {})[worker] = loss
+        if self._rank and self._group:
+            value = loss.detach().to("cpu", torch.float64).reshape(1)
+            self._sent.append((dist.isend(value, 0, group=self._group, tag=_TAG), value))
+            while self._sent and (self._sent[0][0] is None or self._sent[0][0].is_completed()):
+                self._sent.popleft()
+
+    def of(self, step: int) -> Tensor:
+        """Return the losses of the workers, [N], in a step whose forwards are done; rank 0 waits for all."""
+        known = self._known.pop(step, {})
+        if self._rank == 0:
+            known |= {worker: self._received(source) for worker, source in self._elsewhere(step)}
+        like = next(iter(known.values()), torch.zeros(()))
+        missing = torch.full_like(like, torch.nan)
+        losses = torch.stack([known.get(worker, missing).to(like) for worker in range(self._schedule.micro_batches)])
+        return losses.view(-1, self._schedule.mode.replicas).mean(1)
+
+    def _elsewhere(self, step: int) -> list[tuple[int, int]]:
+        """Return (worker, rank) of each loss of a step that another rank computes, in the order they are sent."""
+        first = step * self._schedule.micro_batches
+        last_stage = self._schedule.stages - 1
+        ranks = [self._schedule.placement.rank_of(first + w, last_stage) for w in range(self._schedule.micro_batches)]
+        return [(worker, rank) for worker, rank in enumerate(ranks) if rank]
+
+    def _received(self, source: int) -> Tensor:
+        value = torch.empty(1, dtype=torch.float64)
+        dist.recv(value, source, group=self._group, tag=_TAG)
+        return value[0]

@@ -1,0 +1,70 @@
+"""The ranks that run one schedule together: who this one is, and what they tell each other between two runs.
+
+On a single device the team is this process alone, and every exchange is with itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cdp_repro.engine.layouts import Layout
+from cdp_repro.schedule import Schedule
+
+T = TypeVar("T")
+
+
+class Team:
+    """The process group, seen from one rank. Every method must be called by all ranks alike.
+
+    Raises:
+        ValueError: the schedule needs another number of processes than there are.
+    """
+
+    def __init__(self, schedule: Schedule, device: torch.device) -> None:
+        self._device = device
+        self.size = schedule.ranks
+        present = dist.get_world_size() if dist.is_initialized() else 1
+        if present != self.size and (self.size > 1 or present > 1):
+            raise ValueError(
+                f"placement {schedule.placement.name} with workers={schedule.workers}, stages={schedule.stages}, "
+                f"replicas={schedule.mode.replicas} in mode {schedule.mode.name} runs on {self.size} processes; "
+                f"there are {present}: start {self.size}, e.g. by torchrun --nproc-per-node={self.size}"
+            )
+        self.rank = dist.get_rank() if self.size > 1 else 0
+        self.control = self._control_group() if self.size > 1 else None
+        """A group for objects and small tensors on the CPU; None if there is one rank only."""
+
+    @staticmethod
+    def _control_group() -> dist.ProcessGroup:
+        if dist.get_backend() == "gloo":
+            world = dist.group.WORLD
+            assert world is not None
+            return world
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+        return group
+
+    def gather(self, value: T) -> list[T]:
+        """Return everyone's value, by rank, on rank 0; on others an empty list."""
+        if self.size == 1:
+            return [value]
+        gathered: list[T | None] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, gathered, dst=0, group=self.control)
+        return gathered or []  # type: ignore[return-value]
+
+    def broadcast(self, layout: Layout, tensors: Mapping[str, Tensor] | None, source: int) -> Mapping[str, Tensor]:
+        """Return the tensors of rank `source`, which alone must give them."""
+        if self.size == 1 or not layout.nbytes:
+            return tensors or {}
+        if self.rank == source:
+            assert tensors is not None
+            dist.broadcast(layout.pack(tensors, self._device), source)
+            return tensors
+        buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        dist.broadcast(buffer, source)
+        return {name: view.clone() for name, view in layout.views(buffer).items()}

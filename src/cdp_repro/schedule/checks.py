@@ -1,0 +1,146 @@
+"""The two halves of validation that concern many ranks: messages, and the sums of gradients."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from cdp_repro.schedule.actions import Action, MessageKey, Op, Payload
+from cdp_repro.schedule.placement import Placement
+
+
+class MessageCheck:
+    """Every message is received once, in the order in which its sender sent, before it is waited for."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int], deque[MessageKey]] = defaultdict(deque)
+        self._received: dict[tuple[int, MessageKey], int] = defaultdict(int)
+
+    def send(self, action: Action) -> str | None:
+        """Enter a SEND."""
+        assert action.peer is not None
+        if action.peer == action.rank:
+            return "a rank sends to itself"
+        self._sent[action.rank, action.peer].append(action.message)
+        return None
+
+    def receive(self, action: Action) -> str | None:
+        """Enter a RECEIVE: it must be of the oldest message that its peer has sent and that nobody received."""
+        assert action.peer is not None
+        under_way = self._sent[action.peer, action.rank]
+        if not under_way or under_way[0] != action.message:
+            return f"rank {action.peer} has sent {[*under_way]} and the first must be received first"
+        under_way.popleft()
+        self._received[action.rank, action.message] += 1
+        return None
+
+    def has(self, rank: int, key: MessageKey) -> bool:
+        """Whether a message was received and not used yet."""
+        return bool(self._received.get((rank, key)))
+
+    def take(self, rank: int, key: MessageKey) -> bool:
+        """Use a message; return whether it was received."""
+        if not self.has(rank, key):
+            return False
+        self._received[rank, key] -= 1
+        if not self._received[rank, key]:
+            del self._received[rank, key]
+        return True
+
+    def leftovers(self) -> str | None:
+        """Return what was sent and not received, or received and not used; buffers may wait for the next run."""
+        sent = [(*pair, key) for pair, keys in self._sent.items() for key in keys]
+        unused = [place for place in self._received if place[1][0] is not Payload.BUFFERS]
+        return f"the program ends with messages sent {sent} and unused {unused}" if sent or unused else None
+
+
+class SumCheck:
+    """The gradients of a stage are added in the order of the micro-batches, and all of them."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._micro_batches = placement.mode.micro_batches
+        self._sums: dict[tuple[int, int], list[int]] = {}
+        self._own: set[tuple[int, int]] = set()
+        self._last: dict[int, int] = {}
+        self.in_transit: dict[tuple[object, ...], list[int]] = {}
+        """By receiving rank and message: the micro-batches in a sum."""
+        self.totals: set[tuple[int, int, int]] = set()
+        """(rank, stage, version) of each complete sum."""
+
+    def steps_done(self, stage: int) -> int:
+        """Return after how many training steps the newest complete sum was made."""
+        return self._last.get(stage, 0)
+
+    def backward(self, action: Action) -> str | None:
+        """Enter the gradients that a backward has made."""
+        assert action.micro_batch is not None
+        if action.stage in self._placement.lent:
+            self._own.add((action.micro_batch, action.stage))
+            return None
+        place = action.rank, action.stage
+        return self._append(action, [*self._sums.get(place, []), action.micro_batch])
+
+    def add(self, action: Action, arrived: list[int] | None) -> str | None:
+        """Enter what an ADD adds: what has arrived, or the rank's own gradients."""
+        assert action.micro_batch is not None
+        own = (action.micro_batch, action.stage)
+        if arrived is None:
+            if own not in self._own:
+                return "the gradients that it adds are not there"
+            self._own.remove(own)
+            arrived = [action.micro_batch]
+        present = self._sums.get((action.rank, action.stage), [])
+        in_order = [*present, *arrived] if action.stage in self._placement.lent else [*arrived, *present]
+        return self._append(action, in_order)
+
+    def _append(self, action: Action, members: list[int]) -> str | None:
+        """Set the sum on the action's rank; one that follows a sum elsewhere may begin in the middle of a step."""
+        step = members[0] // self._micro_batches
+        if members != list(range(members[0], members[0] + len(members))):
+            return f"its sum would be of the micro-batches {members}, which is not their order"
+        if members[-1] // self._micro_batches != step:
+            return f"its sum would mix training steps: micro-batches {members}"
+        place = action.rank, action.stage
+        self._sums[place] = members
+        if len(members) == self._micro_batches:
+            if not self._placement.completes_sum(action):
+                return "it completes a sum, but the placement does not say so"
+            del self._sums[place]
+            self._last[action.stage] = step + 1
+            self.totals.add((*place, step + 1))
+        return None
+
+    def send(self, action: Action) -> str | None:
+        """Enter that a sum leaves its rank."""
+        if action.payload is Payload.TOTAL:
+            place = action.rank, action.stage, action.version
+            return None if place in self.totals else "the total is not on its rank"
+        if action.payload is not Payload.GRADIENTS:
+            return None
+        assert action.micro_batch is not None
+        own = (action.micro_batch, action.stage)
+        if action.stage in self._placement.lent:
+            members = [action.micro_batch] if own in self._own else []
+            self._own.discard(own)
+        else:
+            members = self._sums.pop((action.rank, action.stage), [])
+        if not members or members[-1] != action.micro_batch:
+            return f"the sum on its rank is of the micro-batches {members}"
+        self.in_transit[action.peer, *action.message] = members
+        return None
+
+    def missing(self, rank: int, stage: int, version: int) -> str:
+        """Say what the total of a version lacks on a rank."""
+        present = self._sums.get((rank, stage), [])
+        done = len([m for m in present if m // self._micro_batches == version - 1])
+        return f"only {done} of {self._micro_batches} workers have completed their backward (on rank {rank})"
+
+    def leftovers(self) -> str | None:
+        """Return which gradients have not made a version, or None."""
+        unused = {stage: members[0] // self._micro_batches + 1 for (_, stage), members in self._sums.items()}
+        unused |= {stage: version for _, stage, version in self.totals}
+        unused |= {stage: micro_batch // self._micro_batches + 1 for micro_batch, stage in self._own}
+        if unused:
+            missing = ", ".join(str(Action(Op.UPDATE, stage, version=v)) for stage, v in sorted(unused.items()))
+            return f"the program ends without the updates {missing}"
+        return None

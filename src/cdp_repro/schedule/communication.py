@@ -1,0 +1,132 @@
+"""Passes that derive every message between ranks from where compute and state are placed.
+
+In a slot, a rank first sends what has been ready since an earlier slot, which overlaps with its compute, then
+computes, then sends what it has just made. A message of slot k is there before slot k+1 needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from cdp_repro.schedule.actions import Action, Op, Payload, Slot, send
+from cdp_repro.schedule.passes import with_next
+from cdp_repro.schedule.placement import Placement
+
+
+def add_boundary_messages(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
+    """Send activations to the rank of the next stage and their gradients back, where it is another rank."""
+    last = placement.mode.stages - 1
+    for slot in slots:
+        actions: list[Action] = []
+        for action in slot.actions:
+            actions.append(action)
+            stage, m = action.stage, action.micro_batch
+            assert m is not None
+            if action.op is Op.FORWARD and stage < last:
+                actions += _unless_here(Payload.ACTIVATIONS, action, placement.rank_of(m, stage + 1))
+            elif action.op is Op.BACKWARD and stage > 0:
+                actions += _unless_here(Payload.INPUT_GRADIENTS, action, placement.rank_of(m, stage - 1))
+        yield Slot(slot.number, tuple(actions))
+
+
+def add_buffer_messages(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
+    """Send a worker's buffers after each forward, where another rank computes the stage for it the next time."""
+    for slot in slots:
+        actions: list[Action] = []
+        for action in slot.actions:
+            actions.append(action)
+            if action.op is Op.FORWARD and action.micro_batch is not None:
+                next_time = placement.rank_of(action.micro_batch + placement.mode.micro_batches, action.stage)
+                actions += _unless_here(Payload.BUFFERS, action, next_time)
+        yield Slot(slot.number, tuple(actions))
+
+
+def _unless_here(payload: Payload, action: Action, destination: int) -> tuple[Action, ...]:
+    if destination == action.rank:
+        return ()
+    return send(payload, action.stage, action.rank, destination, micro_batch=action.micro_batch)
+
+
+def add_partial_sums(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
+    """Sum the gradients of a stage over the micro-batches of a training step, in their order, along their ranks.
+
+    The partial sum goes from the rank of each micro-batch to that of the next, which adds it to its own gradient.
+    """
+    for slot in slots:
+        actions: list[Action] = []
+        for action in slot.actions:
+            actions.append(action)
+            if action.op is Op.BACKWARD and action.stage not in placement.lent:
+                actions += _partial_sum(action, placement)
+        yield Slot(slot.number, tuple(actions))
+
+
+def _partial_sum(backward: Action, placement: Placement) -> Iterator[Action]:
+    """Add the sum up to the micro-batch before, if it comes from another rank, and hand on the sum to the next."""
+    assert backward.micro_batch is not None
+    stage, m, rank = backward.stage, backward.micro_batch, backward.rank
+    worker = m % placement.mode.micro_batches
+    if worker > 0 and placement.rank_of(m - 1, stage) != rank:
+        yield Action(Op.ADD, stage, m - 1, rank=rank)
+    if worker < placement.mode.micro_batches - 1:
+        yield from _unless_here(Payload.GRADIENTS, backward, placement.rank_of(m + 1, stage))
+
+
+def add_sums_at_owners(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
+    """Send the gradients of each stage that is lent to its owner, which adds them in the order of the micro-batches.
+
+    It adds them a slot later, or at once if the next slot reads the version that is made from the sum.
+    """
+    waiting: list[Action] = []
+    for slot, following in with_next(slots):
+        actions: list[Action] = []
+        arriving: list[Action] = []
+        for action in slot.actions:
+            actions.append(action)
+            if action.op is Op.BACKWARD and action.stage in placement.lent:
+                (owner,) = placement.holders(action.stage)
+                actions += _unless_here(Payload.GRADIENTS, action, owner)
+                arriving.append(Action(Op.ADD, action.stage, action.micro_batch, rank=owner))
+        urgent = _read_next(following)
+        at_once = [add for add in arriving if following is None or _made_version(add, placement) in urgent]
+        actions += waiting + at_once
+        waiting = [add for add in arriving if add not in at_once]
+        yield Slot(slot.number, tuple(actions))
+
+
+def _read_next(following: Slot | None) -> set[tuple[int, int | None]]:
+    """Return (stage, version) of each read in the slot that follows."""
+    return {(action.stage, action.version) for action in following.actions} if following else set()
+
+
+def _made_version(add: Action, placement: Placement) -> tuple[int, int | None]:
+    """Return (stage, version) of what is made from the gradients of this action's training step."""
+    assert add.micro_batch is not None
+    return add.stage, add.micro_batch // placement.mode.micro_batches + 1
+
+
+def add_parameter_messages(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
+    """Lend the parameters of a stage, from its owner to the rank that computes with them in the next slot."""
+    made: dict[tuple[int, int | None], int] = {}
+    is_first = True
+    for slot, following in with_next(slots):
+        made |= {(action.stage, action.version): slot.number for action in slot.actions if action.op is Op.UPDATE}
+        early: list[Action] = list(_lending(slot, placement)) if is_first else []
+        late: list[Action] = []
+        for end in _lending(following, placement):
+            is_ready = made.get((end.stage, end.version), slot.number - 1) < slot.number
+            (early if is_ready else late).append(end)
+        is_first = False
+        yield Slot(slot.number, (*early, *slot.actions, *late))
+
+
+def _lending(slot: Slot | None, placement: Placement) -> Iterator[Action]:
+    """Yield both ends of each message with parameters that the compute of `slot` needs."""
+    for action in slot.actions if slot else ():
+        if action.op.is_compute and action.stage in placement.lent:
+            (owner,) = placement.holders(action.stage)
+            if action.rank != owner:
+                yield from send(
+                    Payload.PARAMETERS, action.stage, owner, action.rank,
+                    micro_batch=action.micro_batch, version=action.version,
+                )  # fmt: skip

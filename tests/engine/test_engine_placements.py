@@ -1,0 +1,145 @@
+"""Every placement computes, bitwise, what one device computes: real processes, float64, tensor by tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import nn
+
+from cdp_repro import Engine
+from cdp_repro.models import build_model, cut
+from cdp_repro.partition import partition
+from cdp_repro.profiling import profile_stages
+from cdp_repro.schedule import Schedule, simulate
+
+PLACEMENTS = ("replicated", "zero", "model_parallel", "pipeline")
+STEPS, DRAIN = 5, 3
+MATRIX = "matrix"
+VIT = "test_vit"
+
+
+def linear_stages(count):
+    """BatchNorm, dropout, stages without parameters, a frozen one, and one that the loss does not fully use."""
+    torch.manual_seed(0)
+    kinds = [
+        lambda: nn.Sequential(nn.Linear(5, 5, bias=False), nn.BatchNorm1d(5), nn.ReLU(inplace=True)),
+        lambda: nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.3), nn.Tanh()),
+        lambda: nn.Sequential(nn.Tanh()),
+        lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)),
+    ]
+    return [kinds[number % 4]().double() for number in range(count)]
+
+
+def model_stages(name, count):
+    """The blocks of a real network, cut by their parameters."""
+    dropout = 0.1 if name == VIT else 0.0
+    model = build_model(name, input_shape=(3, 16, 16), classes=5, seed=0, hidden=8, depth=3, dropout=dropout).double()
+    costs = [sum(p.numel() for p in block.parameters()) for block in model]
+    return cut(model, partition(costs, count))
+
+
+def make_stages(kind, count):
+    return linear_stages(count) if kind == "linear" else model_stages(kind, count)
+
+
+def make_batches(kind, micro_batches, micro=3):
+    generator = torch.Generator().manual_seed(1)
+    shape = (5,) if kind == "linear" else (3, 16, 16)
+    size = micro_batches * micro
+    return [
+        (
+            torch.randn(size, *shape, generator=generator, dtype=torch.float64),
+            torch.randint(5, (size,), generator=generator),
+        )
+        for _ in range(STEPS)
+    ]
+
+
+def rule(mode, n, s):
+    if mode != MATRIX:
+        return mode
+    return [[1 + (2 * i + j) % 3 for j in range(s)] for i in range(n)]
+
+
+def make_engine(kind, mode, placement, n, s, r=1, **settings):
+    return Engine(
+        make_stages(kind, s),
+        F.cross_entropy,
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
+        rule(mode, n, s),
+        placement,
+        workers=n,
+        replicas=r,
+        seed=3,
+        learning_rate_factor=lambda step: 0.5 if step >= 2 else 1.0,
+        **settings,
+    )
+
+
+def train(kind, mode, placement, n, s, r=1, settings=None):
+    """Train with a drain in the middle; return all that can be compared."""
+    engine = make_engine(kind, mode, placement, n, s, r, traced_steps=STEPS, **(settings or {}))
+    batches = make_batches(kind, n * r)
+    losses = []
+    for part in (batches[:DRAIN], batches[DRAIN:]):
+        losses += [result.losses for result in engine.run(part)]
+    trace = engine.trace
+    model = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    return losses, model, trace, engine.ledger_reads, engine.state_dict()
+
+
+def same(mine, theirs):
+    assert mine.keys() == theirs.keys()
+    differing = [name for name in mine if not torch.equal(mine[name], theirs[name])]
+    assert not differing, f"{differing} differ"
+
+
+def flat(state, prefix=""):
+    """All tensors and numbers of nested state, by their path."""
+    if isinstance(state, dict):
+        return {k: v for key, part in state.items() for k, v in flat(part, f"{prefix}/{key}").items()}
+    if isinstance(state, (list, tuple)):
+        return {k: v for key, part in enumerate(state) for k, v in flat(part, f"{prefix}/{key}").items()}
+    return (
+        {prefix: state if isinstance(state, torch.Tensor) else torch.tensor(float(state or 0))}
+        if (isinstance(state, (torch.Tensor, int, float)) or state is None)
+        else {}
+    )
+
+
+def check(tmp_path, kind, mode, placement, n, s, r=1, settings=None):
+    schedule = Schedule.build(rule(mode, n, s), n, s, placement, replicas=r, **(settings or {}))
+    outcomes = run_ranks(train, schedule.ranks, kind, mode, placement, n, s, r, settings, folder=tmp_path)
+    losses, model, _, reads, state = train(kind, mode, "single_device", n, s, r)
+    assert all(torch.isfinite(torch.tensor(losses)).flatten())
+    assert outcomes[0][0] == losses
+    for _, theirs, *_ in outcomes:
+        same(theirs, model)
+    assert sum(outcome[3] for outcome in outcomes) == reads
+    same(flat(outcomes[0][4]), flat(state))
+    return schedule, outcomes
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2", MATRIX])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_placement_computes_what_one_device_computes(tmp_path, placement, mode, n):
+    schedule, outcomes = check(tmp_path, "linear", mode, placement, n, n)
+    stages, batches = make_stages("linear", n), make_batches("linear", n)
+    costs = profile_stages(stages, F.cross_entropy, *(part[:3].clone() for part in batches[0]))
+    simulated = simulate(schedule, costs, DRAIN)
+    trace = outcomes[0][2]
+    end = max(record.slot for record in simulated.records)
+    assert [m for m in trace.messages if m.slot <= end] == list(simulated.messages)
+    records = [record for record in trace.records if record.slot <= end]
+    assert records == list(simulated.records), next(
+        (a, b) for a, b in zip(records, simulated.records, strict=False) if a != b
+    )
+
+
+@pytest.mark.parametrize("kind", ["resnet8", VIT])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_real_networks_agree_too(tmp_path, placement, kind):
+    check(tmp_path, kind, "cdp_v2", placement, 2, 2)
