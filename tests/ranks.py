@@ -16,14 +16,18 @@ PRELOADED = ["torch", "torch.distributed", "torchvision", "timm", "cdp_repro", "
 """A fork server imports these once, so that a rank starts in a fraction of a second."""
 
 
-def run_ranks(function, ranks, *arguments, folder: Path, seconds: float = 120):
-    """Return what `function(*arguments)` returns on each rank, by rank; fail with the first traceback."""
+def run_ranks(function, ranks, *arguments, folder: Path, joins: bool = False, seconds: float = 120):
+    """Return what `function(*arguments)` returns on each rank, by rank; fail with the first traceback.
+
+    With `joins` the function joins the process group itself, as a rank that `launch` has started does.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     queue = context.Queue()
-    store = folder / f"store-{os.getpid()}-{time.monotonic_ns()}"
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if joins and ranks > 1 else None
+    store = server.port if server else f"file://{folder}/store-{os.getpid()}-{time.monotonic_ns()}"
     processes = [
-        context.Process(target=_rank, args=(function, arguments, rank, ranks, str(store), queue), daemon=True)
+        context.Process(target=_rank, args=(function, arguments, rank, ranks, store, queue), daemon=True)
         for rank in range(ranks)
     ]
     for process in processes:
@@ -43,13 +47,17 @@ def run_ranks(function, ranks, *arguments, folder: Path, seconds: float = 120):
 
 def _rank(function, arguments, rank, ranks, store, queue):
     torch.set_num_threads(1)
+    joins = isinstance(store, int)
+    if joins:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        os.environ |= {"MASTER_PORT": str(store), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:
-        if ranks > 1:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+        if ranks > 1 and not joins:
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
         saved = io.BytesIO()  # whole, not by shared memory, which ends with this process
         torch.save(function(*arguments), saved)
         queue.put((rank, saved.getvalue(), None))
-        if ranks > 1:
+        if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
     except BaseException:

@@ -15,8 +15,9 @@ import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cdp_repro.schedule import SLOT_ORDERS, Schedule
+from cdp_repro.schedule import PIPELINE_SCHEDULES, PLACEMENTS, SLOT_ORDERS, Schedule
 
+BASELINES = ("ddp", "fsdp2", "torch_gpipe", "torch_1f1b")
 PARTITIONS = ("flops", "parameters", "activations", "time")
 
 
@@ -91,7 +92,8 @@ class PlacementConfig:
     """Where the stages run."""
 
     name: str = "single_device"
-    """Set by placement=..."""
+    """Set by placement=...: `single_device`, or in processes of their own `replicated` (a worker each), `zero` (the
+    same, parameters sharded), `model_parallel` (a stage each, on as many as it has micro-batches) or `pipeline`."""
 
 
 @dataclass
@@ -133,6 +135,13 @@ class RunConfig:
     """N: micro-batches per mini-batch."""
     stages: int | None = None
     """S: stages the model is cut into, a multiple of `workers`; unless set: `workers`."""
+    replicas: int = 1
+    """R: ranks that share each worker's micro-batch; on `single_device` one device computes all of them."""
+    baseline: str | None = None
+    """A peer in place of our engine, with mode=dp and a process a worker: `ddp` (DistributedDataParallel), `fsdp2`
+    (fully_shard), `torch_gpipe` or `torch_1f1b` (torch.distributed.pipelining)."""
+    pipeline_schedule: str = "one_f_one_b"
+    """How mode=dp runs on placement=pipeline: `one_f_one_b` or `gpipe`."""
     partition: str = "flops"
     """What the cut balances: `flops`, `parameters`, `activations` (bytes) or `time` (measured)."""
     slot_order: str = "paper"
@@ -159,6 +168,8 @@ class RunConfig:
     """Samples per forward in an evaluation."""
     checkpoint_every_steps: int = 500
     """Training steps between checkpoints; there is also one at the end of each epoch."""
+    timeout_seconds: int = 600
+    """For how long a rank waits for another before it gives up; only with several processes."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints stay."""
     log_every_steps: int = 10
@@ -172,6 +183,16 @@ class RunConfig:
     def stage_count(self) -> int:
         """S."""
         return self.workers if self.stages is None else self.stages
+
+    @property
+    def micro_batches(self) -> int:
+        """M = N * R: micro-batches that a mini-batch is cut into."""
+        return self.workers * self.replicas
+
+    @property
+    def ranks(self) -> int:
+        """Processes that the run needs."""
+        return self.schedule().ranks if self.baseline is None else self.workers
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
@@ -191,13 +212,24 @@ class RunConfig:
 
     def schedule(self) -> Schedule:
         """Return the validated schedule of the run."""
-        return Schedule.build(self.mode.rule, self.workers, self.stage_count, self.placement.name, self.slot_order)
+        return Schedule.build(
+            self.mode.rule,
+            self.workers,
+            self.stage_count,
+            self.placement.name,
+            self.slot_order,
+            replicas=self.replicas,
+            pipeline_schedule=self.pipeline_schedule,
+        )
 
 
 _CHOICES = {
     "mode.name": ("dp", "cdp_v1", "cdp_v2", "matrix"),
     "optim.name": ("sgd", "adamw"),
     "optim.schedule": ("constant", "step", "cosine"),
+    "placement.name": tuple(PLACEMENTS),
+    "baseline": (None, *BASELINES),
+    "pipeline_schedule": PIPELINE_SCHEDULES,
     "partition": PARTITIONS,
     "slot_order": SLOT_ORDERS,
     "precision": ("fp32", "fp64", "bf16"),
@@ -207,8 +239,9 @@ _CHOICES = {
 
 _MINIMA = {
     **dict.fromkeys(
-        ("workers", "batch_size", "epochs", "evaluate_every_epochs", "evaluation_batch_size", "checkpoint_every_steps",
-         "keep_checkpoints", "log_every_steps", "optim.step_epochs", "dataset.channels", "dataset.image_size",
+        ("workers", "replicas", "batch_size", "epochs", "timeout_seconds", "evaluate_every_epochs",
+         "evaluation_batch_size", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps",
+         "optim.step_epochs", "dataset.channels", "dataset.image_size",
          "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden", "model.depth"), 1,
     ),
     **dict.fromkeys(
@@ -218,9 +251,15 @@ _MINIMA = {
 }  # fmt: skip
 
 
+_SCHEDULE_KEYS = {
+    "workers", "stages", "replicas", "batch_size", "slot_order", "mode.name", "mode.staleness", "placement.name",
+    "pipeline_schedule",
+}  # fmt: skip
+
 NO_INFLUENCE = (
     "run_dir", "wandb", "wandb_project", "keep_checkpoints", "checkpoint_every_steps", "log_every_steps",
-    "traced_steps", "evaluation_batch_size", "dataset.root", "dataset.download", "dataset.loader_workers",
+    "traced_steps", "evaluation_batch_size", "timeout_seconds", "placement.name", "pipeline_schedule", "dataset.root",
+    "dataset.download", "dataset.loader_workers",
 )  # fmt: skip
 """Values that may differ between a checkpoint and the run that goes on from it: they change no parameter."""
 
@@ -234,7 +273,7 @@ def load_config(composed: DictConfig, check_device: bool = True) -> RunConfig:
     problems = [*wrong.values()]
     out_of_range = dict(_out_of_range(config))
     problems += out_of_range.values()
-    if not {*wrong, *out_of_range} & {"workers", "stages", "batch_size", "slot_order", "mode.name", "mode.staleness"}:
+    if not {*wrong, *out_of_range} & _SCHEDULE_KEYS:
         problems += _inconsistent(config)
     if check_device and config.device == "cuda" and not torch.cuda.is_available():
         problems.append("device=cuda: torch finds no CUDA device on this machine; use device=cpu (or device=auto)")
@@ -321,7 +360,8 @@ def _out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
     for key, choices in _CHOICES.items():
         value = _value(config, key)
         if value not in choices:
-            yield key, f"{key}={value}: choose {', '.join(choices)}{nearest(str(value), choices)}"
+            names = [str(choice) for choice in choices if choice is not None]
+            yield key, f"{key}={value}: choose {', '.join(names)}{nearest(str(value), names)}"
     for key, minimum in _MINIMA.items():
         value = _value(config, key)
         if not (value >= minimum and math.isfinite(value)):
@@ -339,7 +379,26 @@ def _inconsistent(config: RunConfig) -> Iterable[str]:
         config.schedule()
     except ValueError as error:
         yield str(error)
-    if config.batch_size % config.workers:
-        lower = config.batch_size // config.workers * config.workers
-        works = " or ".join(f"batch_size={value}" for value in (lower, lower + config.workers) if value)
-        yield f"batch_size={config.batch_size} is not divisible by workers={config.workers}: use {works}"
+    if config.baseline is not None:
+        yield from _wrong_with_baseline(config)
+    if config.batch_size % config.micro_batches:
+        lower = config.batch_size // config.micro_batches * config.micro_batches
+        works = " or ".join(f"batch_size={value}" for value in (lower, lower + config.micro_batches) if value)
+        parts = f"workers={config.workers}" + (f" x replicas={config.replicas}" if config.replicas > 1 else "")
+        yield f"batch_size={config.batch_size} is not divisible by {parts}: use {works}"
+
+
+def _wrong_with_baseline(config: RunConfig) -> Iterable[str]:
+    if config.workers < 2:
+        yield f"baseline={config.baseline} is for several processes, not for workers={config.workers}: use workers=2"
+    if config.mode.name != "dp":
+        yield f"baseline={config.baseline} trains by data parallelism, not by mode={config.mode.name}: use mode=dp"
+    if config.placement.name != "single_device":
+        yield f"baseline={config.baseline} places its stages itself: drop placement={config.placement.name}"
+    if config.replicas != 1:
+        yield f"baseline={config.baseline} knows no replicas={config.replicas}: use workers={config.micro_batches}"
+    if config.baseline in ("torch_gpipe", "torch_1f1b") and config.stage_count != config.workers:
+        yield (
+            f"baseline={config.baseline} runs one stage a process, not stages={config.stage_count} on "
+            f"workers={config.workers}: use stages={config.workers}"
+        )

@@ -50,7 +50,7 @@ def cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None = None) 
     except ValueError as error:
         if isinstance(error, (ConfigError, ModelError)):
             raise
-        size = config.batch_size // config.workers
+        size = config.batch_size // config.micro_batches
         raise ConfigError(
             [
                 f"model={config.model.name} cannot be cut into {config.stage_count} stages, or not train on a "
@@ -117,7 +117,7 @@ def autocast(config: RunConfig, device_type: str) -> Callable[[], AbstractContex
 
 def sample(config: RunConfig, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Return a micro-batch of zeros, ([B/N, channels, height, width], [B/N]), for profiling."""
-    size = config.batch_size // config.workers
+    size = config.batch_size // config.micro_batches
     inputs = torch.zeros(size, *config.input_shape, dtype=parameter_dtype(config), device=device)
     if config.channels_last:
         inputs = inputs.to(memory_format=torch.channels_last)

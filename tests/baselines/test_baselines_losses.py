@@ -280,7 +280,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers(seen, name):
     n = len(seen)
     for theirs in seen:
         mine = theirs[name]
-        assert f"workers={n + 1} needs as many ranks, there are {n}:" in mine["refused world"]
+        assert f"workers={n + 1} runs on {n + 1} processes, not on {n}:" in mine["refused world"]
         if name.startswith("torch_"):
             assert f"{n + 1} stages do not fit {n} ranks" in mine["one stage more"]
         assert f"the versions [{HALF - 1}, {HALF}]" in mine["refused mode"]
@@ -297,5 +297,5 @@ def test_data_parallelism_takes_any_number_of_stages(seen, name):
 
 @every_baseline
 def test_no_process_group_is_refused(name):
-    with pytest.raises(ValueError, match="needs a process group of 2 ranks, there is none"):
+    with pytest.raises(ValueError, match="runs on 2 processes, not on 1: start 2"):
         BASELINES[name](make_stages(2), F.cross_entropy, sgd, workers=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import ChainMap, Counter
+from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from cdp_repro.baselines.stages import StageOptimizer, WorkerStage, fill, local, on_cpu, skeleton, write
 from cdp_repro.engine.batches import MiniBatch, TensorMiniBatch
 from cdp_repro.engine.compute import LossFn
+from cdp_repro.engine.engine import refuse_shared_parameters
 from cdp_repro.engine.executor import StepResult
 from cdp_repro.engine.parameters import OptimizerFactory
+from cdp_repro.engine.team import Team
 from cdp_repro.schedule import Trace
 
 Tensors = dict[str, Tensor]
@@ -60,10 +62,12 @@ class Baseline(ABC):
         learning_rate_factor: Callable[[int], float] = lambda _: 1.0,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        _refuse_other_world(self.name, workers)
-        _refuse_bad_stages(stages)
+        if not stages:
+            raise ValueError("stages=[]: at least 1 stage is needed")
+        refuse_shared_parameters(stages)
+        self.team = Team(workers, torch.device(device), f"{self.name} with workers={workers}")
         self.workers = workers
-        self.rank = dist.get_rank()
+        self.rank = self.team.rank
         self.step = 0
         self.learning_rate_factor = learning_rate_factor
         self._device = torch.device(device)
@@ -128,6 +132,16 @@ class Baseline(ABC):
     def parameter_bytes(self) -> int:
         """Bytes of the parameters that this rank holds between two training steps."""
         return sum(local(parameter).nbytes for stage in self._stages for parameter in stage.parameters())
+
+    @property
+    def max_lead(self) -> int:
+        """Training steps by which one rank can at most be ahead of another."""
+        return 2
+
+    @property
+    def is_tracing(self) -> bool:
+        """False: there is nothing to trace."""
+        return False
 
     @property
     def ledger_reads(self) -> int:
@@ -237,27 +251,3 @@ def _check_shapes(mine: Tensors, loaded: Tensors) -> None:
             raise ValueError(
                 f"the checkpoint is of another model: {name} is {found.get(name)} there, {expected.get(name)} here"
             )
-
-
-def _refuse_other_world(name: str, workers: int) -> None:
-    remedy = f"start {workers} processes (torchrun --nproc-per-node={workers}) and call init_process_group in each"
-    if not dist.is_initialized():
-        raise ValueError(
-            f"{name} with workers={workers} needs a process group of {workers} ranks, there is none: {remedy}"
-        )
-    ranks = dist.get_world_size()
-    if ranks != workers:
-        raise ValueError(f"{name} with workers={workers} needs as many ranks, there are {ranks}: {remedy}")
-
-
-def _refuse_bad_stages(stages: Sequence[nn.Module]) -> None:
-    if not stages:
-        raise ValueError("stages=[]: at least 1 stage is needed")
-    users = Counter(parameter for stage in stages for parameter in set(stage.parameters()))
-    for number, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
-            if users[parameter] > 1:
-                raise ValueError(
-                    f"stage {number} shares the parameter {name} with another: each stage has an optimizer of its "
-                    "own, so put both uses into one stage"
-                )

@@ -18,13 +18,16 @@ from cdp_repro import config as config_module
 from cdp_repro.cli.compose import GROUPS, compose_config, group_choices
 from cdp_repro.config import ConfigError
 from cdp_repro.data import DatasetError
+from cdp_repro.launch import LaunchError, RankFailedError
 from cdp_repro.models import ModelError
 from cdp_repro.schedule import ScheduleError
 from cdp_repro.training.checkpoint import CheckpointError
 from cdp_repro.training.tracking import RunDirectoryError
 from cdp_repro.training.trainer import DivergedError, Interrupted
 
-USER_MISTAKES = (ConfigError, DatasetError, ModelError, ScheduleError, CheckpointError, RunDirectoryError)
+USER_MISTAKES = (
+    ConfigError, DatasetError, ModelError, ScheduleError, CheckpointError, RunDirectoryError, LaunchError,
+)  # fmt: skip
 
 
 @dataclass
@@ -49,7 +52,7 @@ def exit_code_of() -> Iterator[ExitCode]:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         result.code = 130
-    except DivergedError as error:
+    except (DivergedError, RankFailedError) as error:
         sys.stderr.write(f"error: {error}\n")
         result.code = 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import subprocess
 import sys
@@ -12,16 +13,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 
 from cdp_repro.cli.common import console_logging, exit_code_of, help_text, split_flags, write_out
 from cdp_repro.cli.compose import compose_config, expand_sweep
 from cdp_repro.config import ConfigError, RunConfig, load_config
+from cdp_repro.launch import launch
 from cdp_repro.training.run import train
 from cdp_repro.training.signals import StopRequest
 from cdp_repro.training.tracking import CONFIG, RunDirectory
 from cdp_repro.units import format_bytes
+
+_CHANGEABLE = ("pipeline_schedule", "timeout_seconds", "wandb", "checkpoint_every_steps", "log_every_steps")
+"""Values that may be given beside resume=, as may placement=."""
 
 USAGE = """usage: cdp-train [--multirun] [key=value ...]
 
@@ -33,6 +37,7 @@ Train a network on the timeline of data parallelism (mode=dp) or of cyclic data 
   cdp-train mode='[[1,1],[1,0]]' workers=2         any staleness matrix that the timeline can serve
   cdp-train experiment=paper/cifar10_resnet18      the paper's set-up
   cdp-train --multirun mode=dp,cdp_v1,cdp_v2 seed=0,1,2
+  cdp-train mode=cdp_v2 placement=pipeline         in processes of its own, or under torchrun and srun
   cdp-train resume=runs/my-run                     go on from the newest checkpoint, bitwise
 """
 
@@ -55,26 +60,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _single(overrides: Sequence[str]) -> int:
     resumed = _run_to_resume(overrides)
-    config = load_config(OmegaConf.create(resumed.config())) if resumed else compose_config(overrides)
-    if config.torch_device.type == "cuda":
-        torch.backends.cudnn.deterministic = True  # a resumed run must equal the uninterrupted one
+    config = _resumed_config(resumed, overrides) if resumed else compose_config(overrides)
     run_dir = resumed.path if resumed else Path(config.run_dir or _new_run_dir(config))
-    summary = train(config, run_dir, ["cdp-train", *overrides], resume=resumed is not None)
-    write_out(_summary_text(summary))
+    arguments = (config, run_dir, ["cdp-train", *overrides], resumed is not None)
+    summary = launch(_train_rank, arguments, config.ranks)
+    if summary:
+        write_out(_summary_text(summary))
     return 0
 
 
+def _train_rank(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool) -> dict[str, Any]:
+    """Train in one of the ranks, of which rank 0 speaks to the user."""
+    if os.environ.get("RANK", "0") == "0":
+        console_logging()
+    return train(config, run_dir, command, resume)
+
+
 def _run_to_resume(overrides: Sequence[str]) -> RunDirectory | None:
-    """Return the run that `resume=` names, if it is given; no other value may stand beside it."""
+    """Return the run that `resume=` names, if it is given; only values that change no number may stand beside it."""
     resume = [text.partition("=")[2] for text in overrides if text.startswith("resume=")]
     if not resume:
         return None
     if not resume[-1]:
         raise ConfigError(["resume= names no run directory"])
-    others = [text for text in overrides if not text.startswith("resume=")]
+    others = [text for text in overrides if text.partition("=")[0] not in ("resume", "placement", *_CHANGEABLE)]
     if others:
-        raise ConfigError([f"resume= goes on with the run's own configuration; drop {shlex.join(others)}"])
+        raise ConfigError(
+            [
+                f"resume= goes on with the run's own configuration; drop {shlex.join(others)} "
+                f"(only placement, {', '.join(_CHANGEABLE)} may be given)"
+            ]
+        )
     return RunDirectory.open(Path(resume[-1]))
+
+
+def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
+    """Return the run's own configuration, with those other values that change no number."""
+    given = [text.replace("placement=", "placement.name=") for text in overrides if not text.startswith("resume=")]
+    config = OmegaConf.create(run.config())
+    config.merge_with_dotlist(given)
+    return load_config(config)
 
 
 def _new_run_dir(config: RunConfig) -> Path:
@@ -155,9 +180,14 @@ def _summary_text(summary: dict[str, Any]) -> str:
     peak = summary.get("memory/activation_peak_bytes_total")
     baseline = summary["memory/activation_peak_bytes_simulated_dp"]
     if peak:
-        lines.append(f"  activation peak       {format_bytes(peak)} measured")
+        ranks = summary["ranks"]
+        over = f", over {ranks} processes" if ranks > 1 else ""
+        lines.append(f"  activation peak       {format_bytes(peak)} measured{over}")
         lines.append(f"  data parallelism      {format_bytes(baseline)} simulated; ratio {peak / baseline:.3f}")
-    lines.append(f"  reads in the ledger   {summary['ledger/reads']}, all at the version that the rule asks for")
+    if sent := summary.get("comm/bytes_per_device_per_step"):
+        lines.append(f"  sent per device       {format_bytes(sent)} a training step")
+    if reads := summary["ledger/reads"]:
+        lines.append(f"  reads in the ledger   {reads}, all at the version that the rule asks for")
     lines.append(f"  run directory         {summary['run_dir']}")
     return "\n".join(lines) + "\n"
 

@@ -17,6 +17,7 @@ from cdp_repro.engine.ledger import Ledger
 from cdp_repro.engine.losses import Losses
 from cdp_repro.engine.mailbox import Mailbox
 from cdp_repro.engine.parameters import OptimizerFactory, StageState, WorkerBuffers
+from cdp_repro.engine.positions import Positions
 from cdp_repro.engine.team import Team
 from cdp_repro.engine.tracing import Tracer
 from cdp_repro.schedule import Schedule, Slot, Trace
@@ -76,7 +77,7 @@ class Engine:
     ) -> None:
         if not stages:
             raise ValueError("stages=[]: at least 1 stage is needed")
-        _refuse_shared_parameters(stages)
+        refuse_shared_parameters(stages)
         self.schedule = Schedule.build(
             mode,
             len(stages) if workers is None else workers,
@@ -87,7 +88,7 @@ class Engine:
             pipeline_schedule=pipeline_schedule,
         )
         self._device = torch.device(device)
-        self._team = Team(self.schedule, self._device)
+        self.team = Team(self.schedule.ranks, self._device, str(self.schedule))
         self.learning_rate_factor = learning_rate_factor
         self._loss_fn, self._autocast = loss_fn, autocast
         self._settings = Settings(self._device, seed, learning_rate_factor)
@@ -96,7 +97,7 @@ class Engine:
         self._states = {
             number: StageState(stage, optimizer)
             for number, stage in enumerate(self._stages)
-            if self._team.rank in self.schedule.placement.holders(number)
+            if self.team.rank in self.schedule.placement.holders(number)
         }
         self._buffers = [WorkerBuffers(stage, self.schedule.micro_batches) for stage in self._stages]
         self._compute = [
@@ -104,17 +105,18 @@ class Engine:
             for number, stage in enumerate(self._stages)
         ]
         self._mailbox: Mailbox | None = None
-        self._losses = Losses(self.schedule, self._team.rank, self._team.control)
+        self._losses = Losses(self.schedule, self.team.rank, self.team.control)
         self._ledger = Ledger(self.schedule.mode)
         self._next_slot = 0
         self._undrained: str | None = None
         self.step = 0
-        self._tracer = Tracer(self.schedule, self._team.rank, self._device, traced_steps)
+        self._positions = Positions(self.team)
+        self._tracer = Tracer(self.schedule, self.team.rank, self._device, traced_steps)
 
     @property
     def rank(self) -> int:
         """The rank of this process; 0 on a single device."""
-        return self._team.rank
+        return self.team.rank
 
     def run(self, batches: Iterable[tuple[Tensor, Tensor] | MiniBatch]) -> Generator[StepResult, None, None]:
         """Train on `batches`, one a training step, and yield each step when its updates are done.
@@ -147,11 +149,11 @@ class Engine:
         feed.raise_error()
 
     def _executor(self, feed: Feed) -> Executor:
-        if self._team.size > 1:
+        if self.team.size > 1:
             self._connect(feed)
         return Executor(
-            self.schedule, self._team.rank, self._states, self._buffers, self._compute, feed, self._losses,
-            self._settings, self._ledger, self._tracer, self._mailbox,
+            self.schedule, self.team.rank, self._states, self._buffers, self._compute, feed, self._losses,
+            self._settings, self._ledger, self._tracer, self._positions, self._mailbox,
         )  # fmt: skip
 
     def _connect(self, feed: Feed) -> None:
@@ -168,7 +170,7 @@ class Engine:
         for slot in slots:
             self._next_slot = slot.number + 1
             self._tracer.enter(slot)
-            for result in executor.execute(Slot(slot.number, slot.program_of(self._team.rank))):
+            for result in executor.execute(Slot(slot.number, slot.program_of(self.team.rank))):
                 self.step = result.step + 1
                 yield result
         executor.drain()
@@ -191,7 +193,7 @@ class Engine:
             parameters = dict(stage.named_parameters())
             own = parameters if number in self._states else None
             keeper = self.schedule.placement.keeper(number, self.step)
-            shared = self._team.broadcast(self._parameter_layouts[number], own, keeper)
+            shared = self.team.broadcast(self._parameter_layouts[number], own, keeper)
             for name, parameter in parameters.items() if own is None else ():
                 parameter.data = shared[name]
             average = self._buffers[number].average() if list(stage.buffers()) else {}
@@ -205,7 +207,7 @@ class Engine:
         for stage, buffers in enumerate(self._buffers):
             for worker, own in enumerate(buffers.of):
                 source = self.schedule.placement.rank_of(first + worker, stage)
-                own.update(self._team.broadcast(Layout.of(own), own, source))
+                own.update(self.team.broadcast(Layout.of(own), own, source))
 
     @property
     def trace(self) -> Trace:
@@ -213,13 +215,18 @@ class Engine:
 
         All ranks must ask for it together; rank 0 gets that of all ranks, others their own.
         """
-        parts = self._team.gather(self._tracer.recorded())
+        parts = self.team.gather(self._tracer.recorded())
         return Trace.merged(self.schedule.micro_batches, self.schedule.stages, parts or [self._tracer.recorded()])
 
     @property
     def ledger_reads(self) -> int:
         """Number of reads of parameters that the ledger has compared with the update rule."""
         return self._ledger.reads
+
+    @property
+    def max_lead(self) -> int:
+        """Training steps by which one rank can at most be ahead of another."""
+        return max(map(max, self.schedule.mode.staleness)) + 4
 
     @property
     def is_tracing(self) -> bool:
@@ -240,11 +247,11 @@ class Engine:
         self._require_drained()
         self._share_buffers()
         keeper = {stage: self.schedule.placement.keeper(stage, self.step) for stage in range(self.schedule.stages)}
-        own = {stage: state.state_dict() for stage, state in self._states.items() if keeper[stage] == self._team.rank}
+        own = {stage: state.state_dict() for stage, state in self._states.items() if keeper[stage] == self.team.rank}
         stages: dict[int, dict[str, Any]] = {}
-        for part in self._team.gather(own):
+        for part in self.team.gather(own):
             stages |= part
-        if self._team.rank:
+        if self.team.rank:
             return {}
         return {
             "step": self.step,
@@ -267,7 +274,7 @@ class Engine:
         for buffers, theirs in zip(self._buffers, stages, strict=True):
             buffers.check_state(theirs["buffers"])
         for number, mine in self._states.items():
-            kept = self.schedule.placement.versions_kept(self._team.rank, number, step)
+            kept = self.schedule.placement.versions_kept(self.team.rank, number, step)
             mine.load_state_dict(stages[number], kept)
         for buffers, theirs in zip(self._buffers, stages, strict=True):
             buffers.load_state(theirs["buffers"])
@@ -279,7 +286,8 @@ class Engine:
             raise RuntimeError(f"the pipeline is not drained: {self._undrained}")
 
 
-def _refuse_shared_parameters(stages: Sequence[nn.Module]) -> None:
+def refuse_shared_parameters(stages: Sequence[nn.Module]) -> None:
+    """Raise ValueError if two stages share a parameter."""
     owner: dict[nn.Parameter, int] = {}
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():

@@ -17,6 +17,7 @@ from cdp_repro.engine.loan import Loan
 from cdp_repro.engine.losses import Losses
 from cdp_repro.engine.mailbox import Mailbox
 from cdp_repro.engine.parameters import StageState, WorkerBuffers
+from cdp_repro.engine.positions import Positions
 from cdp_repro.engine.randomness import seeded
 from cdp_repro.engine.tracing import Tracer
 from cdp_repro.schedule import Action, MessageKey, Op, Payload, Schedule, Slot, consumed
@@ -67,6 +68,7 @@ class Executor:
         settings: Settings,
         ledger: Ledger,
         tracer: Tracer,
+        positions: Positions,
         mailbox: Mailbox | None = None,
     ) -> None:
         """`states` are of the stages that this rank holds; `mailbox` is None on a single device."""
@@ -81,6 +83,7 @@ class Executor:
         self._settings = settings
         self._ledger = ledger
         self._tracer = tracer
+        self._positions = positions
         self._mailbox = mailbox
         self._saved: dict[tuple[int, int], SavedForward] = {}
         self._outputs: dict[int, Tensor] = {}
@@ -99,14 +102,16 @@ class Executor:
 
     def execute(self, slot: Slot) -> list[StepResult]:
         """Run the actions of one slot; return the training steps that they complete on this rank."""
+        if slot.actions:
+            self._positions.enter(slot)
         for action in slot.actions:
             begin = self._tracer.now()
             try:
                 with record_function(str(action)):
                     executed = self._handlers[action.op](action)
             except Exception as error:
-                where = f" on rank {self._rank}" if self._mailbox else ""
-                error.add_note(f"while running {action} in slot {slot.number}{where}")
+                where = f" on rank {self._rank}; where the ranks stand:\n{self._positions.report()}"
+                error.add_note(f"while running {action} in slot {slot.number}{where if self._mailbox else ''}")
                 raise
             if self._tracer.active:
                 self._tracer.record(slot.number, executed, self._live_versions(), begin)

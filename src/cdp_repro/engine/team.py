@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from cdp_repro.engine.layouts import Layout
-from cdp_repro.schedule import Schedule
 
 T = TypeVar("T")
 
@@ -21,19 +21,23 @@ T = TypeVar("T")
 class Team:
     """The process group, seen from one rank. Every method must be called by all ranks alike.
 
+    Args:
+        size: ranks that are needed.
+        device: where tensors are that are broadcast.
+        wanted_by: what needs so many ranks, for the error message.
+
     Raises:
-        ValueError: the schedule needs another number of processes than there are.
+        ValueError: there is another number of processes.
     """
 
-    def __init__(self, schedule: Schedule, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, wanted_by: str) -> None:
         self._device = device
-        self.size = schedule.ranks
+        self.size = size
         present = dist.get_world_size() if dist.is_initialized() else 1
         if present != self.size and (self.size > 1 or present > 1):
             raise ValueError(
-                f"placement {schedule.placement.name} with workers={schedule.workers}, stages={schedule.stages}, "
-                f"replicas={schedule.mode.replicas} in mode {schedule.mode.name} runs on {self.size} processes; "
-                f"there are {present}: start {self.size}, e.g. by torchrun --nproc-per-node={self.size}"
+                f"{wanted_by} runs on {size} processes, not on {present}: start {size}, e.g. by "
+                f"torchrun --nproc-per-node={size}, and call init_process_group in each"
             )
         self.rank = dist.get_rank() if self.size > 1 else 0
         self.control = self._control_group() if self.size > 1 else None
@@ -56,6 +60,19 @@ class Team:
         gathered: list[T | None] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, gathered, dst=0, group=self.control)
         return gathered or []  # type: ignore[return-value]
+
+    def share(self, value: T) -> T:
+        """Return the value of rank 0."""
+        if self.size == 1:
+            return value
+        shared = [value]
+        dist.broadcast_object_list(shared, src=0, group=self.control)
+        return shared[0]
+
+    @property
+    def store(self) -> Store:
+        """Keys and values that all ranks see at any time; only where there are several ranks."""
+        return PrefixStore("cdp_repro", dist.distributed_c10d._get_default_store())
 
     def broadcast(self, layout: Layout, tensors: Mapping[str, Tensor] | None, source: int) -> Mapping[str, Tensor]:
         """Return the tensors of rank `source`, which alone must give them."""

@@ -72,6 +72,12 @@ class Schedule:
         schedule._validate_window()
         return schedule
 
+    def __str__(self) -> str:
+        return (
+            f"placement {self.placement.name} with workers={self.workers}, stages={self.stages}, "
+            f"replicas={self.mode.replicas} in mode {self.mode.name}"
+        )
+
     def data_parallel(self) -> Schedule:
         """Return data parallelism on the same sizes, placement and slot order: what this schedule is compared with."""
         return Schedule.build(

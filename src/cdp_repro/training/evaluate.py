@@ -4,33 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import astuple, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+@dataclass(frozen=True)
+class Score:
+    """Sums over samples of a test set; scores of parts of it add up."""
+
+    correct1: float = 0.0
+    correct5: float = 0.0
+    loss: float = 0.0
+    samples: int = 0
+
+    def __add__(self, other: Score) -> Score:
+        return Score(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def means(self) -> dict[str, float]:
+        """Return `eval/top1_percent`, `eval/top5_percent` and `eval/loss` (mean cross-entropy)."""
+        return {
+            "eval/top1_percent": 100 * self.correct1 / self.samples,
+            "eval/top5_percent": 100 * self.correct5 / self.samples,
+            "eval/loss": self.loss / self.samples,
+        }
+
+
 def evaluate(
     model: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
     autocast: Callable[[], AbstractContextManager[object]],
-) -> dict[str, float]:
-    """Return `eval/top1_percent`, `eval/top5_percent` and `eval/loss` (mean cross-entropy) over all samples."""
-    correct1, correct5, loss, samples = 0.0, 0.0, 0.0, 0
+) -> Score:
+    """Return the score of the model on all samples of the batches."""
+    score = Score()
     model.eval()
     with torch.no_grad():
         for inputs, targets in batches:
             with autocast():
                 logits = model(inputs)
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices
-            hits = ranked == targets[:, None]
-            correct1 += hits[:, 0].sum().item()
-            correct5 += hits.any(1).sum().item()
-            loss += F.cross_entropy(logits, targets, reduction="sum").item()
-            samples += len(targets)
-    return {
-        "eval/top1_percent": 100 * correct1 / samples,
-        "eval/top5_percent": 100 * correct5 / samples,
-        "eval/loss": loss / samples,
-    }
+            hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
+            loss = F.cross_entropy(logits, targets, reduction="sum").item()
+            score += Score(hits[:, 0].sum().item(), hits.any(1).sum().item(), loss, len(targets))
+    return score

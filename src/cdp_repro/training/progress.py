@@ -14,10 +14,9 @@ logger = logging.getLogger("cdp_repro")
 class Progress:
     """Shows how far a run is, in training steps."""
 
-    def __init__(self, total_steps: int, first_step: int) -> None:
-        self._bar = tqdm(
-            total=total_steps, initial=first_step, unit="step", disable=not sys.stderr.isatty(), leave=False
-        )
+    def __init__(self, total_steps: int, first_step: int, shown: bool = True) -> None:
+        is_hidden = not (shown and sys.stderr.isatty())
+        self._bar = tqdm(total=total_steps, initial=first_step, unit="step", disable=is_hidden, leave=False)
 
     def __enter__(self) -> Progress:
         return self

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import platform
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import cdp_repro
+from cdp_repro.baselines import BASELINES, Baseline
 from cdp_repro.config import ConfigError, RunConfig, without_effect
 from cdp_repro.data import Dataset, load_dataset, steps_per_epoch
 from cdp_repro.engine.engine import Engine
+from cdp_repro.engine.team import Team
+from cdp_repro.process_group import code_hash, process_group, refuse_differing
 from cdp_repro.schedule import Schedule, Slot, Trace, simulate
 from cdp_repro.schedule.render import write_comms_csv, write_memory_csv, write_perfetto
 from cdp_repro.stages import CutModel, autocast, cut_model, loss_fn
@@ -33,34 +39,62 @@ logger = logging.getLogger("cdp_repro")
 def train(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool = False) -> dict[str, Any]:
     """Train as `config` says, in a new run directory or, to `resume`, in that of the run that goes on.
 
+    Every rank of the placement must call it (`launch` starts them); only rank 0 touches the run directory, but for
+    the log of each rank.
+
     Returns:
-        What summary.json holds.
+        What summary.json holds; on ranks other than 0 an empty summary.
 
     Raises:
-        ConfigError, DatasetError, ModelError, CheckpointError, RunDirectoryError: the user's mistakes.
+        ConfigError, DatasetError, ModelError, CheckpointError, RunDirectoryError, LaunchError: the user's mistakes.
         Interrupted, DivergedError: the run has stopped early; summary.json says so.
     """
-    with ExitStack() as stack:
-        checkpoint = None
-        if resume:
+    device, schedule = config.torch_device, config.schedule()
+    if device.type == "cuda":
+        torch.backends.cudnn.deterministic = True  # a resumed run must equal the uninterrupted one
+    with process_group(device, config.ranks, config.timeout_seconds), ExitStack() as stack:
+        team = Team(config.ranks, device, f"baseline {config.baseline}" if config.baseline else str(schedule))
+        directory, checkpoint = None, None
+        if resume and team.rank == 0:
             directory = stack.enter_context(RunDirectory.open(run_dir).locked())
-            if (summary := directory.summary()).get("status") == "finished":
-                logger.info("%s is finished already", directory.path)
-                return summary
-            store = CheckpointStore(directory.checkpoints_path)
-            checkpoint = store.load() if store.latest() else None
+            checkpoint = _newest_checkpoint(directory)
+        finished, checkpoint = team.share((_finished(directory), checkpoint))
+        if finished is not None:
+            return finished
         dataset = _dataset(config)
         cut = cut_model(config, checkpoint.meta.get("blocks_per_stage") if checkpoint else None)
-        if resume:
+        settings = {**config.to_dict(), "run_dir": None}
+        refuse_differing({"code": code_hash(), "config": _digest(settings), "data": _digest(dataset.fingerprint())})
+        if directory is not None:
             directory.add_command(command)
-        else:
+        elif team.rank == 0:
             directory = stack.enter_context(RunDirectory.create(run_dir, config.to_dict(), command).locked())
+        path = team.share(directory.path if directory else run_dir)
         stop = stack.enter_context(StopRequest())
-        stack.enter_context(_log_file(directory.log_path(0)))
-        mirror = stack.enter_context(_mirror(config, directory))
-        for sentence in without_effect(config):
-            logger.warning("warning: %s", sentence)
-        return _Run(config, dataset, cut, directory, mirror, command).train(stop, checkpoint, resume)
+        stack.enter_context(_log_file(RunDirectory(path).log_path(team.rank)))
+        files = stack.enter_context(_files(config, directory)) if directory else None
+        if team.rank == 0:
+            for sentence in without_effect(config):
+                logger.warning("warning: %s", sentence)
+        return _Run(config, dataset, cut, RunDirectory(path), files, command).train(stop, checkpoint, resume)
+
+
+def _newest_checkpoint(directory: RunDirectory) -> Checkpoint | None:
+    store = CheckpointStore(directory.checkpoints_path)
+    return store.load() if _finished(directory) is None and store.latest() else None
+
+
+def _finished(directory: RunDirectory | None) -> dict[str, Any] | None:
+    """Return the summary of a run that is finished already."""
+    summary = directory.summary() if directory else {}
+    if summary.get("status") != "finished":
+        return None
+    logger.info("%s is finished already", summary["run_dir"])
+    return summary
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _dataset(config: RunConfig) -> Dataset:
@@ -95,6 +129,14 @@ def _dataset(config: RunConfig) -> Dataset:
     return dataset
 
 
+@dataclass(frozen=True)
+class _Files:
+    """What rank 0 writes while it trains."""
+
+    metrics: MetricsLog
+    mirror: WandbMirror
+
+
 class _Run:
     """Builds engine and trainer, and writes what they measured."""
 
@@ -104,36 +146,43 @@ class _Run:
         dataset: Dataset,
         cut: CutModel,
         directory: RunDirectory,
-        mirror: WandbMirror,
+        files: _Files | None,
         command: Sequence[str],
     ) -> None:
+        """`files` are None on ranks that write none."""
         self._config = config
         self._dataset = dataset
         self._cut = cut
         self._directory = directory
-        self._mirror = mirror
+        self._files = files
         self._command = command
-        self._metrics = MetricsLog(directory.metrics_path, mirror)
         self._engine = self._build_engine()
         self._trainer = self._build_trainer()
+        self._trace: Trace | None = None
 
-    def _build_engine(self) -> Engine:
+    def _build_engine(self) -> Engine | Baseline:
         config = self._config
         device = config.torch_device
         epoch = steps_per_epoch(self._dataset.train_size, config.batch_size)
+        model = self._cut.stages, loss_fn, optimizer_factory(config.optim)
+        common: dict[str, Any] = {
+            "workers": config.workers,
+            "device": device,
+            "seed": config.seed,
+            "learning_rate_factor": learning_rate_factor(config.optim, epoch, config.epochs),
+            "autocast": autocast(config, device.type),
+        }
+        if config.baseline is not None:
+            return BASELINES[config.baseline](*model, **common)
         return Engine(
-            self._cut.stages,
-            loss_fn,
-            optimizer_factory(config.optim),
+            *model,
             config.mode.rule,
             config.placement.name,
-            workers=config.workers,
+            replicas=config.replicas,
+            pipeline_schedule=config.pipeline_schedule,
             slot_order=config.slot_order,
-            device=device,
-            seed=config.seed,
-            learning_rate_factor=learning_rate_factor(config.optim, epoch, config.epochs),
-            autocast=autocast(config, device.type),
             traced_steps=config.traced_steps,
+            **common,
         )
 
     def _build_trainer(self) -> Trainer:
@@ -147,7 +196,7 @@ class _Run:
             self._config,
             self._dataset,
             self._engine,
-            self._metrics,
+            self._files.metrics if self._files else None,
             CheckpointStore(self._directory.checkpoints_path, keep=self._config.keep_checkpoints),
             CheckpointStore(self._directory.path / "diverged", keep=1),
             facts,
@@ -157,9 +206,9 @@ class _Run:
     def train(self, stop: StopRequest, checkpoint: Checkpoint | None, resume: bool) -> dict[str, Any]:
         config = self._config
         logger.info(
-            "%s on %s, %s, N = %d workers, S = %d stages, %s on %s",
+            "%s on %s, %s, N = %d workers, S = %d stages, %s on %s in %d process%s",
             config.model.name, self._dataset.description, config.mode.name, config.workers, config.stage_count,
-            config.placement.name, config.torch_device,
+            config.baseline or config.placement.name, config.torch_device, config.ranks, "es" * (config.ranks > 1),
         )  # fmt: skip
         torch.manual_seed(config.seed)  # of what a model or loss draws on its own; the checkpoint goes on from it
         if resume:
@@ -180,8 +229,10 @@ class _Run:
         return summary
 
     def _finish(self, status: str) -> dict[str, Any]:
-        """Write summary.json and close the logs."""
-        schedule = self._engine.schedule
+        """Write summary.json and close the logs, on rank 0; return the summary."""
+        if self._files is None:
+            return {}
+        schedule = self._config.schedule()
         summary = {
             **self._described(status),
             **self._trainer.measured(),
@@ -189,9 +240,9 @@ class _Run:
             "memory/activation_peak_bytes_simulated_dp": self._simulated_peak(schedule.data_parallel()),
         }
         self._directory.write_summary(summary)
-        self._metrics.close()
-        self._mirror_trace(self._engine.trace)
-        self._mirror.finish(summary, exit_code=0 if status == "finished" else 1)
+        self._files.metrics.close()
+        self._mirror_trace(self._files.mirror)
+        self._files.mirror.finish(summary, exit_code=0 if status == "finished" else 1)
         return summary
 
     def _described(self, status: str) -> dict[str, Any]:
@@ -202,14 +253,16 @@ class _Run:
             "placement": config.placement.name,
             "workers": config.workers,
             "stages": config.stage_count,
-            "replicas": 1,
+            "replicas": config.replicas,
+            "baseline": config.baseline,
+            "ranks": config.ranks,
             "dataset": config.dataset.name,
             "dataset/description": self._dataset.description,
             "model": config.model.name,
             "seed": config.seed,
             "epochs": config.epochs,
             "step": self._engine.step,
-            "staleness": [list(row) for row in self._engine.schedule.mode.staleness],
+            "staleness": [list(row) for row in config.schedule().mode.staleness],
             "stages/blocks": [list(names) for names in self._cut.block_names],
             "stages/imbalance": self._cut.imbalance,
             "run_dir": str(self._directory.path),
@@ -222,7 +275,8 @@ class _Run:
         return simulate(schedule, self._cut.costs, steps=2).activation_peak_bytes_total
 
     def _write_trace(self, trace: Trace) -> None:
-        """Write what has been traced."""
+        """Write what has been traced, and keep it for W&B."""
+        self._trace = trace
         with self._directory.trace_path.open("w") as file:
             write_perfetto(trace, file)
         with self._directory.memory_path.open("w") as file:
@@ -230,19 +284,22 @@ class _Run:
         with self._directory.comms_path.open("w") as file:
             write_comms_csv(trace, file)
 
-    def _mirror_trace(self, trace: Trace) -> None:
-        """Log timeline, memory and ledger to W&B: tables, pictures, an artifact."""
-        if self._config.wandb == "disabled" or not trace.records:
+    def _mirror_trace(self, mirror: WandbMirror) -> None:
+        """Log timeline, memory, ledger and messages to W&B: tables, pictures, an artifact."""
+        trace = self._trace
+        if self._config.wandb == "disabled" or trace is None:
             return
         reads = [
             (record.slot, str(action), *divmod(action.micro_batch, trace.workers), action.stage, action.version)
             for record in trace.records
             for action in record.actions
-            if action.micro_batch is not None
+            if action.op.is_compute and action.micro_batch is not None
         ]
-        self._mirror.log_table("ledger", ["slot", "action", "step", "worker", "stage", "version"], reads)
+        mirror.log_table("ledger", ["slot", "action", "step", "worker", "stage", "version"], reads)
+        sent = [(m.slot, m.source, m.destination, m.kind, m.stage, m.bytes) for m in trace.messages]
+        mirror.log_table("messages", ["slot", "source", "destination", "kind", "stage", "bytes"], sent)
         curve = trace.activation_bytes_per_slot
-        self._mirror.log_table("memory", ["slot", "activation_bytes"], list(curve.items()))
+        mirror.log_table("memory", ["slot", "activation_bytes"], list(curve.items()))
         pictures = self._directory.path / "wandb"
         os.environ.setdefault("MPLCONFIGDIR", str(pictures / "matplotlib"))  # else it writes to the user's home
         from cdp_repro.figures import memory_figure, save_figure, timeline_figure
@@ -251,10 +308,10 @@ class _Run:
         name = self._config.mode.name
         save_figure(timeline_figure({name: slots}, trace.workers, trace.stages), pictures / "timeline.png")
         save_figure(memory_figure({name: curve}, "live activation bytes"), pictures / "memory.png")
-        self._mirror.log_image("timeline", pictures / "timeline.png")
-        self._mirror.log_image("memory_curve", pictures / "memory.png")
+        mirror.log_image("timeline", pictures / "timeline.png")
+        mirror.log_image("memory_curve", pictures / "memory.png")
         files = [self._directory.trace_path, self._directory.memory_path, self._directory.comms_path]
-        self._mirror.log_artifact(f"trace-{self._directory.path.name}", "trace", files)
+        mirror.log_artifact(f"trace-{self._directory.path.name}", "trace", files)
 
 
 def versions() -> dict[str, str]:
@@ -281,6 +338,7 @@ def _git_commit() -> str:
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
     """Write what the package logs to `path`, too."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # on another host there is no run directory yet
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     level = logger.level
@@ -295,8 +353,8 @@ def _log_file(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _mirror(config: RunConfig, directory: RunDirectory) -> Iterator[WandbMirror]:
-    """Start the W&B mirror; an error in the body ends it as failed."""
+def _files(config: RunConfig, directory: RunDirectory) -> Iterator[_Files]:
+    """Open the metrics and start the W&B mirror; an error in the body ends it as failed."""
     mirror = WandbMirror()
     mirror.start(
         config.wandb,  # type: ignore[arg-type]  # one of the choices, as config checks
@@ -307,6 +365,6 @@ def _mirror(config: RunConfig, directory: RunDirectory) -> Iterator[WandbMirror]
         resume_id=previous_run_id(directory.path),
     )
     try:
-        yield mirror
+        yield _Files(MetricsLog(directory.metrics_path, mirror), mirror)
     finally:
         mirror.finish({}, exit_code=1)  # does nothing after the regular end

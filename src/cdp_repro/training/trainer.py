@@ -8,19 +8,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cdp_repro.baselines import Baseline
 from cdp_repro.config import NO_INFLUENCE, RunConfig
 from cdp_repro.data import Dataset, DatasetError, MiniBatch, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.engine.executor import StepResult
 from cdp_repro.schedule import Trace
 from cdp_repro.stages import autocast, parameter_dtype
+from cdp_repro.training.agreement import StopAgreement
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from cdp_repro.training.evaluate import evaluate
+from cdp_repro.training.evaluate import Score, evaluate
 from cdp_repro.training.progress import Progress
 from cdp_repro.training.signals import StopRequest
 from cdp_repro.training.tracking import MetricsLog
@@ -66,15 +69,16 @@ class Trainer:
         self,
         config: RunConfig,
         dataset: Dataset,
-        engine: Engine,
-        metrics: MetricsLog,
+        engine: Engine | Baseline,
+        metrics: MetricsLog | None,
         checkpoints: CheckpointStore,
         diverged: CheckpointStore,
         facts: Mapping[str, Any],
         on_trace: Callable[[Trace], None],
     ) -> None:
         """`facts` go into every checkpoint; `diverged` takes the state of a run whose loss is no longer finite;
-        `on_trace` is called, after a drain, with a trace that has grown."""
+        `on_trace` is called, after a drain, with a trace that has grown. Only rank 0 writes: `metrics` are None on
+        others."""
         self._config = config
         self._dataset = dataset
         self._engine = engine
@@ -83,12 +87,15 @@ class Trainer:
         self._diverged = diverged
         self._facts = facts
         self._on_trace = on_trace
-        self._slots_traced = 0
+        self._is_main = engine.rank == 0
+        self._agreement = StopAgreement(engine.team, engine.max_lead)
+        self._divergence: tuple[StepResult, float] | None = None
         self._steps_per_epoch = steps_per_epoch(dataset.train_size, config.batch_size)
         self._total_steps = self._steps_per_epoch * config.epochs
         self._device = config.torch_device
         self._step_seconds: deque[float] = deque(maxlen=1000)
         self._earlier_reads = 0
+        self._team = engine.team
         self.position = Position()
 
     def resume(self, checkpoint: Checkpoint | None) -> None:
@@ -98,7 +105,7 @@ class Trainer:
             CheckpointError: the checkpoint is of another configuration or other data, or not of a training run.
         """
         if checkpoint is None:
-            self._metrics.truncate_after(0)
+            self._truncate_metrics(0)
             return
         _refuse_foreign(checkpoint.meta, self._facts)
         try:
@@ -110,7 +117,11 @@ class Trainer:
             torch.set_rng_state(checkpoint.tensors["torch_random_state"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint of step {checkpoint.step} does not fit this run: {error}") from error
-        self._metrics.truncate_after(checkpoint.step)
+        self._truncate_metrics(checkpoint.step)
+
+    def _truncate_metrics(self, step: int) -> None:
+        if self._metrics is not None:
+            self._metrics.truncate_after(step)
 
     def fit(self, stop: StopRequest) -> None:
         """Train to the end.
@@ -120,20 +131,30 @@ class Trainer:
             DivergedError: a loss is not finite; the state is saved, away from the checkpoints to resume from.
             DatasetError: a damaged image, after a checkpoint.
         """
-        with Progress(self._total_steps, self._engine.step) as progress:
+        self._measure_parameters()
+        with Progress(self._total_steps, self._engine.step, shown=self._is_main) as progress:
             while self._engine.step < self._total_steps:
+                was_tracing = self._engine.is_tracing
                 try:
                     self._train_segment(stop, progress)
                 except DatasetError:
                     self._save(self._checkpoints)
                     raise
-                self.position.ledger_reads = self._earlier_reads + self._engine.ledger_reads
-                self._keep_trace()
+                self._measure_parameters()
+                self._stop_diverged()
+                self.position.ledger_reads = self._earlier_reads + sum(self._team.gather(self._engine.ledger_reads))
+                if was_tracing:
+                    self._keep_trace()
                 if self.position.loss_steps and self._engine.step % self._steps_per_epoch == 0:
                     self._end_epoch(progress)
                 self._save(self._checkpoints)
-                if stop.signal is not None and self._engine.step < self._total_steps:
-                    raise Interrupted(stop.signal, self._engine.step, self._checkpoints.directory.parent)
+                signal = self._team.share(stop.signal)
+                if signal is not None and self._engine.step < self._total_steps:
+                    raise Interrupted(signal, self._engine.step, self._checkpoints.directory.parent)
+
+    def _measure_parameters(self) -> None:
+        """Note, on rank 0, the bytes of all parameter versions of the rank that holds most."""
+        self._parameter_bytes = max(self._team.gather(self._engine.parameter_bytes), default=0)
 
     def _train_segment(self, stop: StopRequest, progress: Progress) -> None:
         """Train up to the next end of an epoch or checkpoint, or until a stop is requested."""
@@ -144,41 +165,45 @@ class Trainer:
         results = self._engine.run(self._batches(step, end, stop))
         begin = time.perf_counter()
         for result in results:
+            self.position.loss_steps += 1
+            if not self._is_main or self._divergence is not None:
+                continue  # other ranks do not know all losses; after a loss that is not finite none is of interest
             loss = statistics.fmean(result.losses)
             now = time.perf_counter()
             if result.step > max(step, self._config.traced_steps):  # neither metered nor with a loader's start
                 self._step_seconds.append(now - begin)
             begin = now
-            if not math.isfinite(loss):
-                results.close()  # drains the pipeline
-                self._stop_diverged(result, loss)
-            self._after_step(result, loss)
-            progress.step(loss)
+            if math.isfinite(loss):
+                self._after_step(result, loss)
+                progress.step(loss)
+            else:
+                self._divergence = result, loss
 
     def _batches(self, first: int, end: int, stop: StopRequest) -> Iterator[MiniBatch]:
         batches = self._dataset.train_batches(
             range(first, end),
             batch_size=self._config.batch_size,
-            workers=self._config.workers,
+            workers=self._config.micro_batches,
             seed=self._config.seed,
             device=self._device,
             dtype=parameter_dtype(self._config),
             channels_last=self._config.channels_last,
         )
-        for batch in batches:
-            if stop.signal is not None:
+        for step, batch in enumerate(batches, start=first):
+            if self._agreement.ends_before(step, stop.signal is not None or self._divergence is not None):
                 return
             yield batch
 
     def _after_step(self, result: StepResult, loss: float) -> None:
         self.position.loss_sum += loss
-        self.position.loss_steps += 1
         if (result.step + 1) % self._config.log_every_steps == 0:
             rate = self._config.optim.lr * self._engine.learning_rate_factor(result.step)
-            self._metrics.log(
-                result.step + 1,
-                {"epoch": result.step // self._steps_per_epoch, "train/loss": loss, "train/learning_rate": rate},
-            )
+            row = {"epoch": result.step // self._steps_per_epoch, "train/loss": loss, "train/learning_rate": rate}
+            self._log(result.step + 1, row)
+
+    def _log(self, step: int, row: Mapping[str, float]) -> None:
+        if self._metrics is not None:
+            self._metrics.log(step, row)
 
     def _end_epoch(self, progress: Progress) -> None:
         """Log the epoch's mean training loss and, where it is due, an evaluation."""
@@ -193,19 +218,29 @@ class Trainer:
                 dtype=parameter_dtype(self._config),
                 channels_last=self._config.channels_last,
             )
-            self.position.evaluation = evaluate(self._engine.model, batches, autocast(self._config, self._device.type))
+            own = islice(batches, self._team.rank, None, self._team.size)
+            score = evaluate(self._engine.model, own, autocast(self._config, self._device.type))
+            self.position.evaluation = self._team.share(sum(self._team.gather(score), start=Score())).means()
             values |= self.position.evaluation
-        self._metrics.log(self._engine.step, {"epoch": epoch - 1, **values})
+        if not self._is_main:
+            return
+        self._log(self._engine.step, {"epoch": epoch - 1, **values})
         shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         progress.line(f"epoch {epoch}/{self._config.epochs}  {shown}")
 
     def _save(self, store: CheckpointStore) -> None:
         tensors = {"engine": self._engine.state_dict(), "torch_random_state": torch.get_rng_state()}
         meta = {**self._facts, "position": asdict(self.position)}
-        store.save(self._engine.step, tensors, meta)
+        if self._is_main:
+            store.save(self._engine.step, tensors, meta)
 
-    def _stop_diverged(self, result: StepResult, loss: float) -> None:
+    def _stop_diverged(self) -> None:
+        """If a loss was not finite, save the state away from the checkpoints and raise DivergedError, on all ranks."""
+        divergence = self._team.share(self._divergence)
+        if divergence is None:
+            return
         self._save(self._diverged)
+        result, loss = divergence
         good = self._checkpoints.latest() or "missing: none was due yet"
         raise DivergedError(
             f"the loss of training step {result.step} is {loss} (workers: {result.losses}); "
@@ -215,11 +250,10 @@ class Trainer:
         )
 
     def _keep_trace(self) -> None:
-        """Take over what the trace says, if it has grown."""
+        """Take over what the trace says."""
         trace = self._engine.trace
-        if len(trace.records) == self._slots_traced:
+        if not self._is_main:
             return
-        self._slots_traced = len(trace.records)
         self._on_trace(trace)
         self.position.traced = {
             "memory/activation_peak_bytes_per_device": trace.activation_peak_bytes_per_device,
@@ -237,7 +271,7 @@ class Trainer:
         summary: dict[str, Any] = {**position.evaluation, **position.traced, "ledger/reads": position.ledger_reads}
         if math.isfinite(position.epoch_loss):
             summary["train/loss"] = position.epoch_loss
-        summary["memory/parameter_bytes_per_device"] = self._engine.parameter_bytes
+        summary["memory/parameter_bytes_per_device"] = self._parameter_bytes
         if self._step_seconds:
             seconds = statistics.median(self._step_seconds)
             summary["time/step_seconds_median"] = seconds

@@ -1,0 +1,146 @@
+"""Whole runs in several processes: they equal one process bitwise, go on anywhere, and end together."""
+
+from __future__ import annotations
+
+import csv
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from cdp_repro.cli.compose import compose_config
+from cdp_repro.launch import RankFailedError, launch
+from cdp_repro.schedule import simulate
+from cdp_repro.stages import cut_model
+from cdp_repro.training.checkpoint import CheckpointStore
+from cdp_repro.training.run import train
+from cdp_repro.training.tracking import read_metrics
+from cdp_repro.training.trainer import Interrupted, Trainer
+
+PLACEMENTS = ("replicated", "zero", "model_parallel", "pipeline")
+STEPS = 10
+
+
+def config_of(tiny, *overrides):
+    return compose_config([*tiny, "precision=fp64", "workers=2", "checkpoint_every_steps=2", *overrides])
+
+
+def train_run(config, run_dir, resume=False, stop_at=None, hurt=None):
+    """Train; at step `stop_at` rank 0 is interrupted, or rank `hurt[0]` sends itself the signal `hurt[1]`."""
+    honest = Trainer._batches
+
+    def batches(self, first, end, stop):
+        for step, batch in enumerate(honest(self, first, end, stop), start=first):
+            if step == stop_at and hurt is None and self._is_main:
+                os.kill(os.getpid(), signal.SIGINT)
+            if step == stop_at and hurt is not None and self._team.rank == hurt[0]:
+                os.kill(os.getpid(), hurt[1])
+                time.sleep(5)
+            yield batch
+
+    Trainer._batches = batches
+    try:
+        return train(config, run_dir, ["test"], resume)
+    except Interrupted as interrupted:
+        return str(interrupted)
+    finally:
+        Trainer._batches = honest
+
+
+def run(config, run_dir, tmp_path, **settings):
+    return run_ranks(train_run, config.ranks, config, run_dir, *settings.values(), folder=tmp_path, joins=True)[0]
+
+
+def outcome(run_dir):
+    checkpoint = CheckpointStore(run_dir / "checkpoints").load()
+    rows = [{k: v for k, v in row.items() if k != "time"} for row in read_metrics(run_dir / "metrics.jsonl")]
+    return checkpoint, rows
+
+
+def tensors(value, path=""):
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    return {name: tensor for key, part in parts for name, tensor in tensors(part, f"{path}/{key}").items()}
+
+
+def same_outcome(mine, theirs):
+    (mine, my_rows), (theirs, their_rows) = outcome(mine), outcome(theirs)
+    assert mine.step == theirs.step == STEPS
+    a, b = tensors(mine.tensors["engine"]), tensors(theirs.tensors["engine"])
+    assert a.keys() == b.keys()
+    assert not [name for name in a if not torch.equal(a[name], b[name])]
+    for row, other in zip(my_rows, their_rows, strict=True):
+        assert row.keys() == other.keys()
+        assert {k: v for k, v in row.items() if k != "eval/loss"} == {
+            k: v for k, v in other.items() if k != "eval/loss"
+        }
+        assert row.get("eval/loss", 0) == pytest.approx(other.get("eval/loss", 0), rel=1e-12)  # summed in parts
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same run on one device, by mode."""
+    tiny = pytest.importorskip("conftest").TINY
+    folder = tmp_path_factory.mktemp("alone")
+    for mode in ("dp", "cdp_v1", "cdp_v2"):
+        train(config_of(tiny, f"mode={mode}"), folder / mode, ["test"])
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_run_on_any_placement_is_that_on_one_device(tmp_path, tiny, alone, placement, mode):
+    config = config_of(tiny, f"mode={mode}", f"placement={placement}")
+    summary = run(config, tmp_path / "run", tmp_path)
+    same_outcome(tmp_path / "run", alone / mode)
+    assert (summary["status"], summary["placement"], summary["ranks"]) == ("finished", placement, config.ranks)
+    with (tmp_path / "run" / "comms.csv").open() as file:
+        rows = [tuple(row.values()) for row in csv.DictReader(file)]
+    simulated = simulate(config.schedule(), cut_model(config).costs, 2).messages
+    expected = [(m.slot, m.source, m.destination, m.kind, m.stage, m.bytes) for m in simulated]
+    end = max(m.slot for m in simulated)
+    assert [row for row in rows if int(row[0]) <= end] == [tuple(map(str, row)) for row in expected]
+    assert all((tmp_path / "run" / "logs" / f"rank{rank}.log").exists() for rank in range(config.ranks))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("replicated", "pipeline"), ("pipeline", "zero"), ("zero", "model_parallel"),
+                          ("model_parallel", "single_device"), ("single_device", "replicated")],
+)  # fmt: skip
+@pytest.mark.parametrize("mode", ["cdp_v1", "cdp_v2"])
+def test_an_interrupted_run_goes_on_bitwise_on_another_placement(tmp_path, tiny, alone, mode, first, second):
+    config = config_of(tiny, f"mode={mode}", f"placement={first}", "checkpoint_every_steps=100")
+    message = run(config, tmp_path / "run", tmp_path, resume=False, stop_at=1)
+    assert "stopped by signal 2" in message
+    config.placement.name = second
+    run(config, tmp_path / "run", tmp_path, resume=True)
+    same_outcome(tmp_path / "run", alone / mode)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_killed_rank_ends_all_and_the_run_goes_on_bitwise(tmp_path, tiny, alone, placement):
+    config = config_of(tiny, "mode=cdp_v2", f"placement={placement}")
+    step, rank = random.randrange(3, STEPS), random.randrange(config.ranks)
+    begin = time.monotonic()
+    with pytest.raises(RankFailedError, match=rf"rank {rank} was killed by SIGKILL"):
+        launch(train_run, (config, tmp_path / "run", False, step, (rank, signal.SIGKILL)), config.ranks)
+    assert time.monotonic() - begin < 60, "the start of the processes included"
+    run(config, tmp_path / "run", tmp_path, resume=True)
+    same_outcome(tmp_path / "run", alone / "cdp_v2")
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path, tiny, placement):
+    config = config_of(tiny, "mode=cdp_v2", f"placement={placement}", "timeout_seconds=4")
+    hurt = random.randrange(config.ranks)
+    with pytest.raises(RankFailedError) as failure:
+        launch(train_run, (config, tmp_path / "run", False, 4, (hurt, signal.SIGSTOP)), config.ranks, 2.0)
+    text = str(failure.value)
+    assert "where the ranks stand" in text
+    assert all(f"rank {rank} began slot " in text for rank in range(config.ranks))
+    assert failure.value.rank != hurt
