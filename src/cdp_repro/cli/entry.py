@@ -16,6 +16,11 @@ def plan() -> int:
     return _run("cdp_repro.cli.plan")
 
 
+def verify() -> int:
+    """Run `cdp-verify`."""
+    return _run("cdp_repro.cli.verify")
+
+
 def _run(module: str) -> int:
     try:
         return int(import_module(module).main())

@@ -120,7 +120,7 @@ class _State:
         return self._alive(slot, self.placement.reads_from(action.micro_batch, action.stage), action)
 
     def _alive(self, slot: int, rank: int, action: Action) -> str | None:
-        alive = self._made_in_slot[rank, action.stage]
+        alive = self._made_in_slot.get((rank, action.stage), {})
         if action.version not in alive:
             return (
                 f"version {action.version} of stage {action.stage} is not alive; alive are {sorted(alive)} "

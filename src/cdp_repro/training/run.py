@@ -61,7 +61,7 @@ def train(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool
         finished, checkpoint = team.share((_finished(directory), checkpoint))
         if finished is not None:
             return finished
-        dataset = _dataset(config)
+        dataset = load_data(config)
         cut = cut_model(config, checkpoint.meta.get("blocks_per_stage") if checkpoint else None)
         settings = {**config.to_dict(), "run_dir": None}
         refuse_differing({"code": code_hash(), "config": _digest(settings), "data": _digest(dataset.fingerprint())})
@@ -97,7 +97,7 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _dataset(config: RunConfig) -> Dataset:
+def load_data(config: RunConfig) -> Dataset:
     """Load the data and check that it is what the configuration says."""
     wanted = config.dataset
     dataset = load_dataset(
@@ -129,6 +129,35 @@ def _dataset(config: RunConfig) -> Dataset:
     return dataset
 
 
+def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | Baseline:
+    """Return the engine, or the library's in its place, that trains a model cut into stages; all ranks must call it.
+
+    `train_size` is the number of training images, of which the learning rate's schedule depends.
+    """
+    device = config.torch_device
+    epoch = steps_per_epoch(train_size, config.batch_size)
+    model = cut.stages, loss_fn, optimizer_factory(config.optim)
+    common: dict[str, Any] = {
+        "workers": config.workers,
+        "device": device,
+        "seed": config.seed,
+        "learning_rate_factor": learning_rate_factor(config.optim, epoch, config.epochs),
+        "autocast": autocast(config, device.type),
+    }
+    if config.baseline is not None:
+        return BASELINES[config.baseline](*model, **common)
+    return Engine(
+        *model,
+        config.mode.rule,
+        config.placement.name,
+        replicas=config.replicas,
+        pipeline_schedule=config.pipeline_schedule,
+        slot_order=config.slot_order,
+        traced_steps=config.traced_steps,
+        **common,
+    )
+
+
 @dataclass(frozen=True)
 class _Files:
     """What rank 0 writes while it trains."""
@@ -156,34 +185,9 @@ class _Run:
         self._directory = directory
         self._files = files
         self._command = command
-        self._engine = self._build_engine()
+        self._engine = build_engine(config, cut, dataset.train_size)
         self._trainer = self._build_trainer()
         self._trace: Trace | None = None
-
-    def _build_engine(self) -> Engine | Baseline:
-        config = self._config
-        device = config.torch_device
-        epoch = steps_per_epoch(self._dataset.train_size, config.batch_size)
-        model = self._cut.stages, loss_fn, optimizer_factory(config.optim)
-        common: dict[str, Any] = {
-            "workers": config.workers,
-            "device": device,
-            "seed": config.seed,
-            "learning_rate_factor": learning_rate_factor(config.optim, epoch, config.epochs),
-            "autocast": autocast(config, device.type),
-        }
-        if config.baseline is not None:
-            return BASELINES[config.baseline](*model, **common)
-        return Engine(
-            *model,
-            config.mode.rule,
-            config.placement.name,
-            replicas=config.replicas,
-            pipeline_schedule=config.pipeline_schedule,
-            slot_order=config.slot_order,
-            traced_steps=config.traced_steps,
-            **common,
-        )
 
     def _build_trainer(self) -> Trainer:
         facts = {

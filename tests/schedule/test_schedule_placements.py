@@ -1,0 +1,231 @@
+"""What the passes derive for each placement: the closed forms of design.md, section 4, and the relay of section 3."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cdp_repro.schedule import PLACEMENTS, Op, Payload, Schedule, ScheduleError, Slot, StageCosts, simulate
+from cdp_repro.schedule.actions import send
+from cdp_repro.schedule.validation import validated
+
+DISTRIBUTED = [name for name in PLACEMENTS if name != "single_device"]
+CYCLIC = ("cdp_v1", "cdp_v2")
+STEPS = 8
+sizes = st.integers(2, 6)
+
+
+def steady(schedule, costs=None, steps=STEPS):
+    """One training step of the trace in the middle of a long run: 2S slots of the cyclic timeline."""
+    costs = costs or StageCosts.equal(schedule.stages, 1, 1)
+    trace = simulate(schedule, costs, steps)
+    length = 2 * schedule.stages
+    begin = 4 * length
+    slots = range(begin, begin + length)
+    return (
+        [record for record in trace.records if record.slot in slots],
+        [message for message in trace.messages if message.slot in slots],
+    )
+
+
+def sent_per_rank(messages, kinds=tuple(Payload)):
+    counts = Counter()
+    for message in messages:
+        if message.kind in kinds:
+            counts[message.source] += message.bytes
+    return counts
+
+
+@pytest.mark.parametrize("mode", ["dp", *CYCLIC])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
+def test_the_number_of_devices(mode, n):
+    ranks = {name: Schedule.build(mode, n, placement=name).ranks for name in PLACEMENTS}
+    stages = n * n if mode == "dp" else n * (n + 1) // 2
+    assert ranks == {"single_device": 1, "replicated": n, "zero": n, "pipeline": n, "model_parallel": stages}
+
+
+@given(n=sizes, mode=st.sampled_from(CYCLIC))
+@settings(max_examples=12, deadline=None)
+def test_replicated_sends_at_most_twice_the_parameters_and_a_ring_s_volume_on_average(n, mode):
+    schedule = Schedule.build(mode, n, placement="replicated")
+    records, messages = steady(schedule)
+    total = sent_per_rank(messages)
+    p = n  # n stages of one byte
+    assert max(total.values()) <= 2 * p
+    assert sum(total.values()) == 2 * p * (n - 1)  # over n ranks: 2P(N-1)/N each, a ring all-reduce's volume
+    for kind in (Payload.GRADIENTS, Payload.TOTAL):
+        for end in ("source", "destination"):
+            per_slot = Counter((m.slot, getattr(m, end)) for m in messages if m.kind is kind)
+            assert max(per_slot.values()) == 1, f"more than one {kind} in a slot at a rank"
+    assert max(max(record.versions) for record in records) == 1, "one version at a time"
+
+
+@given(n=sizes, mode=st.sampled_from(CYCLIC))
+@settings(max_examples=12, deadline=None)
+def test_zero_sends_three_times_the_parameters_but_for_what_a_rank_has_itself(n, mode):
+    _, messages = steady(Schedule.build(mode, n, placement="zero"))
+    p = n
+    assert sum(sent_per_rank(messages).values()) == 3 * p * (n - 1)  # 3P each, less one N-th that stays on its rank
+    for end in ("source", "destination"):
+        lent = Counter((m.slot, getattr(m, end)) for m in messages if m.kind is Payload.PARAMETERS)
+        assert max(lent.values()) == 1, "one stage in and one out in a slot"
+
+
+@given(n=sizes, mode=st.sampled_from(CYCLIC))
+@settings(max_examples=12, deadline=None)
+def test_a_pipeline_device_holds_n_minus_j_stages_and_moves_micro_batches_only(n, mode):
+    schedule = Schedule.build(mode, n, placement="pipeline")
+    records, messages = steady(schedule, StageCosts.equal(n, 5, 1))
+    for j in range(n):
+        assert max(record.activation_bytes for record in records if record.rank == j) == (n - j) * 5
+        computes = [a for record in records if record.rank == j for a in record.actions if a.op.is_compute]
+        assert len(computes) == 2 * n, "every slot is used: no bubble"
+    assert {message.kind for message in messages} == {Payload.ACTIVATIONS, Payload.INPUT_GRADIENTS}
+    assert len(messages) == 2 * n * (n - 1)
+
+
+@given(n=sizes, mode=st.sampled_from(CYCLIC))
+@settings(max_examples=12, deadline=None)
+def test_a_model_parallel_device_holds_one_micro_batch(n, mode):
+    records, _ = steady(Schedule.build(mode, n, placement="model_parallel"))
+    assert {record.activation_bytes for record in records} <= {0, 1}
+
+
+@pytest.mark.parametrize("placement", DISTRIBUTED)
+@pytest.mark.parametrize("mode", CYCLIC)
+def test_the_longest_chain_of_messages_does_not_grow_with_n(placement, mode):
+    chains = [
+        simulate(Schedule.build(mode, n, placement=placement), StageCosts.equal(n), 5).max_chain_per_slot
+        for n in (3, 4, 5, 8, 12)
+    ]
+    assert set(chains) == {2 if (placement, mode) == ("zero", "cdp_v2") else 1}
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_with_data_parallelism_it_grows(n):
+    schedule = Schedule.build("dp", n, placement="replicated")
+    assert simulate(schedule, StageCosts.equal(n), 3).max_chain_per_slot == 2 * (n - 1)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("mode", CYCLIC)
+def test_the_total_is_relayed_in_the_order_of_need(n, mode):
+    """design.md, section 3: with cdp_v2 N-1-j, N-j, ..., N-2, then 0, 1, ...; with cdp_v1 0, 1, ..., N-2."""
+    schedule = Schedule.build(mode, n, placement="replicated")
+    trace = simulate(schedule, StageCosts.equal(n), 6)
+    for j in range(n):
+        hops = [m for m in trace.messages if m.kind is Payload.TOTAL and m.stage == j and m.version == 3]
+        fresh = range(n - 1 - j, n - 1) if mode == "cdp_v2" else range(0)
+        stale = [rank for rank in range(n - 1) if rank not in fresh]
+        assert [m.destination for m in hops] == [*fresh, *stale]
+        assert [m.source for m in hops] == [n - 1, *(m.destination for m in hops[:-1])]
+        step = 2
+        complete = 2 * n * step + 4 * n - 3 - j
+        need = {i: 2 * n * (step + (1 if i in fresh else 2)) + 2 * i + j for i in range(n - 1)}
+        assert [m.slot for m in hops] == [need[m.destination] - 1 for m in hops]
+        if fresh:
+            assert hops[0].slot == complete, "worker N-1-j needs it in the very next slot"
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "gpipe"])
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_schedules_with_a_flush(n, schedule):
+    built = Schedule.build("dp", n, placement="pipeline", pipeline_schedule=schedule)
+    trace = simulate(built, StageCosts.equal(n, 1, 1), 3)
+    assert len({record.slot for record in trace.records}) == 3 * 2 * (2 * n - 1), "2(N+S-1) slots a step"
+    for j in range(n):
+        held = max(record.activation_bytes for record in trace.records if record.rank == j)
+        assert held == (n if schedule == "gpipe" else n - j)
+
+
+@given(
+    n=st.integers(1, 4), c=st.integers(1, 2), r=st.integers(1, 2), mode=st.sampled_from(["dp", *CYCLIC, "matrix"]),
+    placement=st.sampled_from(DISTRIBUTED), order=st.sampled_from(["paper", "backward_first"]),
+    parts=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_every_program_is_valid_over_drains_and_every_action_has_one_rank(n, c, r, mode, placement, order, parts):
+    rule = [[1 + (2 * i + j) % 3 for j in range(c * n)] for i in range(n)] if mode == "matrix" else mode
+    schedule = Schedule.build(rule, n, c * n, placement, order, replicas=r)
+    step, slot, computes = 0, 0, []
+    for part in parts:
+        for current in schedule.slots(range(step, step + part), slot):
+            slot = current.number + 1
+            computes += [(a.op, a.stage, a.micro_batch) for a in current.actions if a.op.is_compute]
+            ranks = [current.program_of(rank) for rank in range(schedule.ranks)]
+            assert Counter(a for program in ranks for a in program) == Counter(current.actions)
+        step += part
+    assert sorted(computes) == sorted(
+        (op, j, m) for op in (Op.FORWARD, Op.BACKWARD) for j in range(c * n) for m in range(step * n * r)
+    )
+
+
+# --- every way to corrupt the communication of a valid program is caught
+
+
+def slots_of(placement, mode="cdp_v2"):
+    schedule = Schedule.build(mode, 3, placement=placement)
+    return schedule, [[slot.number, list(slot.actions)] for slot in schedule.slots(range(4))]
+
+
+def refused(schedule, slots):
+    with pytest.raises(ScheduleError) as refusal:
+        list(validated([Slot(number, tuple(actions)) for number, actions in slots], schedule.placement))
+    return str(refusal.value)
+
+
+def places_of(slots, keep):
+    return [(k, p) for k, (_, actions) in enumerate(slots) for p, action in enumerate(actions) if keep(action)]
+
+
+@given(
+    placement=st.sampled_from(DISTRIBUTED), which=st.integers(0, 10**6), mode=st.sampled_from(["dp", *CYCLIC]),
+    op=st.sampled_from([Op.SEND, Op.RECEIVE, Op.ADD]),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_a_missing_action_is_caught(placement, which, mode, op):
+    schedule, slots = slots_of(placement, mode)
+    places = places_of(slots, lambda a: a.op is op and a.payload is not Payload.BUFFERS)
+    if places:
+        slot, place = places[which % len(places)]
+        del slots[slot][1][place]
+        refused(schedule, slots)
+
+
+@given(
+    placement=st.sampled_from(DISTRIBUTED), which=st.integers(0, 10**6), mode=st.sampled_from(["dp", *CYCLIC]),
+    shift=st.sampled_from([1, 2]),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_an_action_on_another_rank_is_caught(placement, which, mode, shift):
+    schedule, slots = slots_of(placement, mode)
+    places = places_of(slots, lambda a: True)
+    slot, place = places[which % len(places)]
+    action = slots[slot][1][place]
+    slots[slot][1][place] = action.at_rank((action.rank + shift) % schedule.ranks)
+    refused(schedule, slots)
+
+
+@pytest.mark.parametrize("placement", DISTRIBUTED)
+def test_a_receive_before_its_send_is_caught(placement):
+    schedule, slots = slots_of(placement)
+    ((slot, place), *_) = places_of(slots, lambda a: a.op is Op.SEND)
+    actions = slots[slot][1]
+    actions[place], actions[place + 1] = actions[place + 1], actions[place]
+    assert "must be received first" in refused(schedule, slots)
+
+
+def test_gradients_out_of_order_are_caught():
+    schedule, slots = slots_of("zero")
+    ((a, i), (b, j), *_) = places_of(slots, lambda x: x.op is Op.ADD and x.stage == 0)
+    slots[a][1][i], slots[b][1][j] = slots[b][1][j], slots[a][1][i]
+    refused(schedule, slots)
+
+
+def test_a_message_that_nobody_needs_is_caught():
+    schedule, slots = slots_of("pipeline")
+    slots[-1][1] += send(Payload.INPUT_GRADIENTS, 1, 1, 0, micro_batch=11)
+    assert "unused" in refused(schedule, slots)
