@@ -1,6 +1,6 @@
-"""Measure engine overhead and executed activation peaks; write results/bench/*.json.
+"""Measure engine overhead, executed activation peaks and placements against torch's own; write results/bench/*.json.
 
-Usage: python scripts/bench.py [overhead] [memory]      (default: both)
+Usage: python scripts/bench.py [overhead] [memory] [placements]      (default: all)
 
 Times are taken side by side, in alternating rounds of one process, and reported as ratios with their spread. Bytes
 are exact and need one run.
@@ -9,6 +9,7 @@ are exact and need one run.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -16,10 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from cdp_repro import Engine
+from cdp_repro.baselines import BASELINES, Baseline
 from cdp_repro.config import DatasetConfig, ModelConfig, RunConfig
+from cdp_repro.launch import launch
+from cdp_repro.process_group import process_group
 from cdp_repro.stages import cut_model, sample
 from cdp_repro.training.run import versions
 
@@ -30,7 +35,7 @@ STEPS_PER_ROUND = 1
 
 
 def main(names: list[str]) -> None:
-    benches = {"overhead": overhead, "memory": memory}
+    benches = {"overhead": overhead, "memory": memory, "placements": placements}
     for name in names or benches:
         result = {"command": f"python scripts/bench.py {name}", **versions(), **benches[name]()}
         RESULTS.mkdir(parents=True, exist_ok=True)
@@ -198,6 +203,68 @@ def _evidence(result: dict[str, str]) -> str:
         f"`{result['command']}`, {result['hardware']}, torch {result['version/torch']}, "
         f"Python {result['version/python']}, commit {result['version/git_commit'][:12]}"
     )
+
+
+# --- placements ---------------------------------------------------------------------------------------------------
+
+PEERS = {"pipeline": ("torch_1f1b", "torch_gpipe"), "replicated": ("ddp",), "zero": ("fsdp2",)}
+PEER_ROUNDS = 5
+PEER_STEPS = 6
+
+
+def placements() -> dict[str, object]:
+    """Throughput of cdp_v2 over torch's own data parallelism, each on 2 processes with one thread."""
+    workers, micro_batch = 2, 16
+    config = _config("resnet18", 32, workers, workers * micro_batch, "time")
+    blocks = [len(names) for names in cut_model(config).block_names]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    ratios: dict[str, dict[str, float]] = {}
+    for placement, peers in PEERS.items():
+        seconds = launch(_alternating_rounds, (config, blocks, placement, peers), workers)
+        for peer in peers:
+            ratios[f"{placement} / {peer}"] = _spread(
+                [theirs / own for own, theirs in zip(seconds["cdp_v2"], seconds[peer], strict=True)]
+            )
+            print(placement, peer, ratios[f"{placement} / {peer}"], flush=True)
+    return {
+        "config": f"resnet18, 32 px, N = S = {workers}, micro-batch {micro_batch}, fp32, gloo on loopback, "
+        f"one thread a process, stages cut by measured time into {blocks} blocks",
+        "rounds": PEER_ROUNDS,
+        "steps_per_round": PEER_STEPS + 1,
+        "throughput_ratios": ratios,
+    }
+
+
+def _alternating_rounds(
+    config: RunConfig, blocks: list[int], placement: str, peers: tuple[str, ...]
+) -> dict[str, list[float]]:
+    """Train all contenders in turns, a few steps each, in the same ranks; return the seconds of each round."""
+    with process_group(torch.device("cpu"), config.workers, 600):
+        torch.manual_seed(0)
+        size = config.batch_size
+        batch = torch.randn(size, *config.input_shape), torch.randint(0, 10, (size,))
+
+        def stages() -> list[torch.nn.Module]:
+            return list(cut_model(config, blocks).stages)
+
+        contenders: dict[str, Engine | Baseline] = {
+            "cdp_v2": Engine(stages(), F.cross_entropy, _sgd, "cdp_v2", placement),
+            **{peer: BASELINES[peer](stages(), F.cross_entropy, _sgd, workers=config.workers) for peer in peers},
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        for number in range(PEER_ROUNDS + 1):
+            for name in list(contenders) if number % 2 == 0 else list(contenders)[::-1]:
+                seconds[name].append(_steady_step_seconds(contenders[name], batch))
+        return {name: samples[1:] for name, samples in seconds.items()}
+
+
+def _steady_step_seconds(engine: Engine | Baseline, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """Return the mean seconds of a training step in the middle of a run: between its fill and its drain."""
+    dist.barrier()
+    times = []
+    for _ in engine.run([batch] * (PEER_STEPS + 4)):
+        times.append(time.perf_counter())
+    return (times[-2] - times[1]) / (len(times) - 3)
 
 
 if __name__ == "__main__":

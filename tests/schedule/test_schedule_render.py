@@ -115,6 +115,21 @@ def test_perfetto_has_one_complete_event_an_action(simulated):
     for event, (number, action) in zip(events, actions, strict=True):
         assert event["dur"] >= 0 and event["ts"] == number * 1e6
         worker = None if action.micro_batch is None else action.micro_batch % schedule.workers
-        assert named[event["pid"], event["tid"]] == ("updates, frees" if worker is None else f"worker {worker}")
-    counters = {event["ts"]: event["args"]["bytes"] for event in loaded["traceEvents"] if event["ph"] == "C"}
+        assert named[event["pid"], event["tid"]] == ("state, messages" if worker is None else f"worker {worker}")
+    named_bytes = [event for event in loaded["traceEvents"] if event["name"] == "live activation bytes"]
+    counters = {event["ts"]: event["args"]["bytes"] for event in named_bytes}
     assert counters == {slot * 1e6: live for slot, live in trace.activation_bytes_per_slot.items()}
+
+
+def test_arrows_lead_from_each_send_to_what_waits_for_it():
+    trace = simulate(Schedule.build("cdp_v2", 3, placement="replicated"), StageCosts.equal(3), 3)
+    events = perfetto(trace)["traceEvents"]
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert len(starts) == len(trace.messages), "every message is waited for"
+    pairs = sorted((starts[number]["pid"], ends[number]["pid"]) for number in starts)
+    assert pairs == sorted((message.source, message.destination) for message in trace.messages)
+    assert {event["args"]["bytes"] for event in starts.values()} == {1}
+    newest = [event for event in events if event["ph"] == "C" and event["name"] == "newest version"]
+    assert {max(event["args"].values()) for event in newest} == {1, 2, 3}

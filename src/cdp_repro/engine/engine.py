@@ -111,7 +111,7 @@ class Engine:
         self._undrained: str | None = None
         self.step = 0
         self._positions = Positions(self.team)
-        self._tracer = Tracer(self.schedule, self.team.rank, self._device, traced_steps)
+        self._tracer = Tracer(self.schedule, self.team, self._device, traced_steps)
 
     @property
     def rank(self) -> int:

@@ -172,7 +172,10 @@ class Executor:
     def _add(self, action: Action) -> Action:
         micro_batch, stage = _compute_of(action)
         own = self._for_owner.pop((micro_batch, stage), None)
-        self._states[stage].add_gradients(self._taken(action) if own is None else own)
+        if own is None:
+            self._states[stage].add_gradients(self._taken(action), are_ours=True)
+        else:
+            self._states[stage].add_gradients(own)
         self._close_sum(action)
         return action
 
@@ -184,8 +187,7 @@ class Executor:
     def _update(self, action: Action) -> Action:
         version, state = _version_of(action), self._states[action.stage]
         self._receive_total(action)
-        is_shared = len(self._schedule.placement.holders(action.stage)) > 1
-        state.update(self._settings.learning_rate_factor(version - 1), keep_total=is_shared)
+        state.update(self._settings.learning_rate_factor(version - 1), keep_total=action.payload is Payload.TOTAL)
         if all(other.current >= version for other in self._states.values()):
             self._feed.release(version - 1)
             self._finished.append(StepResult(version - 1, self._losses.of(version - 1)))

@@ -51,19 +51,22 @@ class StageState:
         """Forget a version; its tensors die with the last graph that uses them."""
         del self._versions[number]
 
-    def add_gradients(self, gradients: Gradients) -> None:
-        """Add one worker's gradients to the sum of this training step, in the order of the calls.
+    def add_gradients(self, gradients: Gradients, are_ours: bool = False) -> None:
+        """Add one worker's gradients, or the sum of earlier ones, to the sum of this training step.
 
-        Autograd may hand out views or shared tensors, so only sums that were made here are added to in place.
+        Autograd may hand out views or shared tensors, so only tensors that were made here, or came in a message
+        (`are_ours`), are added to in place. Which of two is added to which changes no bit.
         """
         for name, gradient in gradients.items():
-            if name not in self._gradient_sum:
+            present = self._gradient_sum.get(name)
+            if present is None:
                 self._gradient_sum[name] = gradient
-            elif name not in self._own_sums:
-                self._gradient_sum[name] = self._gradient_sum[name] + gradient
-                self._own_sums.add(name)
+            elif name in self._own_sums:
+                present.add_(gradient)
             else:
-                self._gradient_sum[name].add_(gradient)
+                self._gradient_sum[name] = gradient.add_(present) if are_ours else present + gradient
+            if are_ours or present is not None:
+                self._own_sums.add(name)
 
     def take_sum(self) -> Gradients:
         """Return the sum of this training step so far, and start a new one."""

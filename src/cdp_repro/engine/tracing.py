@@ -8,19 +8,20 @@ from collections.abc import Sequence
 import torch
 
 from cdp_repro.engine.memory import ActivationMeter
+from cdp_repro.engine.team import Team
 from cdp_repro.schedule import Action, Message, Schedule, Slot, SlotRecord, TraceRecorder
 
 
 class Tracer:
     """Records every action of the first `steps` training steps, with live bytes and versions."""
 
-    def __init__(self, schedule: Schedule, rank: int, device: torch.device, steps: int) -> None:
+    def __init__(self, schedule: Schedule, team: Team, device: torch.device, steps: int) -> None:
         self._schedule = schedule
         self._device = device
         self._end_step = steps
-        self._recorder = TraceRecorder(rank, schedule.stages)
+        self._recorder = TraceRecorder(team.rank, schedule.stages)
         self._meter = ActivationMeter()
-        self._origin = time.perf_counter()
+        self._origin = team.share(time.perf_counter()) - team.clock_offset() if steps > 0 else 0.0
         self.active = steps > 0
 
     @property
@@ -40,7 +41,7 @@ class Tracer:
                 self.stop()
 
     def now(self) -> float:
-        """Return seconds since the trace began; while tracing is active the device is waited for."""
+        """Return seconds since the trace began, on the clock of rank 0; while tracing the device is waited for."""
         if self.active and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - self._origin

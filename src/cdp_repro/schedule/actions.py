@@ -71,8 +71,8 @@ class Action:
     | `F2.m5@v1` | forward of stage 2 on micro-batch 5 with parameter version 1 |
     | `B2.m5@v1` | backward of the same, with the same version |
     | `U2@v3` | the update that makes version 3 of stage 2, from version 2 and the gradients of step 2 |
+    | `U2@v3:total` | the same, but the sum of the gradients stays for another rank, until `X2@v3:total` frees it |
     | `X2@v1` | free version 1 of stage 2: nothing reads it any more |
-    | `X2@v3:total` | free the gradient sum that version 3 was made from: no other rank asks for it any more |
     | `S2.m5:activations>3` | send the output of stage 2 on micro-batch 5 to rank 3 |
     | `R2.m5:activations<0` | get ready to receive it from rank 0; whoever needs it waits for it |
     | `A2.m5` | add the gradients of micro-batch 5, or the sum up to it that was received, to the sum of stage 2 |
@@ -100,8 +100,8 @@ class Action:
     def _fault(self) -> str | None:
         if self.op.is_message != (self.peer is not None) or (self.op.is_message and self.payload is None):
             return f"names payload={self.payload} and peer={self.peer}; messages, and no other action, name both"
-        if self.payload is not None and not (self.op.is_message or self._is_free_of_total):
-            return f"names the payload {self.payload}: only messages do, and the freeing of a total"
+        if self.payload is not None and not (self.op.is_message or self._concerns_total):
+            return f"names the payload {self.payload}: only messages do, and who keeps or frees a total"
         batched, versioned = self.op.is_compute or self.op is Op.ADD, self.op in (Op.UPDATE, Op.FREE)
         if self.op.is_message and self.payload is not None:
             batched, versioned = _NAMED_BY[self.payload]
@@ -112,8 +112,8 @@ class Action:
         return f"names version={self.version}: it names {'one' if versioned else 'none'}"
 
     @property
-    def _is_free_of_total(self) -> bool:
-        return self.op is Op.FREE and self.payload is Payload.TOTAL
+    def _concerns_total(self) -> bool:
+        return self.op in (Op.UPDATE, Op.FREE) and self.payload is Payload.TOTAL
 
     def __str__(self) -> str:
         micro_batch = "" if self.micro_batch is None else f".m{self.micro_batch}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any
 
-from cdp_repro.schedule.actions import Action, Op, Slot
-from cdp_repro.schedule.trace import Trace
+from cdp_repro.schedule.actions import Action, MessageKey, Op, Slot, consumed
+from cdp_repro.schedule.trace import SlotRecord, Trace
 
 
 def text_grid(slots: Iterable[Slot], workers: int, width: int | None = None) -> str:
@@ -80,9 +81,10 @@ def write_memory_csv(trace: Trace, parameter_bytes: Sequence[int], file: IO[str]
 def perfetto(trace: Trace) -> dict[str, Any]:
     """Return the trace in Chrome's trace-event format (open it in ui.perfetto.dev or chrome://tracing).
 
-    A process is a rank, a thread a worker; counters show live activation bytes. Times are microseconds.
+    A process is a rank, a thread a worker; arrows lead from each message's SEND to what waited for it; counters show
+    live activation bytes, live versions and the newest version of each stage. Times are microseconds.
     """
-    return {"displayTimeUnit": "ms", "traceEvents": [*_names(trace), *_events(trace)]}
+    return {"displayTimeUnit": "ms", "traceEvents": [*_names(trace), *_events(trace), *_flows(trace)]}
 
 
 def write_perfetto(trace: Trace, file: IO[str]) -> None:
@@ -95,30 +97,75 @@ def _names(trace: Trace) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         for worker in range(trace.workers):
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": worker, "args": {"name": f"worker {worker}"}}
-        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": trace.workers, "args": {"name": "updates, frees"}}
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": trace.workers, "args": {"name": "state, messages"}}
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
+    newest: dict[tuple[int, int], int] = {}
     for record in trace.records:
         for action, (start, end) in zip(record.actions, record.spans, strict=True):
-            _, worker = _step_and_worker(action, trace.workers)
             yield {
                 "ph": "X",
                 "name": str(action),
                 "cat": action.op.name.lower(),
                 "pid": record.rank,
-                "tid": trace.workers if worker is None else worker,
+                "tid": _thread(action, trace.workers),
                 "ts": start * 1e6,
                 "dur": (end - start) * 1e6,
                 "args": {"slot": record.slot},
             }
-        yield {
-            "ph": "C",
-            "name": "live activation bytes",
-            "pid": record.rank,
-            "ts": record.spans[0][0] * 1e6,
-            "args": {"bytes": record.activation_bytes},
-        }
+            if action.op is Op.UPDATE and action.version is not None:
+                newest[record.rank, action.stage] = action.version
+                own = {f"stage {stage}": version for (rank, stage), version in newest.items() if rank == record.rank}
+                yield _counter("newest version", record.rank, end, own)
+        start = record.spans[0][0]
+        yield _counter("live activation bytes", record.rank, start, {"bytes": record.activation_bytes})
+        live = {f"stage {stage}": number for stage, number in enumerate(record.versions)}
+        yield _counter("live versions", record.rank, start, live)
+
+
+def _counter(name: str, rank: int, seconds: float, values: dict[str, int]) -> dict[str, Any]:
+    return {"ph": "C", "name": name, "pid": rank, "ts": seconds * 1e6, "args": values}
+
+
+def _flows(trace: Trace) -> Iterator[dict[str, Any]]:
+    """Yield both ends of an arrow for each message that was waited for in the trace."""
+    sent: dict[tuple[int, MessageKey], deque[dict[str, Any]]] = defaultdict(deque)
+    sizes = {(m.slot, m.source, m.destination, *m.key): m.bytes for m in trace.messages}
+    for record, action, start, end in _spans(trace):
+        if action.op is not Op.SEND:
+            continue
+        assert action.peer is not None
+        size = sizes.get((record.slot, record.rank, action.peer, *action.message))
+        if size is not None:
+            end_of_arrow = _arrow_end("s", action, record.rank, trace, (start + end) / 2, 0)
+            sent[action.peer, action.message].append({**end_of_arrow, "args": {"bytes": size}})
+    number = 0
+    for record, action, start, end in _spans(trace):
+        for key in consumed(action, trace.workers):
+            if sent[record.rank, key]:
+                number += 1
+                yield {**sent[record.rank, key].popleft(), "id": number}
+                yield {**_arrow_end("f", action, record.rank, trace, (start + end) / 2, number), "bp": "e"}
+
+
+def _spans(trace: Trace) -> Iterator[tuple[SlotRecord, Action, float, float]]:
+    """Yield every action with its record, start and end."""
+    for record in trace.records:
+        for action, (start, end) in zip(record.actions, record.spans, strict=True):
+            yield record, action, start, end
+
+
+def _arrow_end(kind: str, action: Action, rank: int, trace: Trace, at: float, number: int) -> dict[str, Any]:
+    thread = _thread(action, trace.workers)
+    return {"ph": kind, "name": "message", "cat": "message", "pid": rank, "tid": thread, "ts": at * 1e6, "id": number}
+
+
+def _thread(action: Action, workers: int) -> int:
+    """Return the track of an action: its worker's, or the last one for what is no compute."""
+    if action.op.is_compute and action.micro_batch is not None:
+        return action.micro_batch % workers
+    return workers
 
 
 def _step_and_worker(action: Action, workers: int) -> tuple[int | None, int | None]:

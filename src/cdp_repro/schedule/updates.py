@@ -99,10 +99,10 @@ class _Relay:
                 late.append(self._free(self.at))
             self.at, self.since = rank, slot
             self.reached.add(rank)
-        late.append(Action(Op.UPDATE, self.stage, version=self.version, rank=rank))
+        is_asked_for = rank == self.at and len(self.reached) < len(self.placement.holders(self.stage))
+        keeps = Payload.TOTAL if is_asked_for else None
+        late.append(Action(Op.UPDATE, self.stage, version=self.version, payload=keeps, rank=rank))
         self.updated.add(rank)
-        if rank != self.at or len(self.reached) == len(self.placement.holders(self.stage)):
-            late.append(self._free(rank))
         return early, late
 
     def _free(self, rank: int) -> Action:

@@ -218,7 +218,7 @@ class _State:
         if version - 1 not in alive or version in alive:
             return f"needs version {version - 1} alive and makes {version}; alive are {sorted(alive)}"
         alive[version] = slot
-        if len(self.placement.holders(stage)) == 1:
+        if action.payload is None:
             self.sums.totals.remove((rank, stage, version))
         return None
 

@@ -1,0 +1,56 @@
+"""`cdp-verify` in real processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cdp_repro import verify as module
+from cdp_repro.cli import verify as command
+from cdp_repro.verify import Comparison, Outcome
+
+SMALL = ("dataset=digits", "model=mlp", "batch_size=12", "workers=2", "--steps=4")
+
+
+@pytest.mark.parametrize("what", [("mode=cdp_v2", "placement=replicated"), ("mode=dp", "baseline=ddp")])
+def test_a_placement_and_a_baseline_agree(capsys, what):
+    assert command.main([*SMALL, *what]) == 0
+    out = capsys.readouterr().out
+    assert "in 2 processes against one device, 4 training steps, fp64" in out
+    assert out.count("0.0e+00") == 3 or "baseline" in what[1]
+    assert f"they agree {'bitwise' if 'placement' in what[1] else 'within 1e-09'}" in out
+
+
+def test_a_difference_is_told_by_stage(capsys, monkeypatch):
+    def other(function, arguments, processes):
+        right = function(module.copy.deepcopy(arguments[0]), arguments[1]) if processes == 1 else None
+        assert right is None
+        alone = module.copy.deepcopy(arguments[0])
+        alone.placement.name = "single_device"
+        outcome = function(alone, arguments[1])
+        path = next(iter(outcome.stages[1]))
+        wrong = dict(outcome.stages[1]) | {path: outcome.stages[1][path] * (1 + 1e-12)}
+        return Outcome(outcome.losses, [outcome.stages[0], wrong])
+
+    monkeypatch.setattr(module, "launch", other)
+    assert command.main([*SMALL, "placement=pipeline"]) == 1
+    out = capsys.readouterr().out
+    assert "stage 0   0.0e+00" in out
+    assert "stage 1   1.0e-12" in out
+    assert "they do NOT agree bitwise" in out
+
+
+def test_what_is_not_finite_never_agrees():
+    assert not Comparison(float("inf"), [0.0], 2, 4, 0.0).agrees
+    assert module._difference(torch.tensor([float("nan")]), torch.tensor([1.0])) == float("inf")
+
+
+@pytest.mark.parametrize("steps", ["1", "x", ""])
+def test_steps_that_make_no_sense(capsys, steps):
+    assert command.main([f"--steps={steps}"]) == 2
+    assert "--steps=8" in capsys.readouterr().err
+
+
+def test_help_teaches(capsys):
+    assert command.main(["--help"]) == 0
+    assert "usage: cdp-verify" in capsys.readouterr().out
