@@ -41,8 +41,8 @@ def folder(tmp_path_factory):
     return base
 
 
-def test_there_are_six_commands():
-    assert len(BLOCKS) == 6
+def test_there_are_eight_commands():
+    assert len(BLOCKS) == 8
 
 
 @pytest.mark.xdist_group("readme")

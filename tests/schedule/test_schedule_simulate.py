@@ -144,8 +144,17 @@ def test_messages_are_counted_and_chained_if_one_waits_for_the_other():
     assert trace(r0, add, s1).max_chain_per_slot == 2
     assert trace(r0, s1, add).max_chain_per_slot == 1, "what is sent before the wait does not depend on it"
     assert trace(r0, add, s1).max_messages_per_slot == 2
-    assert trace(r0, add, s1).bytes_sent_per_device_per_step(steps=2) == 2 * 8 / (3 * 2)
-    assert Trace(3, 1, (), (m0,)).bytes_sent_per_device_per_step(steps=2) == 0  # no rank is on record
+    assert Trace(3, 1, (), (m0,)).bytes_sent_per_device_per_step(2) == 0  # no rank is on record
+
+
+@pytest.mark.parametrize(("placement", "sent"), [("replicated", 2), ("zero", 3)])
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_bytes_sent_in_a_step_are_those_of_the_steady_state(placement, sent, n):
+    schedule = Schedule.build("cdp_v2", n, placement=placement)
+    trace = simulate(schedule, StageCosts.equal(n), 5)
+    end = 3 * 2 * n  # as a run that traces 3 of its steps
+    cut = Trace(n, n, tuple(r for r in trace.records if r.slot < end), tuple(m for m in trace.messages if m.slot < end))
+    assert cut.bytes_sent_per_device_per_step(schedule.mode.slots_per_step) == sent * (n - 1)  # P = n stages of 1 byte
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,13 @@ class Mode:
         """S."""
         return len(self.staleness[0])
 
+    @property
+    def slots_per_step(self) -> int:
+        """Slots from the start of one training step to that of the next."""
+        if self.timeline in ("simultaneous", "cyclic"):
+            return 2 * self.stages
+        return 2 * (self.workers + self.stages - 1)
+
     def version_read(self, micro_batch: int, stage: int) -> int:
         """Return the version of `stage` that the rule asks for on a micro-batch."""
         step, row = divmod(micro_batch, self.micro_batches)

@@ -111,10 +111,20 @@ class Trace:
         sizes = {(m.slot, m.source, m.destination, *m.key) for m in self.messages}
         return max((_longest_chain(by_slot[slot], self.workers, sizes) for slot in sent), default=0)
 
-    def bytes_sent_per_device_per_step(self, steps: int) -> float:
-        """Return the bytes that a rank sends in one of the `steps` traced training steps, on average."""
+    def bytes_sent_per_device_per_step(self, slots_per_step: int) -> float:
+        """Return the bytes that a rank sends, on average, in the slots of the last training step of the trace.
+
+        That is the steady state if the trace has more than two steps and no drain.
+        """
         ranks = len({record.rank for record in self.records})
-        return sum(message.bytes for message in self.messages) / (ranks * steps) if ranks else 0.0
+        computed = [
+            a.micro_batch for r in self.records for a in r.actions if a.op.is_compute and a.micro_batch is not None
+        ]
+        if not computed:
+            return 0.0
+        last = (max(computed) - min(computed)) // self.workers
+        begin = self.records[0].slot + last * slots_per_step
+        return sum(m.bytes for m in self.messages if begin <= m.slot < begin + slots_per_step) / ranks
 
     def flops_per_slot(self, costs: StageCosts) -> dict[int, int]:
         """Return the floating-point operations of each slot, summed over ranks."""

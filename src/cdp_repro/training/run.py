@@ -210,9 +210,10 @@ class _Run:
     def train(self, stop: StopRequest, checkpoint: Checkpoint | None, resume: bool) -> dict[str, Any]:
         config = self._config
         logger.info(
-            "%s on %s, %s, N = %d workers, S = %d stages, %s on %s in %d process%s",
+            "%s on %s, %s, N = %d workers, S = %d stages, %s on %s%s",
             config.model.name, self._dataset.description, config.mode.name, config.workers, config.stage_count,
-            config.baseline or config.placement.name, config.torch_device, config.ranks, "es" * (config.ranks > 1),
+            config.baseline or config.placement.name, config.torch_device,
+            f" in {config.ranks} processes" if config.ranks > 1 else "",
         )  # fmt: skip
         torch.manual_seed(config.seed)  # of what a model or loss draws on its own; the checkpoint goes on from it
         if resume:

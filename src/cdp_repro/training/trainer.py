@@ -88,6 +88,7 @@ class Trainer:
         self._facts = facts
         self._on_trace = on_trace
         self._is_main = engine.rank == 0
+        self._slots_per_step = config.schedule().mode.slots_per_step
         self._agreement = StopAgreement(engine.team, engine.max_lead)
         self._divergence: tuple[StepResult, float] | None = None
         self._steps_per_epoch = steps_per_epoch(dataset.train_size, config.batch_size)
@@ -258,9 +259,7 @@ class Trainer:
         self.position.traced = {
             "memory/activation_peak_bytes_per_device": trace.activation_peak_bytes_per_device,
             "memory/activation_peak_bytes_total": trace.activation_peak_bytes_total,
-            "comm/bytes_per_device_per_step": trace.bytes_sent_per_device_per_step(
-                min(self._engine.step, self._config.traced_steps)
-            ),
+            "comm/bytes_per_device_per_step": trace.bytes_sent_per_device_per_step(self._slots_per_step),
             "comm/max_messages_per_slot": trace.max_messages_per_slot,
             "comm/max_chain_per_slot": trace.max_chain_per_slot,
         }
