@@ -60,6 +60,7 @@ def train(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool
             checkpoint = _newest_checkpoint(directory)
         finished, checkpoint = team.share((_finished(directory), checkpoint))
         if finished is not None:
+            logger.info("%s is finished already", finished["run_dir"])
             return finished
         dataset = load_data(config)
         cut = cut_model(config, checkpoint.meta.get("blocks_per_stage") if checkpoint else None)
@@ -87,10 +88,7 @@ def _newest_checkpoint(directory: RunDirectory) -> Checkpoint | None:
 def _finished(directory: RunDirectory | None) -> dict[str, Any] | None:
     """Return the summary of a run that is finished already."""
     summary = directory.summary() if directory else {}
-    if summary.get("status") != "finished":
-        return None
-    logger.info("%s is finished already", summary["run_dir"])
-    return summary
+    return summary if summary.get("status") == "finished" else None
 
 
 def _digest(value: object) -> str:
