@@ -208,7 +208,7 @@ def _evidence(result: dict[str, str]) -> str:
 # --- placements ---------------------------------------------------------------------------------------------------
 
 PEERS = {"pipeline": ("torch_1f1b", "torch_gpipe"), "replicated": ("ddp",), "zero": ("fsdp2",)}
-PEER_ROUNDS = 5
+PEER_ROUNDS = 8
 PEER_STEPS = 6
 
 

@@ -312,6 +312,16 @@ def test_rank_0_does_not_wait_for_ever(numbered):
         join(2, 1)
 
 
+def test_a_machine_that_gives_the_others_an_address_of_no_use_learns_what_to_set(numbered, environment):
+    def fail(*_, **__):
+        raise RuntimeError("Gloo connectFullMesh failed with timed out connecting, remote=[127.0.0.1]:39809")
+
+    environment.setattr(torch.distributed, "init_process_group", fail)
+    numbered(1, 2, 1234)
+    with pytest.raises(LaunchError, match=r"set GLOO_SOCKET_IFNAME on it .* \(here there are .*lo"):
+        join(2, 1)
+
+
 def test_a_lacking_address_is_named(environment):
     environment.setenv("RANK", "0")
     environment.setenv("WORLD_SIZE", "2")
@@ -330,6 +340,12 @@ def test_too_few_gpus_are_refused_with_both_numbers(numbered, environment, gpus,
         process_group(torch.device("cuda"), 2, 1),
     ):
         pass
+
+
+def test_threads_of_the_group_end_before_python_does(tmp_path):
+    launch(workers.keep_the_group_in_a_cycle, [tmp_path], 2)
+    threads = [(tmp_path / f"threads-{rank}").read_text() for rank in range(2)]
+    assert all(threads) and not any("gloo" in names for names in threads)
 
 
 def test_a_process_alone_needs_no_group():

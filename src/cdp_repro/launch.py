@@ -87,6 +87,8 @@ def launch(function: Callable[..., Any], arguments: Sequence[Any], processes: in
     started = _variables_of_starter(os.environ)
     if started is not None:
         _check_world_size(started, processes)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            _die_with_parent()  # else a rank goes on without a torchrun that was killed
         with _environment(started):
             return function(*arguments)
     if processes == 1:
@@ -321,7 +323,7 @@ def _run_rank(number: int, function: Callable[..., Any], arguments: Sequence[Any
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when the launching one ends, however it does."""
+    """Ask the kernel to kill this process when the one that started it ends, however it does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import hashlib
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from cdp_repro.launch import LaunchError
+
+_GLOO_LACKS_PEERS = "Gloo connectFullMesh failed"
 
 
 @contextmanager
@@ -38,9 +43,12 @@ def process_group(device: torch.device, processes: int, timeout_seconds: float) 
         dist.init_process_group(
             "gloo" if gpu is None else "nccl", timeout=timedelta(seconds=timeout_seconds), device_id=gpu
         )
-    except dist.DistError as error:
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and _GLOO_LACKS_PEERS not in str(error):
+            raise
         raise LaunchError(_explanation(error, address, processes, timeout_seconds)) from error
     assert dist.get_world_size() == processes
+    _end_threads_before_python()
     failed = True
     try:
         yield
@@ -50,6 +58,16 @@ def process_group(device: torch.device, processes: int, timeout_seconds: float) 
             failed and gpu
         ):  # NCCL would wait here for ranks that wait for this one; the end of the process does it
             dist.destroy_process_group()
+
+
+def _end_threads_before_python() -> None:
+    """Have gloo's threads joined while Python still runs; they end with the last reference to the group.
+
+    Without it the group lives, in a cycle of objects of the run, until Python ends. A thread that then frees the tensor
+    of its last broadcast, late because the cores are busy, waits for a lock that is no more, and aborts the process.
+    """
+    atexit.unregister(gc.collect)
+    atexit.register(gc.collect)
 
 
 def _address() -> str:
@@ -80,6 +98,13 @@ def _own_gpu() -> torch.device:
 def _explanation(error: Exception, address: str, processes: int, timeout_seconds: float) -> str:
     if "EADDRINUSE" in str(error):
         return f"rank 0 cannot wait for the others at {address}, the port is in use: set MASTER_PORT to a free one"
+    if _GLOO_LACKS_PEERS in str(error):
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        return (
+            f"rank {os.environ['RANK']} found the store at {address}, but does not reach the other ranks: look whether "
+            "one has failed; if not, the name of a machine stands for an address that the others do not reach, such as "
+            f"127.0.1.1: set GLOO_SOCKET_IFNAME on it to the network interface that they reach (here there are {names})"
+        )
     if os.environ["RANK"] == "0":
         return (
             f"rank 0 waited {timeout_seconds:g} s at {address}, but not all of the {processes} processes came: "

@@ -29,13 +29,13 @@ def config_of(tiny, *overrides):
     return compose_config([*tiny, "precision=fp64", "workers=2", "checkpoint_every_steps=2", *overrides])
 
 
-def train_run(config, run_dir, resume=False, stop_at=None, hurt=None):
-    """Train; at step `stop_at` rank 0 is interrupted, or rank `hurt[0]` sends itself the signal `hurt[1]`."""
+def train_run(config, run_dir, resume=False, stop_at=None, hurt=None, asked=0):
+    """Train; at step `stop_at` rank `asked` is interrupted, or rank `hurt[0]` sends itself the signal `hurt[1]`."""
     honest = Trainer._batches
 
     def batches(self, first, end, stop):
         for step, batch in enumerate(honest(self, first, end, stop), start=first):
-            if step == stop_at and hurt is None and self._is_main:
+            if step == stop_at and hurt is None and self._team.rank == asked:
                 os.kill(os.getpid(), signal.SIGINT)
             if step == stop_at and hurt is not None and self._team.rank == hurt[0]:
                 os.kill(os.getpid(), hurt[1])
@@ -112,10 +112,14 @@ def test_a_run_on_any_placement_is_that_on_one_device(tmp_path, tiny, alone, pla
     ("first", "second"), [("replicated", "pipeline"), ("pipeline", "zero"), ("zero", "model_parallel"),
                           ("model_parallel", "single_device"), ("single_device", "replicated")],
 )  # fmt: skip
-@pytest.mark.parametrize("mode", ["cdp_v1", "cdp_v2"])
-def test_an_interrupted_run_goes_on_bitwise_on_another_placement(tmp_path, tiny, alone, mode, first, second):
+@pytest.mark.parametrize(("mode", "from_end"), [("cdp_v1", 0), ("cdp_v2", 1)])
+def test_a_run_interrupted_on_any_rank_goes_on_bitwise_on_another_placement(
+    tmp_path, tiny, alone, mode, from_end, first, second
+):
     config = config_of(tiny, f"mode={mode}", f"placement={first}", "checkpoint_every_steps=100")
-    message = run(config, tmp_path / "run", tmp_path, resume=False, stop_at=1)
+    message = run(
+        config, tmp_path / "run", tmp_path, resume=False, stop_at=1, hurt=None, asked=from_end * (config.ranks - 1)
+    )
     assert "stopped by signal 2" in message
     config.placement.name = second
     run(config, tmp_path / "run", tmp_path, resume=True)

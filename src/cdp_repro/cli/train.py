@@ -52,7 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags & {"--help", "-h"}:
         sys.stdout.write(help_text(USAGE))
         return 0
-    console_logging()
     with exit_code_of() as result:
         result.code = _sweep(overrides) if flags & {"--multirun", "-m"} else _single(overrides)
     return result.code
@@ -115,6 +114,7 @@ def _sweep(overrides: Sequence[str]) -> int:
 
     Cells that are finished are skipped, and those that were stopped go on, so that a sweep can be repeated.
     """
+    console_logging()
     base = [text.partition("=")[2] for text in overrides if text.startswith("run_dir=")]
     root = Path(base[-1] if base else f"runs/sweep-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
     cells = _cells(root, [text for text in overrides if not text.startswith("run_dir=")])

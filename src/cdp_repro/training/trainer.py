@@ -149,7 +149,7 @@ class Trainer:
                 if self.position.loss_steps and self._engine.step % self._steps_per_epoch == 0:
                     self._end_epoch(progress)
                 self._save(self._checkpoints)
-                signal = self._team.share(stop.signal)
+                signal = self._team.share(next(filter(None, self._team.gather(stop.signal)), None))
                 if signal is not None and self._engine.step < self._total_steps:
                     raise Interrupted(signal, self._engine.step, self._checkpoints.directory.parent)
 

@@ -1,0 +1,99 @@
+"""Two hosts on one machine: Linux namespaces with names, addresses and processes of their own, joined by a cable.
+
+    with two_hosts() as (a, b):
+        subprocess.run(a.command("ping", "-c1", b.name))
+
+It needs root, util-linux (`unshare`, `nsenter`) and iproute2 (`ip`, `tc`). Both hosts see all files.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ADDRESSES = {"host-a": "10.77.0.1", "host-b": "10.77.0.2"}
+INTERFACE = "eth0"
+
+
+class NoHostsError(RuntimeError):
+    """This machine cannot make hosts; the message says what it lacks."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """Namespaces for network, name, mounts and processes, which end with process `pid`."""
+
+    name: str
+    pid: int
+
+    @property
+    def address(self) -> str:
+        return ADDRESSES[self.name]
+
+    def command(self, *arguments: str) -> list[str]:
+        """Return the command that runs `arguments` on this host, in the root folder."""
+        processes = f"--pid=/proc/{self.pid}/ns/pid_for_children"
+        return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", processes, "--", *arguments]
+
+
+@contextmanager
+def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
+    """Make two hosts that reach each other by name; all that runs on them ends with the body, or with this process.
+
+    Args:
+        rate: What the cable carries in each direction, such as "500mbit"; all that the machine can, if None.
+
+    Raises:
+        NoHostsError: This machine cannot make them.
+    """
+    with ExitStack() as stack:
+        hosts_file = Path(stack.enter_context(TemporaryDirectory(prefix="two-hosts-"))) / "hosts"
+        hosts_file.write_text("".join(f"{ip} {name}\n" for name, ip in {"localhost": "127.0.0.1", **ADDRESSES}.items()))
+        a, b = (stack.enter_context(_host(name, hosts_file)) for name in ADDRESSES)
+        _do("ip", "link", "add", INTERFACE, "netns", str(a.pid), "type", "veth",
+            "peer", "name", INTERFACE, "netns", str(b.pid))  # fmt: skip
+        for host in (a, b):
+            _do(*host.command("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE))
+            for interface in ("lo", INTERFACE):
+                _do(*host.command("ip", "link", "set", interface, "up"))
+            if rate is not None:
+                limit = f"tbf rate {rate} burst 256kbit latency 50ms".split()
+                _do(*host.command("tc", "qdisc", "add", "dev", INTERFACE, "root", *limit))
+        yield a, b
+
+
+@contextmanager
+def _host(name: str, hosts_file: Path) -> Iterator[Host]:
+    """Make a host: its first process reads from a pipe, and the kernel ends all others with it."""
+    prepare = f"hostname {name} && mount --bind {shlex.quote(str(hosts_file))} /etc/hosts && echo ready && exec cat"
+    namespaces = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    try:
+        process = subprocess.Popen(["unshare", *namespaces, "sh", "-c", prepare], text=True, **pipes)
+    except FileNotFoundError as error:
+        raise NoHostsError("`unshare` of util-linux is not installed") from error
+    try:
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise NoHostsError(f"no namespaces can be made here: {process.communicate()[1].strip()}")
+        yield Host(name, process.pid)
+    finally:
+        try:
+            process.communicate(timeout=5)  # closes the pipe
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+def _do(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise NoHostsError(f"`{command[0]}` is not installed (apt-get install iproute2)") from error
+    if done.returncode:
+        raise NoHostsError(f"`{shlex.join(command)}` failed: {done.stderr.strip()}")
