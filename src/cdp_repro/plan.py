@@ -66,14 +66,15 @@ def _forecast(schedule: Schedule, cut: CutModel) -> Forecast:
 def plan_text(plan: Plan, width: int) -> str:
     """Return the whole plan as text that is at most `width` characters wide where it can be."""
     config = plan.config
+    workers = f"{config.workers} workers" + (f" x {config.replicas} replicas" if config.replicas > 1 else "")
     head = (
         f"{config.model.name}, images {'x'.join(map(str, config.input_shape))}, mini-batch {config.batch_size} = "
-        f"{config.workers} workers x {config.batch_size // config.workers}, {config.placement.name}"
+        f"{workers} x {config.batch_size // config.micro_batches}, {config.placement.name}"
     )
     parts = [head, _stage_table(plan)]
-    if config.workers <= SHOWN_WORKERS:
+    if config.micro_batches <= SHOWN_WORKERS:
         for name, forecast in plan.forecasts.items():
-            grid = text_grid(forecast.slots, config.workers, width)
+            grid = text_grid(forecast.slots, config.micro_batches, width)
             parts.append(f"timeline of {name} (F2v1 = forward of stage 2 with parameter version 1)\n\n{grid}")
         parts.append(_memory_table(plan))
     else:
@@ -153,7 +154,7 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     timelines = {name: forecast.slots for name, forecast in plan.forecasts.items()}
     curves = {name: forecast.trace.activation_bytes_per_slot for name, forecast in plan.forecasts.items()}
     figures = {
-        "timeline": timeline_figure(timelines, config.workers, config.stage_count),
+        "timeline": timeline_figure(timelines, config.micro_batches, config.stage_count),
         "memory": memory_figure(curves, f"{config.model.name}, {config.workers} workers, cut by {config.partition}"),
     }
     written = [folder / f"{name}.{suffix}" for name in figures for suffix in ("svg", "png")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,22 @@ def test_nothing_is_written_unasked(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown_by(capsys)
     assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("placement", ["replicated", "zero", "model_parallel", "pipeline"])
+def test_a_plan_counts_the_messages_of_a_placement(capsys, placement):
+    assert command.main(["dataset=digits", "model=mlp", "workers=2", "batch_size=16", f"placement={placement}"]) == 0
+    out = capsys.readouterr().out
+    assert f"2 workers x 8, {placement}" in out
+    assert not re.search(r"^cdp_v2 .* 0$", out, re.MULTILINE), "messages are counted"
+
+
+def test_replicas_have_rows_of_their_own(capsys):
+    assert command.main(["dataset=digits", "model=mlp", "workers=2", "replicas=2", "batch_size=16", "mode=cdp_v1"]) == 0
+    out = capsys.readouterr().out
+    assert "mini-batch 16 = 2 workers x 2 replicas x 4, single_device" in out
+    grid = out.split("timeline of cdp_v1")[1]
+    rows = [line.split() for line in grid.splitlines() if re.match(r"worker \d", line)]
+    assert [row[1] for row in rows] == ["0", "1", "2", "3"]
+    assert rows[0][2:] == rows[1][2:], "replicas of a worker run in the same slots"
+    assert len(rows[2]) == len(rows[3])
