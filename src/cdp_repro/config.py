@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -123,6 +123,32 @@ class OptimConfig:
 
 
 @dataclass
+class ClusterConfig:
+    """What `cdp-plan price=true` prices: the seconds of stages and links. A run does not read it."""
+
+    devices_per_host: int = 8
+    """Devices of a host; devices 0, 1, ... fill one host after the other."""
+    latency_seconds: float = 1e-5
+    """Of a message within a host."""
+    bandwidth_bytes_per_second: float = 1.25e10
+    """Of a device to others on its host, in each direction (1.25e10 is 100 Gbit/s)."""
+    between_hosts_latency_seconds: float | None = None
+    """Of a message from host to host; unless set: as within."""
+    between_hosts_bandwidth_bytes_per_second: float | None = None
+    """Of a device to others on other hosts, in each direction: its share of the host's; unless set: as within."""
+    flops_per_second: float | None = None
+    """Of a device, as reached in training, not its peak: gives the seconds of stages by their FLOPs."""
+    forward_seconds: list[float] | None = None
+    """Of each stage on one micro-batch, in place of `flops_per_second`."""
+    backward_seconds: list[float] | None = None
+    """Of each stage on one micro-batch; unless set: twice `forward_seconds`."""
+    update_seconds: list[float] | None = None
+    """Of the optimizer on each stage; unless set: 0."""
+    calibrate: bool = False
+    """Measure stages, and links within a host, on this machine, in place of the values above."""
+
+
+@dataclass
 class RunConfig:
     """One run."""
 
@@ -178,6 +204,9 @@ class RunConfig:
     """`offline` (in the run directory), `online` or `disabled`."""
     wandb_project: str = "cdp-repro"
     """Project that W&B files the run under."""
+    price: bool = False
+    """Of cdp-plan: show what a training step takes on a cluster, for every mode, placement and baseline."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     @property
     def stage_count(self) -> int:
@@ -242,14 +271,19 @@ _MINIMA = {
         ("workers", "replicas", "batch_size", "epochs", "timeout_seconds", "evaluate_every_epochs",
          "evaluation_batch_size", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps",
          "optim.step_epochs", "dataset.channels", "dataset.image_size",
-         "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden", "model.depth"), 1,
+         "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden", "model.depth",
+         "cluster.devices_per_host", "cluster.bandwidth_bytes_per_second"), 1,
     ),
     **dict.fromkeys(
         ("seed", "traced_steps", "optim.lr", "optim.weight_decay", "optim.momentum", "optim.warmup_epochs",
-         "optim.gamma", "dataset.loader_workers"), 0,
+         "optim.gamma", "dataset.loader_workers", "cluster.latency_seconds"), 0,
     ),
 }  # fmt: skip
 
+_OPTIONAL_MINIMA = {
+    "cluster.between_hosts_latency_seconds": 0, "cluster.between_hosts_bandwidth_bytes_per_second": 1,
+    "cluster.flops_per_second": 1,
+}  # fmt: skip
 
 _SCHEDULE_KEYS = {
     "workers", "stages", "replicas", "batch_size", "slot_order", "mode.name", "mode.staleness", "placement.name",
@@ -259,7 +293,8 @@ _SCHEDULE_KEYS = {
 NO_INFLUENCE = (
     "run_dir", "wandb", "wandb_project", "keep_checkpoints", "checkpoint_every_steps", "log_every_steps",
     "traced_steps", "evaluation_batch_size", "timeout_seconds", "placement.name", "pipeline_schedule", "dataset.root",
-    "dataset.download", "dataset.loader_workers",
+    "dataset.download", "dataset.loader_workers", "price",
+    *(f"cluster.{each.name}" for each in fields(ClusterConfig)),
 )  # fmt: skip
 """Values that may differ between a checkpoint and the run that goes on from it: they change no parameter."""
 
@@ -366,6 +401,10 @@ def _out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
         value = _value(config, key)
         if not (value >= minimum and math.isfinite(value)):
             yield key, f"{key}={value}: must be a finite number, {minimum} or more"
+    for key, least in _OPTIONAL_MINIMA.items():
+        value = _value(config, key)
+        if value is not None and not (value >= least and math.isfinite(value)):
+            yield key, f"{key}={value}: must be a finite number, {least} or more"
     for key in ("model.dropout", "optim.beta1", "optim.beta2"):
         value = _value(config, key)
         if not 0 <= value < 1:
@@ -381,11 +420,32 @@ def _inconsistent(config: RunConfig) -> Iterable[str]:
         yield str(error)
     if config.baseline is not None:
         yield from _wrong_with_baseline(config)
+    if config.price:
+        yield from _wrong_with_cluster(config)
     if config.batch_size % config.micro_batches:
         lower = config.batch_size // config.micro_batches * config.micro_batches
         works = " or ".join(f"batch_size={value}" for value in (lower, lower + config.micro_batches) if value)
         parts = f"workers={config.workers}" + (f" x replicas={config.replicas}" if config.replicas > 1 else "")
         yield f"batch_size={config.batch_size} is not divisible by {parts}: use {works}"
+
+
+def _wrong_with_cluster(config: RunConfig) -> Iterable[str]:
+    cluster, stages = config.cluster, config.stage_count
+    ways = [cluster.calibrate, cluster.flops_per_second is not None, cluster.forward_seconds is not None]
+    if sum(ways) != 1:
+        yield (
+            f"price=true takes the seconds of stages from one source, not {sum(ways)}: give cluster.calibrate=true, "
+            f"cluster.flops_per_second=1e13 or cluster.forward_seconds={[0.01] * stages}"
+        )
+    if cluster.backward_seconds is not None and cluster.forward_seconds is None:
+        yield "cluster.backward_seconds has no effect without cluster.forward_seconds: give both"
+    for name in ("forward_seconds", "backward_seconds", "update_seconds"):
+        seconds = getattr(cluster, name)
+        if seconds is not None and (len(seconds) != stages or not all(0 <= each < math.inf for each in seconds)):
+            yield (
+                f"cluster.{name}={seconds}: must be {stages} finite numbers, 0 or more, one a stage, e.g. "
+                f"{[0.01] * stages}"
+            )
 
 
 def _wrong_with_baseline(config: RunConfig) -> Iterable[str]:

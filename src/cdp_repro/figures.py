@@ -22,6 +22,9 @@ _LABELLED_WORKERS = 16
 
 _CURVE_STYLES = (("#555555", "--"), ("#0072B2", "-"), ("#D55E00", "-."), ("#009E73", ":"))
 
+_PRICE_LINES = ("-", "--", "-.", ":")
+_PRICE_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
+
 
 def timeline_figure(timelines: Mapping[str, Sequence[Slot]], workers: int, stages: int) -> Figure:
     """Draw each timeline as in the paper's figure 1: time by stage, a colour a worker, up = forward, down = backward.
@@ -94,6 +97,29 @@ def memory_figure(curves: Mapping[str, Mapping[int, int]], title: str) -> Figure
     axis.grid(axis="y", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, loc="outside lower center", ncols=2)
+    return figure
+
+
+def price_figure(curves: Mapping[str, Mapping[float, float]], title: str) -> Figure:
+    """Draw seconds of a training step against bandwidth: curve name -> bytes per second -> seconds.
+
+    Curves of one placement, which is the last word of their name, have a colour; of one mode, the first, a line.
+    """
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axis = figure.subplots()
+    modes = list(dict.fromkeys(label.split()[0] for label in curves))
+    places = list(dict.fromkeys(label.split()[-1] for label in curves))
+    for label, curve in curves.items():
+        mode, place = modes.index(label.split()[0]), places.index(label.split()[-1])
+        axis.plot(
+            list(curve), list(curve.values()), linestyle=_PRICE_LINES[mode % len(_PRICE_LINES)],
+            marker=_PRICE_MARKERS[place % len(_PRICE_MARKERS)], markersize=4, color=_colour(place), label=label,
+        )  # fmt: skip
+    axis.set(title=title, xscale="log", yscale="log", ylabel="training step [s]")
+    axis.set_xlabel("bandwidth of a device's links, in each direction [bytes/s]")
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside right upper", fontsize="small")
     return figure
 
 

@@ -97,7 +97,7 @@ def _stage_table(plan: Plan) -> str:
             )
         )
     title = f"stages, cut by {plan.config.partition} (imbalance {plan.cut.imbalance:.3f} = largest / mean)"
-    return f"{title}\n\n{_table(rows)}"
+    return f"{title}\n\n{table(rows)}"
 
 
 def _memory_table(plan: Plan) -> str:
@@ -111,7 +111,7 @@ def _memory_table(plan: Plan) -> str:
             live = curve.get(slot, 0)
             row += [format_bytes(live), "#" * round(20 * live / peak)]
         rows.append(tuple(row))
-    return f"live activations per slot, all devices\n\n{_table(rows)}"
+    return f"live activations per slot, all devices\n\n{table(rows)}"
 
 
 def _comparison(plan: Plan) -> str:
@@ -134,12 +134,13 @@ def _comparison(plan: Plan) -> str:
             )
         )
     if plan.other_order.schedule.mode.timeline != "cyclic":
-        return _table(rows)
+        return table(rows)
     n = plan.config.workers
-    return f"{_table(rows)}\nequal stages would give (N+1)/2N = {(n + 1) / (2 * n):.3f} in paper order"
+    return f"{table(rows)}\nequal stages would give (N+1)/2N = {(n + 1) / (2 * n):.3f} in paper order"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as text with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)

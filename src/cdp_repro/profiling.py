@@ -97,16 +97,30 @@ def time_stages(
 
     One round of warming up is not counted. `stages` are left as they are.
     """
-    seconds: list[list[float]] = [[] for _ in stages]
+    forward, backward = time_passes(stages, loss_fn, inputs, targets, autocast, rounds)
+    return [sum(both) for both in zip(forward, backward, strict=True)]
+
+
+def time_passes(
+    stages: Sequence[nn.Module],
+    loss_fn: LossFn,
+    inputs: Tensor,
+    targets: Tensor,
+    autocast: Autocast = nullcontext,
+    rounds: int = 5,
+) -> tuple[list[float], list[float]]:
+    """Return the median seconds of the forward of each stage, and of the backward, as `time_stages` does."""
+    forward: list[list[float]] = [[] for _ in stages]
+    backward: list[list[float]] = [[] for _ in stages]
     rehearsal = Rehearsal(stages, loss_fn, autocast)
     with torch.random.fork_rng():
         for _ in range(rounds + 1):
             rehearsal.begin(inputs.clone(), targets.clone())
-            for stage, samples in enumerate(seconds):
+            for stage, samples in enumerate(forward):
                 samples.append(_timed(lambda stage=stage: rehearsal.forward(stage), inputs.device))  # type: ignore[misc]
-            for samples in reversed(seconds):
-                samples[-1] += _timed(rehearsal.backward, inputs.device)
-    return [statistics.median(samples[1:]) for samples in seconds]
+            for samples in reversed(backward):
+                samples.append(_timed(rehearsal.backward, inputs.device))
+    return tuple([statistics.median(samples[1:]) for samples in each] for each in (forward, backward))  # type: ignore[return-value]
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from cdp_repro.cli.common import exit_code_of, help_text, split_flags, write_out
 from cdp_repro.cli.compose import compose_config
-from cdp_repro.config import ConfigError
+from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.plan import make_plan, plan_text, write_plan
+from cdp_repro.quote import make_quote, quote_text, write_quote
 
 USAGE = """usage: cdp-plan [--out=FOLDER] [key=value ...]
 
@@ -20,6 +22,11 @@ values would make, beside data parallelism. Needs no data, and computes nothing:
   cdp-plan mode=cdp_v2 workers=3
   cdp-plan dataset=imagenet model=resnet50 partition=activations slot_order=backward_first
   cdp-plan mode=cdp_v1 --out=plan                  also as SVG, PNG, CSV and Perfetto traces in plan/
+
+With price=true show instead what a training step takes on a cluster, for every mode, placement and baseline:
+
+  cdp-plan price=true cluster.flops_per_second=1e13 cluster.bandwidth_bytes_per_second=1e9
+  cdp-plan price=true cluster.calibrate=true --out=prices      on this machine; a figure and a CSV in prices/
 """
 
 
@@ -39,16 +46,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "" in folder:
             raise ConfigError(["--out= names no folder: give --out=FOLDER"])
         config = compose_config(overrides, check_device=False)
-        plan = make_plan(config)
-        write_out(plan_text(plan, shutil.get_terminal_size((120, 24)).columns))
+        text, write = _quote(config) if config.price else _plan(config)
+        write_out(text)
         if folder:
             try:
-                written = write_plan(plan, Path(folder[-1]))
+                written = write(Path(folder[-1]))
             except OSError as error:
                 raise ConfigError([f"--out={folder[-1]}: cannot write there: {error.strerror}"]) from error
             write_out("\nwritten: " + " ".join(map(str, written)) + "\n")
         result.code = 0
     return result.code
+
+
+Answer = tuple[str, Callable[[Path], list[Path]]]
+"""What to show, and what writes the same as files into a folder."""
+
+
+def _plan(config: RunConfig) -> Answer:
+    plan = make_plan(config)
+    return plan_text(plan, shutil.get_terminal_size((120, 24)).columns), partial(write_plan, plan)
+
+
+def _quote(config: RunConfig) -> Answer:
+    quote = make_quote(config)
+    return quote_text(quote), partial(write_quote, quote)
 
 
 if __name__ == "__main__":

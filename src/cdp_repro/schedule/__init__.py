@@ -11,7 +11,7 @@ from cdp_repro.schedule.costs import StageCosts
 from cdp_repro.schedule.placement import PLACEMENTS, Placement
 from cdp_repro.schedule.rules import MODES, Mode, resolve_mode
 from cdp_repro.schedule.schedule import PIPELINE_SCHEDULES, SLOT_ORDERS, Schedule
-from cdp_repro.schedule.simulate import simulate
+from cdp_repro.schedule.simulate import simulate, simulate_slots
 from cdp_repro.schedule.trace import Message, SlotRecord, Trace, TraceRecorder
 from cdp_repro.schedule.validation import ScheduleError
 
@@ -37,4 +37,5 @@ __all__ = [
     "consumed",
     "resolve_mode",
     "simulate",
+    "simulate_slots",
 ]

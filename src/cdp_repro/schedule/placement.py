@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
+from itertools import accumulate, count, pairwise
 from math import lcm
 from typing import ClassVar
 
@@ -201,12 +201,16 @@ class ModelParallel(Placement):
     def rank_of(self, micro_batch: int, stage: int) -> int:
         """Return the stage's rank (j, m mod group) of the micro-batch's replica."""
         position, replica = divmod(micro_batch, self.mode.replicas)
-        return self.holders(stage)[position % self._group(stage) * self.mode.replicas + replica]
+        return self.holders(stage)[position * self.mode.replicas % len(self.holders(stage)) + replica]
 
     def holders(self, stage: int) -> range:
         """Return the ranks of the stage's group."""
-        first = sum(self._group(before) for before in range(stage)) * self.mode.replicas
-        return range(first, first + self._group(stage) * self.mode.replicas)
+        return self._holders[stage]
+
+    @cached_property
+    def _holders(self) -> list[range]:
+        ends = accumulate(self._group(stage) * self.mode.replicas for stage in range(self.mode.stages))
+        return [range(first, end) for first, end in pairwise((0, *ends))]
 
     def period(self, stage: int) -> int:
         """Return the common period of workers and ranks."""

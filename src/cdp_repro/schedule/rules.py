@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 Staleness = tuple[tuple[int, ...], ...]
 
@@ -55,7 +56,11 @@ class Mode:
 
     def oldest(self, stage: int) -> int:
         """Return the largest staleness that any worker has on `stage`, in training steps."""
-        return max(row[stage] for row in self.staleness)
+        return self._oldest[stage]
+
+    @cached_property
+    def _oldest(self) -> tuple[int, ...]:
+        return tuple(map(max, zip(*self.staleness, strict=True)))
 
 
 def _constant(delay: int) -> Callable[[int, int], Staleness]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from cdp_repro.schedule.actions import Action, Op, Payload
+from collections.abc import Callable, Iterable
+
+from cdp_repro.schedule.actions import Action, Op, Payload, Slot
 from cdp_repro.schedule.costs import StageCosts
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.trace import Trace, TraceRecorder
+
+Span = tuple[float, float]
+"""Start and end of an action, in seconds."""
 
 
 class _Device:
@@ -18,7 +23,7 @@ class _Device:
         self._live = 0
         self._versions = [int(rank in schedule.placement.holders(stage)) for stage in range(costs.stages)]
 
-    def run(self, slot: int, action: Action) -> None:
+    def run(self, slot: int, action: Action, span: Span) -> None:
         stage = action.stage
         if action.op is Op.FORWARD:
             self._live += self._costs.forward_bytes[stage] + self._received(action)[0]
@@ -30,7 +35,7 @@ class _Device:
             self._versions[stage] += 1
         elif action.op is Op.FREE and action.payload is None:
             self._versions[stage] -= 1
-        self.recorder.record(slot, action, self._live, self._versions, (float(slot), slot + 1.0))
+        self.recorder.record(slot, action, self._live, self._versions, span)
         if action.op is Op.SEND and (size := self._costs.sent_bytes(action.payload or Payload.TOTAL, stage)):
             self.recorder.sent(slot, action, size)
 
@@ -42,8 +47,27 @@ class _Device:
         return self._costs.received_bytes(action.stage)
 
 
+def slot_clock(slot: int, action: Action) -> Span:  # noqa: ARG001 - the same for all actions of a slot
+    """Return the slot itself as the time of its actions: one second each."""
+    return float(slot), slot + 1.0
+
+
 def simulate(schedule: Schedule, costs: StageCosts, steps: int) -> Trace:
     """Run `steps` training steps of the schedule, from the initial parameters, and return the trace of all ranks.
+
+    Raises:
+        ValueError: `costs` has another number of stages than the schedule.
+    """
+    return simulate_slots(schedule, costs, schedule.slots(range(steps)))
+
+
+def simulate_slots(
+    schedule: Schedule, costs: StageCosts, slots: Iterable[Slot], clock: Callable[[int, Action], Span] = slot_clock
+) -> Trace:
+    """Run the first slots of the schedule and return the trace of all ranks.
+
+    `clock` is told each action of all ranks, with its slot, in an order in which nothing waits for what comes later,
+    and says when it runs; by default a slot is a second.
 
     Raises:
         ValueError: `costs` has another number of stages than the schedule.
@@ -51,8 +75,7 @@ def simulate(schedule: Schedule, costs: StageCosts, steps: int) -> Trace:
     if costs.stages != schedule.stages:
         raise ValueError(f"the schedule has {schedule.stages} stages but the costs are of {costs.stages}")
     devices = [_Device(rank, schedule, costs) for rank in range(schedule.ranks)]
-    for slot in schedule.slots(range(steps)):
-        for rank in sorted({action.rank for action in slot.actions}):
-            for action in slot.program_of(rank):
-                devices[rank].run(slot.number, action)
+    for slot in slots:
+        for action in sorted(slot.actions, key=lambda action: action.op is not Op.RECEIVE):  # as in a rank's program
+            devices[action.rank].run(slot.number, action, clock(slot.number, action))
     return Trace.merged(schedule.micro_batches, schedule.stages, [device.recorder.finish() for device in devices])

@@ -1,0 +1,166 @@
+"""What `cdp-plan price=true` answers: a price for every mode, placement and baseline of one model on one cluster."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from cdp_repro.calibration import measure_link, measure_stages
+from cdp_repro.config import OptimConfig, RunConfig
+from cdp_repro.plan import table
+from cdp_repro.pricing import Cluster, Job, Link, Price, estimate, price_ddp, price_fsdp2
+from cdp_repro.schedule import MODES, PLACEMENTS
+from cdp_repro.stages import CutModel, cut_model
+from cdp_repro.units import format_bytes
+
+_FACTORS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
+"""Multiples of the bandwidth in the figure."""
+
+
+@dataclass(frozen=True)
+class Quote:
+    """The prices of one model on one cluster."""
+
+    config: RunConfig
+    cut: CutModel
+    cluster: Cluster
+    prices: Mapping[str, Price]
+    """By mode and placement or baseline, e.g. "cdp_v2 pipeline" or "dp ddp"."""
+
+
+def make_quote(config: RunConfig) -> Quote:
+    """Price a training step of the model of `config` in every way; needs no data.
+
+    Raises:
+        ConfigError, ModelError, ScheduleError: as the run itself would.
+    """
+    cut = cut_model(config)
+    cluster = cluster_of(config, cut)
+    return Quote(config, cut, cluster, prices_of(config, cut, cluster))
+
+
+def cluster_of(config: RunConfig, cut: CutModel) -> Cluster:
+    """Return the cluster that `config.cluster` describes, measured on this machine if it says so."""
+    given, costs = config.cluster, cut.costs
+    within = Link(given.latency_seconds, given.bandwidth_bytes_per_second)
+    if given.calibrate:
+        within = measure_link()
+        forward, backward = measure_stages(config, cut)
+    elif given.forward_seconds is not None:
+        forward = tuple(given.forward_seconds)
+        backward = tuple(given.backward_seconds or (2 * seconds for seconds in forward))
+    else:
+        assert given.flops_per_second is not None, "checked with the configuration"
+        forward = tuple(flops / given.flops_per_second for flops in costs.forward_flops)
+        backward = tuple(flops / given.flops_per_second for flops in costs.backward_flops)
+    latency, bandwidth = given.between_hosts_latency_seconds, given.between_hosts_bandwidth_bytes_per_second
+    between = Link(
+        within.latency_seconds if latency is None else latency,
+        within.bandwidth_bytes_per_second if bandwidth is None else bandwidth,
+    )
+    return Cluster(forward, backward, tuple(given.update_seconds or ()), within, between, given.devices_per_host)
+
+
+def prices_of(config: RunConfig, cut: CutModel, cluster: Cluster) -> dict[str, Price]:
+    """Return the price of every mode on every placement, and of the baselines that can run these sizes."""
+    states = optimizer_states(config.optim)
+    rules = {**{name: name for name in MODES}, config.mode.name: config.mode.rule}
+    jobs = {f"{mode} {place}": _job(config, rule, place) for mode, rule in rules.items() for place in PLACEMENTS}
+    if config.replicas == 1 and config.stage_count == config.workers:
+        jobs["dp torch_gpipe"] = replace(_job(config, "dp", "pipeline"), pipeline_schedule="gpipe")
+        jobs["dp torch_1f1b"] = replace(_job(config, "dp", "pipeline"), pipeline_schedule="one_f_one_b")
+    prices = {name: estimate(job, cut.costs, cluster, states) for name, job in jobs.items()}
+    if config.workers > 1:
+        prices["dp ddp"] = price_ddp(cut.costs, cluster, config.micro_batches, states)
+        prices["dp fsdp2"] = price_fsdp2(cut.costs, cluster, config.micro_batches, states)
+    return prices
+
+
+def _job(config: RunConfig, rule: str | list[list[int]], placement: str) -> Job:
+    return Job(
+        rule, placement, config.workers, config.stage_count, config.replicas, config.slot_order,
+        config.pipeline_schedule,
+    )  # fmt: skip
+
+
+def optimizer_states(optim: OptimConfig) -> int:
+    """Return how many values the optimizer keeps for each parameter."""
+    return 2 if optim.name == "adamw" else int(optim.momentum > 0)
+
+
+def quote_text(quote: Quote) -> str:
+    """Return the cluster and a row for each price as text."""
+    config, cluster = quote.config, quote.cluster
+    seconds = zip(cluster.forward_seconds, cluster.backward_seconds, strict=True)
+    head = [
+        f"{config.model.name}, images {'x'.join(map(str, config.input_shape))}, {config.stage_count} stages, "
+        f"mini-batch {config.batch_size} = {config.micro_batches} x {config.batch_size // config.micro_batches}",
+        f"stages, forward + backward [s]: {', '.join(f'{f:.4g} + {b:.4g}' for f, b in seconds)}",
+        f"links: {_link_text(cluster.within_host)} within a host of {cluster.devices_per_host}, "
+        f"{_link_text(cluster.between_hosts)} between hosts, for each device in each direction",
+    ]
+    columns = (
+        "mode", "where", "devices", "step [s]", "images/s", "idle", "activations/device", "parameters+optimizer/device",
+        "sent/device", "between hosts", "by",
+    )  # fmt: skip
+    rows = [columns, *(_row(name, price, config.batch_size) for name, price in quote.prices.items())]
+    notes = "one training step; activations, parameters+optimizer: the device with most; sent: the mean device"
+    return "\n".join(head) + f"\n\n{table(rows)}\n{notes}\n"
+
+
+def _link_text(link: Link) -> str:
+    return f"{link.latency_seconds * 1e6:.4g} us and {link.bandwidth_bytes_per_second:.4g} bytes/s"
+
+
+def _row(name: str, price: Price, batch_size: int) -> tuple[str, ...]:
+    mode, place = name.split()
+    return (
+        mode,
+        place,
+        str(price.devices),
+        f"{price.step_seconds:.4g}" + (f" .. {price.at_most_seconds:.4g}" if price.at_most_seconds else ""),
+        f"{batch_size / price.step_seconds:.4g}" if price.step_seconds else "-",
+        f"{100 * price.idle_share:.1f} %",
+        format_bytes(price.activation_bytes),
+        format_bytes(price.state_bytes),
+        format_bytes(price.sent_bytes_per_device),
+        f"{100 * price.between_hosts_share:.0f} %",
+        price.method,
+    )
+
+
+def write_quote(quote: Quote, folder: Path) -> list[Path]:
+    """Write the prices as CSV, and step time against bandwidth as SVG and PNG."""
+    from cdp_repro.figures import price_figure, save_figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / "prices.csv", folder / "prices.svg", folder / "prices.png"]
+    with written[0].open("w") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["mode", "where", *asdict(next(iter(quote.prices.values()))), "idle_share"])
+        for name, price in quote.prices.items():
+            writer.writerow([*name.split(), *asdict(price).values(), price.idle_share])
+    title = f"{quote.config.model.name}, {quote.config.workers} workers, {quote.config.stage_count} stages"
+    figure = price_figure(_curves(quote), title)
+    for path in written[1:]:
+        save_figure(figure, path)
+    return written
+
+
+def _curves(quote: Quote) -> dict[str, dict[float, float]]:
+    """Return by name the seconds of a step at multiples of the bandwidth of all links, of what sends at all."""
+    curves: dict[str, dict[float, float]] = {
+        name: {} for name, price in quote.prices.items() if price.sent_bytes_per_device
+    }
+    for factor in _FACTORS:
+        cluster = replace(
+            quote.cluster,
+            within_host=quote.cluster.within_host.faster(factor),
+            between_hosts=quote.cluster.between_hosts.faster(factor),
+        )
+        prices = prices_of(quote.config, quote.cut, cluster)
+        for name, curve in curves.items():
+            curve[cluster.within_host.bandwidth_bytes_per_second] = prices[name].step_seconds
+    return curves

@@ -1,0 +1,225 @@
+"""Prices against closed forms, cases computed by hand, and what `simulate` counts."""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from cdp_repro.calibration import _ping_pong, measure_stages
+from cdp_repro.cli import plan as command
+from cdp_repro.cli.compose import compose_config
+from cdp_repro.config import ConfigError
+from cdp_repro.pricing import Cluster, Job, Link, estimate, price, price_ddp, price_fsdp2
+from cdp_repro.schedule import PLACEMENTS, Schedule, StageCosts, simulate
+from cdp_repro.stages import cut_model
+
+SECONDS = st.integers(1, 20).map(lambda tenths: tenths / 8)
+PLACES = [(mode, place) for mode in ("dp", "cdp_v1", "cdp_v2") for place in PLACEMENTS]
+GROWING = [("dp", "replicated"), ("cdp_v1", "replicated"), ("dp", "zero"), ("cdp_v2", "zero"), ("dp", "pipeline"),
+           ("cdp_v2", "pipeline"), ("cdp_v1", "model_parallel")]  # fmt: skip
+few = settings(max_examples=25, deadline=None)
+
+
+def linked(cluster, latency=0.0, bandwidth=math.inf, devices_per_host=1):
+    return replace(cluster, between_hosts=Link(latency, bandwidth), devices_per_host=devices_per_host)
+
+
+def priced(mode, place, n, cluster, costs=None, **options):
+    return price(Schedule.build(mode, n, n, place, **options), costs or StageCosts.equal(n, 6, 3), cluster)
+
+
+@pytest.mark.parametrize(("mode", "place"), PLACES)
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_with_free_links_and_equal_stages_a_step_takes_its_slots(mode, place, n):
+    found = priced(mode, place, n, Cluster.equal(n))
+    flush = 2 * (n - 1) if (mode, place) == ("dp", "pipeline") else 0
+    slots = 2 * n * n if place == "single_device" else 2 * n + flush
+    assert found.step_seconds == slots
+    assert found.idle_share == pytest.approx(1 - 2 * n * n / (slots * found.devices))
+
+
+@given(n=st.integers(1, 6), forward=SECONDS, backward=SECONDS)
+@few
+def test_a_flush_costs_its_slots(n, forward, backward):
+    """GPipe idles for S-1 forwards and S-1 backwards (Huang et al. 2019), 1F1B for the same with free links."""
+    for schedule in ("gpipe", "one_f_one_b"):
+        found = priced("dp", "pipeline", n, Cluster.equal(n, forward, backward), pipeline_schedule=schedule)
+        assert found.step_seconds == pytest.approx((2 * n - 1) * (forward + backward))
+
+
+@given(data=st.data(), n=st.integers(2, 5), latency=SECONDS)
+@few
+def test_a_cyclic_pipeline_takes_its_longest_round_trip(data, n, latency):
+    """In steady state, n = k-j+1 micro-batches share the way from stage j to k and back: a max-plus cycle."""
+    forward, backward = (data.draw(st.tuples(*[SECONDS] * n)) for _ in range(2))
+    cluster = linked(Cluster(forward, backward), latency)
+    both = [f + b for f, b in zip(forward, backward, strict=True)]
+    trips = [(sum(both[j : k + 1]) + 2 * (k - j) * latency) / (k - j + 1) for k in range(n) for j in range(k + 1)]
+    found = priced("cdp_v1", "pipeline", n, cluster)
+    assert found.step_seconds == pytest.approx(n * max(trips), rel=0.03)  # a long transient is averaged
+    assert found.idle_share == pytest.approx(1 - n * sum(both) / (found.step_seconds * n))
+
+
+def test_a_message_takes_latency_and_bytes_over_bandwidth():
+    cluster = linked(Cluster.equal(2, 1.0, 2.0), latency=0.5, bandwidth=12)  # 6 bytes: a second each way
+    assert priced("cdp_v2", "pipeline", 2, cluster).step_seconds == pytest.approx(3 + 3 + 1 + 1)
+
+
+def test_a_link_carries_one_message_at_a_time():
+    """Data parallelism on `zero`: in each slot the owner of a stage serves N-1 = 2 others, one after the other."""
+    cluster = linked(Cluster.equal(3), bandwidth=3 / 4)  # 3 bytes: 4 seconds a message, far longer than a slot
+    assert priced("dp", "zero", 3, cluster).step_seconds >= 2 * 3 * 2 * 4 - 4
+    assert priced("dp", "zero", 2, linked(Cluster.equal(2), bandwidth=3 / 4)).step_seconds < 2 * 3 * 2 * 4 - 4
+
+
+@given(
+    where=st.sampled_from(PLACES), n=st.integers(1, 4), latency=SECONDS, bandwidth=st.integers(1, 60),
+    factor=st.integers(2, 5),
+)  # fmt: skip
+@few
+def test_slower_links_never_make_a_step_shorter(where, n, latency, bandwidth, factor):
+    seconds = [
+        priced(*where, n, linked(Cluster.equal(n), *link)).step_seconds
+        for link in ((0, math.inf), (latency, math.inf), (latency, factor * bandwidth), (latency, bandwidth))
+    ]
+    assert all(fast <= slow * (1 + 1e-9) for fast, slow in pairwise(seconds))
+
+
+@pytest.mark.parametrize(("mode", "place"), PLACES)
+def test_bytes_are_those_of_simulate(mode, place):
+    schedule, costs = Schedule.build(mode, 4, 4, place), StageCosts.equal(4, 6, 3)
+    found, trace = price(schedule, costs, Cluster.equal(4)), simulate(schedule, costs, 6)
+    assert found.sent_bytes_per_device == pytest.approx(sum(m.bytes for m in trace.messages) / (schedule.ranks * 6))
+    assert found.activation_bytes == trace.activation_peak_bytes_per_device
+    momentum = price(schedule, costs, Cluster.equal(4), optimizer_states=1)
+    own = 3 if place in ("zero", "pipeline", "model_parallel") else 12
+    assert momentum.state_bytes - found.state_bytes == own <= found.state_bytes
+
+
+def test_hosts_divide_the_traffic():
+    cluster = linked(Cluster.equal(4), devices_per_host=2)
+    found = priced("cdp_v2", "pipeline", 4, cluster)  # 4 micro-batches, 6 bytes there and back, over three borders
+    assert (found.within_host_bytes, found.between_hosts_bytes) == (2 * 48, 48)
+    slow = replace(cluster, within_host=Link(5.0), between_hosts=Link())
+    assert priced("cdp_v2", "pipeline", 4, slow).step_seconds > found.step_seconds == 8
+
+
+def test_updates_take_their_time():
+    assert priced("dp", "single_device", 2, Cluster.equal(2, 1.0, 1.0, 0.5)).step_seconds == 9
+
+
+def test_ddp_and_fsdp2_by_hand():
+    one = linked(Cluster((1.0,), (2.0,)), bandwidth=8)
+    costs = StageCosts.equal(1, 6, 8)  # a ring of 2: 4 of 8 bytes, half a second
+    assert price_ddp(costs, one, 2).step_seconds == 3 + 2 * 0.5
+    assert price_fsdp2(costs, one, 2).step_seconds == 0.5 + 1 + 0.5 + 2 + 0.5
+    two, costs = linked(Cluster.equal(2, 1.0, 2.0), bandwidth=8), StageCosts.equal(2, 6, 8)
+    assert price_ddp(costs, two, 2).step_seconds == 2 + 4 + 1, "the last bucket's all-reduce alone is not hidden"
+    # gather, F0, F1, gather again, B1, B0, scatter: all others hide behind compute
+    assert price_fsdp2(costs, two, 2).step_seconds == 0.5 + 1 + 1 + 0.5 + 2 + 2 + 0.5
+    assert price_ddp(costs, two, 2).sent_bytes_per_device == 2 * 16 / 2
+    assert price_fsdp2(costs, two, 2).sent_bytes_per_device == 3 * 16 / 2
+    for each in (price_ddp(costs, two, 1), price_fsdp2(costs, two, 1)):
+        assert (each.step_seconds, each.sent_bytes_per_device, each.idle_share) == (6, 0, 0)
+    hosts = replace(two, devices_per_host=2)
+    assert price_ddp(costs, hosts, 4).between_hosts_share == 0.5
+    assert price_ddp(costs, hosts, 2).step_seconds == 6, "no link between hosts is used"
+
+
+@pytest.mark.parametrize(("mode", "place"), GROWING)
+def test_an_extrapolation_to_more_workers_is_what_a_simulation_finds(mode, place):
+    job, costs = Job(mode, place, 18, 18), StageCosts.equal(18, 6, 3)
+    cluster = linked(Cluster.equal(18), 0.05, 20.0)
+    guess, truth = estimate(job, costs, cluster, 1, simulated=16), estimate(job, costs, cluster, 1, simulated=400)
+    assert (guess.method, truth.method) == ("extrapolated", "simulated")
+    for name in ("devices", "step_seconds", "busy_seconds", "sent_bytes_per_device", "activation_bytes"):
+        assert getattr(guess, name) == pytest.approx(getattr(truth, name), rel=1e-6), name
+    assert guess.at_most_seconds >= guess.step_seconds
+    assert guess.state_bytes == pytest.approx(truth.state_bytes, rel=0.03)  # a whole number of versions
+
+
+@pytest.mark.parametrize("place", ["replicated", "zero", "model_parallel", "pipeline"])
+def test_an_extrapolation_to_more_replicas_keeps_unequal_stages(place):
+    job, costs = Job("cdp_v1", place, 2, 2, replicas=24), StageCosts.equal(2, 6, 3)
+    cluster = linked(Cluster((1.0, 2.0), (3.0, 1.5)), 0.5, 6.0, devices_per_host=2)
+    guess, truth = estimate(job, costs, cluster, simulated=1), price(job.schedule(), costs, cluster)
+    assert guess.step_seconds <= truth.step_seconds <= guess.at_most_seconds < 2 * guess.step_seconds
+    assert guess.between_hosts_share == pytest.approx(truth.between_hosts_share, abs=0.03)
+    assert guess.sent_bytes_per_device == pytest.approx(truth.sent_bytes_per_device)
+
+
+def test_thousands_of_devices_and_the_slowest_stage_of_a_pipeline():
+    cluster = replace(linked(Cluster.equal(1024)), forward_seconds=(1.0,) * 1023 + (5.0,))
+    found = estimate(Job("cdp_v2", "pipeline", 1024, 1024), StageCosts.equal(1024), cluster)
+    assert (found.devices, found.step_seconds) == (1024, 1024 * 6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Link(-1.0), "latency_seconds=-1.0"),
+        (lambda: Link(0, 0), "bandwidth_bytes_per_second=0: use"),
+        (lambda: Cluster((1.0,), (1.0, 1.0)), r"one time a stage; got \[1, 2, 1\]"),
+        (lambda: Cluster((math.nan,), (1.0,)), "0 or more, e.g. 0.01"),
+        (lambda: Cluster((1.0,), (1.0,), devices_per_host=0), "devices_per_host=0: use 1"),
+        (lambda: priced("dp", "replicated", 2, Cluster.equal(3)), "times of 3 stages, the schedule has 2"),
+    ],
+)
+def test_mistakes_are_explained(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_all_mistakes_of_a_cluster_are_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["price=true", "workers=2", "cluster.backward_seconds=[1]", "cluster.latency_seconds=-1",
+                        "cluster.between_hosts_bandwidth_bytes_per_second=0"])  # fmt: skip
+    text = str(caught.value)
+    assert len(caught.value.problems) == 5
+    assert "cluster.flops_per_second=1e13 or cluster.forward_seconds=[0.01, 0.01]" in text
+    assert "cluster.backward_seconds=[1.0]: must be 2 finite numbers" in text
+    assert compose_config(["workers=2"]).price is False, "without price=true nothing of it is needed"
+
+
+def test_the_command_shows_every_mode_placement_and_baseline_and_draws_them(capsys, tmp_path):
+    times = ["cluster.forward_seconds=[0.5,0.5]", "cluster.bandwidth_bytes_per_second=1e15"]
+    arguments = ["price=true", "workers=2", *times, "cluster.latency_seconds=0", f"--out={tmp_path}"]
+    assert command.main(arguments) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    seconds = {(row[0], row[1]): row[3] for row in rows if row and row[0] in ("dp", "cdp_v1", "cdp_v2")}
+    baselines = {("dp", name) for name in ("ddp", "fsdp2", "torch_gpipe", "torch_1f1b")}
+    assert {*seconds} == {*PLACES, *baselines}
+    assert seconds["dp", "single_device"] == "6" and seconds["cdp_v2", "pipeline"] == "3"
+    assert seconds["dp", "torch_gpipe"] == seconds["dp", "torch_1f1b"] == "4.5"
+    with (tmp_path / "prices.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(seconds)
+    assert "training step" in (tmp_path / "prices.svg").read_text()
+    assert (tmp_path / "prices.png").stat().st_size > 1000
+
+
+def test_stages_take_their_flops(capsys):
+    assert command.main(["price=true", "workers=1", "model=mlp", "cluster.flops_per_second=1e9"]) == 0
+    costs = cut_model(compose_config(["workers=1", "model=mlp"])).costs
+    shown = capsys.readouterr().out
+    assert f"{costs.forward_flops[0] / 1e9:.4g} + {costs.backward_flops[0] / 1e9:.4g}" in shown
+
+
+def test_stages_are_measured_with_one_thread_which_is_undone():
+    config = compose_config(["workers=2", "model=mlp"])
+    threads = torch.get_num_threads()
+    forward, backward = measure_stages(config, cut_model(config))
+    assert len(forward) == len(backward) == 2 and min(*forward, *backward) > 0
+    assert torch.get_num_threads() == threads
+
+
+def test_messages_between_two_processes_are_measured(tmp_path):
+    for small, large in run_ranks(_ping_pong, 2, 2, folder=tmp_path, joins=True):
+        assert 0 < small < large
