@@ -164,6 +164,7 @@ def command(tmp_path):
         process = subprocess.Popen(
             [sys.executable, workers.__file__, arguments[0], str(tmp_path), *arguments[1:]],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
         )  # fmt: skip
         started.append(process)
         return process
