@@ -55,7 +55,9 @@ def verify(config: RunConfig, steps: int) -> Comparison:
     """
     alone = copy.deepcopy(config)
     alone.placement.name, alone.baseline = "single_device", None
-    expected, found = _train(alone, steps), launch(_train, (config, steps), config.ranks)
+    blocks = [len(names) for names in cut_model(alone).block_names]  # once: a cut by time may differ from the next
+    expected = _train(alone, steps, blocks)
+    found = launch(_train, (config, steps, blocks), config.ranks)
     is_exact = config.baseline is None and config.torch_device.type == "cpu"
     return Comparison(
         losses=_difference(torch.tensor(found.losses), torch.tensor(expected.losses)),
@@ -66,10 +68,10 @@ def verify(config: RunConfig, steps: int) -> Comparison:
     )
 
 
-def _train(config: RunConfig, steps: int) -> Outcome:
+def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcome:
     with process_group(config.torch_device, config.ranks, config.timeout_seconds):
         dataset = load_data(config)
-        engine = build_engine(config, cut_model(config), dataset.train_size)
+        engine = build_engine(config, cut_model(config, blocks_per_stage), dataset.train_size)
         losses: list[list[float]] = []
         for part in (range(steps // 2), range(steps // 2, steps)):
             batches = dataset.train_batches(

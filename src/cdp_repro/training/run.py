@@ -63,7 +63,7 @@ def train(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool
             logger.info("%s is finished already", finished["run_dir"])
             return finished
         dataset = load_data(config)
-        cut = cut_model(config, checkpoint.meta.get("blocks_per_stage") if checkpoint else None)
+        cut = _same_cut(config, team, checkpoint.meta.get("blocks_per_stage") if checkpoint else None)
         settings = {**config.to_dict(), "run_dir": None}
         refuse_differing({"code": code_hash(), "config": _digest(settings), "data": _digest(dataset.fingerprint())})
         if directory is not None:
@@ -78,6 +78,13 @@ def train(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool
             for sentence in without_effect(config):
                 logger.warning("warning: %s", sentence)
         return _Run(config, dataset, cut, RunDirectory(path), files, command).train(stop, checkpoint, resume)
+
+
+def _same_cut(config: RunConfig, team: Team, blocks_per_stage: Sequence[int] | None) -> CutModel:
+    """Cut the model on every rank as on rank 0, whatever each would measure."""
+    own = cut_model(config, blocks_per_stage) if team.rank == 0 else None
+    blocks = team.share([len(names) for names in own.block_names] if own else None)
+    return own or cut_model(config, blocks)
 
 
 def _newest_checkpoint(directory: RunDirectory) -> Checkpoint | None:
