@@ -383,3 +383,8 @@ def test_the_code_hash_depends_on_names_and_contents_of_code(tmp_path, environme
     assert code_hash() == hashes[-1]
     (tmp_path / "a.py").rename(tmp_path / "b.py")
     assert code_hash() not in hashes
+    (tmp_path / "d.py").write_text("")
+    assert code_hash(["configs", "b.py"]) != code_hash(["configs"])
+    before = code_hash(["configs", "b.py"])
+    (tmp_path / "d.py").write_text("not a part")
+    assert code_hash(["configs", "b.py"]) == before

@@ -7,7 +7,7 @@ import gc
 import hashlib
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -139,11 +139,15 @@ def refuse_differing(what: Mapping[str, str]) -> None:
         )
 
 
-def code_hash() -> str:
-    """Return the SHA-256 over this package's Python and YAML files, names and contents."""
+def code_hash(parts: Sequence[str] = (".",)) -> str:
+    """Return the SHA-256 over this package's Python and YAML files, names and contents.
+
+    `parts` are the folders and files of the package that count; by default the whole of it.
+    """
     package = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(path for suffix in ("py", "yaml") for path in package.rglob(f"*.{suffix}")):
+    found = {path for part in parts for path in (package / part).rglob("*")} | {package / part for part in parts}
+    for path in sorted(path for path in found if path.suffix in (".py", ".yaml")):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(package).as_posix()} {len(content)}\n".encode())
         digest.update(content)

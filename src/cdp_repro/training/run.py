@@ -35,6 +35,9 @@ from cdp_repro.training.wandb_mirror import WandbMirror, previous_run_id
 
 logger = logging.getLogger("cdp_repro")
 
+_NUMERICS = ("schedule", "engine", "baselines", "models", "data", "training", "stages.py", "partition.py")
+"""The parts of the package of which the numbers of a run depend: runs that share them are of one code version."""
+
 
 def train(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool = False) -> dict[str, Any]:
     """Train as `config` says, in a new run directory or, to `resume`, in that of the run that goes on.
@@ -268,6 +271,7 @@ class _Run:
             "ranks": config.ranks,
             "dataset": config.dataset.name,
             "dataset/description": self._dataset.description,
+            "dataset/fingerprint": self._dataset.fingerprint(),
             "model": config.model.name,
             "seed": config.seed,
             "epochs": config.epochs,
@@ -330,6 +334,7 @@ def versions() -> dict[str, str]:
     return {
         "version/cdp_repro": cdp_repro.__version__,
         "version/git_commit": _git_commit(),
+        "version/code": code_hash(_NUMERICS)[:16],
         "version/torch": torch.__version__,
         "version/python": platform.python_version(),
         "hardware": f"{hardware}, {torch.get_num_threads()} CPU threads",
