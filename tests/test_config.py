@@ -113,7 +113,10 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (["mode=matrix"], "mode.staleness has no value yet"),
         (["mode=[[1,1],[1,1]]"], "needs 4 rows (workers) of 4 entries (stages)"),
         (["mode=[[0,0],[0,0]]", "workers=2"], "it exists from slot 6 on"),
-        (["mode=cdp_v3"], "unknown mode 'cdp_v3': choose cdp_v1, cdp_v2, dp, matrix; did you mean 'cdp_v2'?"),
+        (
+            ["mode=cdp_v3"],
+            "unknown mode 'cdp_v3': choose accumulation, cdp_v1, cdp_v2, dp, matrix; did you mean 'cdp_v2'?",
+        ),
         (["dataset=cifar"], "did you mean 'cifar10'?"),
         (["model=resnet19"], "did you mean 'resnet18'?"),
         (["experiment=paper/cifar10_resnet1"], "did you mean 'paper/cifar10_resnet18'?"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cdp_repro.schedule import PIPELINE_SCHEDULES, PLACEMENTS, SLOT_ORDERS, Schedule
+from cdp_repro.schedule import MODES, PIPELINE_SCHEDULES, PLACEMENTS, SLOT_ORDERS, Schedule
 
 BASELINES = ("ddp", "fsdp2", "torch_gpipe", "torch_1f1b")
 PARTITIONS = ("flops", "parameters", "activations", "time")
@@ -35,7 +35,8 @@ class ModeConfig:
     """Timeline and update rule."""
 
     name: str = "cdp_v2"
-    """Set by mode=...: `dp`, `cdp_v1`, `cdp_v2` or `matrix`."""
+    """Set by mode=...: `dp`, `cdp_v1`, `cdp_v2`, `accumulation` (of gradients, one worker after the other) or
+    `matrix`."""
     staleness: list[list[int]] | None = None
     """Of `matrix`: staleness d(i, j) in training steps, a row a worker, a column a stage."""
 
@@ -253,7 +254,7 @@ class RunConfig:
 
 
 _CHOICES = {
-    "mode.name": ("dp", "cdp_v1", "cdp_v2", "matrix"),
+    "mode.name": (*MODES, "matrix"),
     "optim.name": ("sgd", "adamw"),
     "optim.schedule": ("constant", "step", "cosine"),
     "placement.name": tuple(PLACEMENTS),
@@ -462,3 +463,11 @@ def _wrong_with_baseline(config: RunConfig) -> Iterable[str]:
             f"baseline={config.baseline} runs one stage a process, not stages={config.stage_count} on "
             f"workers={config.workers}: use stages={config.workers}"
         )
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found

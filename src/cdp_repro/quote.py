@@ -67,7 +67,12 @@ def prices_of(config: RunConfig, cut: CutModel, cluster: Cluster) -> dict[str, P
     """Return the price of every mode on every placement, and of the baselines that can run these sizes."""
     states = optimizer_states(config.optim)
     rules = {**{name: name for name in MODES}, config.mode.name: config.mode.rule}
-    jobs = {f"{mode} {place}": _job(config, rule, place) for mode, rule in rules.items() for place in PLACEMENTS}
+    jobs = {
+        f"{mode} {place}": _job(config, rule, place)
+        for mode, rule in rules.items()
+        for place in PLACEMENTS
+        if place == "single_device" or mode != "accumulation"
+    }
     if config.replicas == 1 and config.stage_count == config.workers:
         jobs["dp torch_gpipe"] = replace(_job(config, "dp", "pipeline"), pipeline_schedule="gpipe")
         jobs["dp torch_1f1b"] = replace(_job(config, "dp", "pipeline"), pipeline_schedule="one_f_one_b")

@@ -13,7 +13,7 @@ from cdp_repro import Engine
 from cdp_repro.engine.ledger import LedgerError
 from cdp_repro.engine.parameters import StageState
 
-MODES = ("dp", "cdp_v1", "cdp_v2")
+MODES = ("dp", "cdp_v1", "cdp_v2", "accumulation")
 
 
 def sgd(params):

@@ -176,3 +176,22 @@ def test_memory_does_not_grow_with_the_number_of_steps(mode):
 
     short, long = (min(peak(steps) for _ in range(3)) for steps in (50, 600))  # the interpreter fills caches, too
     assert long < short + 8000, "a kept slot costs some 500 bytes; 550 more steps have 2200 or more slots"
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), orders)
+@settings(max_examples=30)
+def test_accumulation_runs_one_worker_after_the_other_with_fresh_parameters(n, c, replicas, order):
+    stages = c * n
+    schedule = Schedule.build("accumulation", n, stages, slot_order=order, replicas=replicas)
+    for slot in schedule.slots(range(3)):
+        worker, phase = divmod(slot.number, 2 * stages)
+        compute = [action for action in slot.actions if action.op.is_compute]
+        assert {a.micro_batch // replicas for a in compute} == {worker} and len(compute) == replicas
+        assert {a.stage for a in compute} == {min(phase, 2 * stages - 1 - phase)}
+        assert {a.version for a in compute} == {worker // n}
+    assert schedule.mode.slots_per_step == 2 * stages * n
+
+
+def test_accumulation_needs_one_device():
+    with pytest.raises(ValueError, match="use placement=single_device"):
+        Schedule.build("accumulation", 2, placement="replicated")

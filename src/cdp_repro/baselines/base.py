@@ -134,6 +134,11 @@ class Baseline(ABC):
         return sum(local(parameter).nbytes for stage in self._stages for parameter in stage.parameters())
 
     @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizers' states on this rank."""
+        return sum(optimizer.bytes for optimizer in self._optimizers.values())
+
+    @property
     def max_lead(self) -> int:
         """Training steps by which one rank can at most be ahead of another."""
         return 2

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from cdp_repro.engine.parameters import OptimizerFactory
+from cdp_repro.engine.parameters import OptimizerFactory, optimizer_bytes
 from cdp_repro.engine.randomness import seeded
 
 
@@ -54,6 +54,11 @@ class StageOptimizer:
     def class_name(self) -> str | None:
         """Name of the optimizer's class; None if nothing in the stage is trained."""
         return type(self._optimizer).__name__ if self._optimizer else None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the optimizer's state on this rank."""
+        return optimizer_bytes(self._optimizer)
 
     def update(self, learning_rate_factor: float) -> None:
         """Update the parameters, in place, by their gradients; forget these."""

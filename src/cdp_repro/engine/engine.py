@@ -37,7 +37,7 @@ class Engine:
             change its input in place. Their parameters become the initial version of the engine.
         loss_fn: (output of the last stage, targets) -> scalar mean over the micro-batch.
         optimizer: makes the optimizer of a stage from the list of its trainable parameters.
-        mode: "dp", "cdp_v1", "cdp_v2", or a staleness matrix with a row a worker and a column a stage.
+        mode: "dp", "cdp_v1", "cdp_v2", "accumulation", or a staleness matrix with a row a worker and a column a stage.
         placement: where the stages run and who holds their parameters: "single_device", "replicated", "zero",
             "model_parallel" or "pipeline". All but the first need as many processes in the torch.distributed group
             as the schedule has ranks, each of which builds the same engine and takes part in every call.
@@ -237,6 +237,11 @@ class Engine:
     def parameter_bytes(self) -> int:
         """Bytes of all parameter versions that are alive on this rank."""
         return sum(len(state.versions) * state.version_bytes for state in self._states.values())
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizers' states on this rank."""
+        return sum(state.optimizer_bytes for state in self._states.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on: versions, optimizers, buffers, the step number.

@@ -43,6 +43,11 @@ class StageState:
         """Bytes of one version of the stage's parameters."""
         return sum(parameter.nbytes for parameter in self._parameters.values())
 
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes that the optimizer keeps for the stage's parameters, such as momentum."""
+        return optimizer_bytes(self._optimizer)
+
     def read(self, number: int) -> Version:
         """Return a version that is alive."""
         return self._versions[number]
@@ -195,3 +200,16 @@ def _check_same_tensors(mine: Mapping[str, Tensor], loaded: Mapping[str, Tensor]
         differing = sorted(name for name in expected | found if expected.get(name) != found.get(name))
         shown = ", ".join(f"{name}: {found.get(name)} for {expected.get(name)}" for name in differing[:3])
         raise ValueError(f"the checkpoint is of another model: {len(differing)} tensors differ, e.g. {shown}")
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of what an optimizer keeps for each value of its parameters; of shards, those on this rank."""
+    if optimizer is None:
+        return 0
+    kept = (
+        value.to_local() if hasattr(value, "to_local") else value
+        for parameter, entry in optimizer.state.items()
+        for value in entry.values()
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+    )
+    return sum(value.nbytes for value in kept)

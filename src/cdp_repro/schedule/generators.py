@@ -36,6 +36,25 @@ def simultaneous(
             yield Slot(next(slots), tuple(_compute(micro_batch, phase, stages) for micro_batch in members))
 
 
+def sequential(
+    workers: int, stages: int, steps: Iterable[int], first_slot: int = 0, replicas: int = 1
+) -> Iterator[Slot]:
+    """Gradient accumulation: a worker begins when the one before has finished, in slot 2S(tN + i).
+
+    N = S = 2, one training step:
+
+        slot      0  1  2  3  4  5  6  7
+        worker 0  F0 F1 B1 B0
+        worker 1              F0 F1 B1 B0
+    """
+    slots = count(first_slot)
+    for step in steps:
+        for worker in range(step * workers, (step + 1) * workers):
+            for phase in range(2 * stages):
+                members = range(worker * replicas, (worker + 1) * replicas)
+                yield Slot(next(slots), tuple(_compute(micro_batch, phase, stages) for micro_batch in members))
+
+
 def cyclic(workers: int, stages: int, steps: Iterable[int], first_slot: int = 0, replicas: int = 1) -> Iterator[Slot]:
     """Cyclic data parallelism (the paper's figure 1): micro-batch m starts in slot 2cm, with S = cN stages.
 
@@ -141,6 +160,7 @@ def _compute(micro_batch: int, phase: int, stages: int) -> Action:
 
 TIMELINES: dict[str, Generator] = {
     "simultaneous": simultaneous,
+    "sequential": sequential,
     "cyclic": cyclic,
     "gpipe": gpipe,
     "one_f_one_b": one_f_one_b,

@@ -20,8 +20,9 @@ class Mode:
 
     name: str
     timeline: str
-    """`simultaneous` (all workers run the same stage in the same slot), `cyclic` (uniformly delayed), or `gpipe` or
-    `one_f_one_b` (one stage after the other, with a flush at the end of each training step)."""
+    """`simultaneous` (all workers run the same stage in the same slot), `sequential` (one worker after the other),
+    `cyclic` (uniformly delayed), or `gpipe` or `one_f_one_b` (one stage after the other, with a flush at the end of
+    each training step)."""
     staleness: Staleness
     """Row i is worker i, column j is stage j; with replicas, each worker has one row for each of them."""
     replicas: int = 1
@@ -47,6 +48,8 @@ class Mode:
         """Slots from the start of one training step to that of the next."""
         if self.timeline in ("simultaneous", "cyclic"):
             return 2 * self.stages
+        if self.timeline == "sequential":
+            return 2 * self.stages * self.workers
         return 2 * (self.workers + self.stages - 1)
 
     def version_read(self, micro_batch: int, stage: int) -> int:
@@ -80,8 +83,9 @@ MODES: dict[str, tuple[str, Callable[[int, int], Staleness]]] = {
     "dp": ("simultaneous", _constant(0)),
     "cdp_v1": ("cyclic", _constant(1)),
     "cdp_v2": ("cyclic", _freshest_cyclic),
+    "accumulation": ("sequential", _constant(0)),
 }
-"""The paper's modes: name -> (timeline, rule)."""
+"""All modes, the paper's first: name -> (timeline, rule)."""
 
 
 def resolve_mode(mode: str | Sequence[Sequence[int]], workers: int, stages: int, replicas: int = 1) -> Mode:

@@ -68,6 +68,11 @@ class Schedule:
         resolved = resolve_mode(mode, workers, stages, replicas)
         if placement == "pipeline" and resolved.timeline == "simultaneous":
             resolved = replace(resolved, timeline=pipeline_schedule)
+        if placement != "single_device" and resolved.timeline == "sequential":
+            raise ValueError(
+                f"mode={resolved.name} runs one worker after the other, which needs one device, not "
+                f"placement={placement}: use placement=single_device"
+            )
         schedule = cls(resolved, PLACEMENTS[placement](resolved), slot_order)
         schedule._validate_window()
         return schedule

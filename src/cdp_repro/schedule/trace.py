@@ -116,15 +116,29 @@ class Trace:
 
         That is the steady state if the trace has more than two steps and no drain.
         """
-        ranks = len({record.rank for record in self.records})
+        window = self.last_step(slots_per_step)
+        return sum(m.bytes for m in self.messages if m.slot in window) / max(1, self._ranks)
+
+    def idle_share(self, slots_per_step: int) -> float:
+        """Return the share, 0 to 1, of the slots of all ranks in the last training step in which a rank computes
+        nothing."""
+        window = self.last_step(slots_per_step)
+        busy = sum(r.slot in window and any(a.op.is_compute for a in r.actions) for r in self.records)
+        return 1 - busy / (self._ranks * slots_per_step) if window else 0.0
+
+    def last_step(self, slots_per_step: int) -> range:
+        """Return the slots from the start of the last training step in the trace to where the next would start."""
         computed = [
             a.micro_batch for r in self.records for a in r.actions if a.op.is_compute and a.micro_batch is not None
         ]
         if not computed:
-            return 0.0
-        last = (max(computed) - min(computed)) // self.workers
-        begin = self.records[0].slot + last * slots_per_step
-        return sum(m.bytes for m in self.messages if begin <= m.slot < begin + slots_per_step) / ranks
+            return range(0)
+        begin = self.records[0].slot + (max(computed) - min(computed)) // self.workers * slots_per_step
+        return range(begin, begin + slots_per_step)
+
+    @property
+    def _ranks(self) -> int:
+        return len({record.rank for record in self.records})
 
     def flops_per_slot(self, costs: StageCosts) -> dict[int, int]:
         """Return the floating-point operations of each slot, summed over ranks."""

@@ -10,7 +10,7 @@ import platform
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +279,7 @@ class _Run:
             "staleness": [list(row) for row in config.schedule().mode.staleness],
             "stages/blocks": [list(names) for names in self._cut.block_names],
             "stages/imbalance": self._cut.imbalance,
+            "stages/costs": asdict(self._cut.costs),
             "run_dir": str(self._directory.path),
             "command": list(self._command),
             "config": config.to_dict(),

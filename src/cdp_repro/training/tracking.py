@@ -27,6 +27,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from cdp_repro.files import replace_file
+
 CONFIG, COMMAND, METRICS = "config.yaml", "command.txt", "metrics.jsonl"
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -158,7 +160,7 @@ class RunDirectory:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace summary.json at once; NaN and Infinity become strings."""
         text = json.dumps(_valid_json(summary), indent=2, allow_nan=False) + "\n"
-        _replace(self.summary_path, text.encode())
+        replace_file(self.summary_path, text.encode())
 
     def _claim(self) -> None:
         """Take the directory: of two runs that start at once, the second finds `checkpoints` made and fails."""
@@ -168,7 +170,7 @@ class RunDirectory:
     def _fill(self, config: str, command: Sequence[str]) -> None:
         try:
             self.add_command(command)
-            _replace(self.path / CONFIG, config.encode())
+            replace_file(self.path / CONFIG, config.encode())
         except OSError as error:
             for name in (CONFIG, COMMAND):
                 (self.path / name).unlink(missing_ok=True)
@@ -206,7 +208,7 @@ class MetricsLog:
         _, rows = _rows(self.path)
         kept = b"".join(line for line, row in rows if row["step"] <= step)
         self._file.close()
-        _replace(self.path, kept)
+        replace_file(self.path, kept)
         self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
@@ -269,19 +271,6 @@ def _valid_json(value: Any) -> Any:
 
 def _from_json(value: Any) -> Any:
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write `path` so that a reader, or a kill, sees the old or the new content whole."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        with new.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _refuse_occupied(path: Path) -> None:

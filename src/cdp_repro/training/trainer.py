@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cdp_repro.baselines import Baseline
-from cdp_repro.config import NO_INFLUENCE, RunConfig
+from cdp_repro.config import NO_INFLUENCE, RunConfig, flat
 from cdp_repro.data import Dataset, DatasetError, MiniBatch, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.engine.executor import StepResult
@@ -154,8 +154,9 @@ class Trainer:
                     raise Interrupted(signal, self._engine.step, self._checkpoints.directory.parent)
 
     def _measure_parameters(self) -> None:
-        """Note, on rank 0, the bytes of all parameter versions of the rank that holds most."""
+        """Note, on rank 0, the bytes of all parameter versions, and of optimizers, of the rank that holds most."""
         self._parameter_bytes = max(self._team.gather(self._engine.parameter_bytes), default=0)
+        self._optimizer_bytes = max(self._team.gather(self._engine.optimizer_bytes), default=0)
 
     def _train_segment(self, stop: StopRequest, progress: Progress) -> None:
         """Train up to the next end of an epoch or checkpoint, or until a stop is requested."""
@@ -262,6 +263,8 @@ class Trainer:
             "comm/bytes_per_device_per_step": trace.bytes_sent_per_device_per_step(self._slots_per_step),
             "comm/max_messages_per_slot": trace.max_messages_per_slot,
             "comm/max_chain_per_slot": trace.max_chain_per_slot,
+            "memory/versions_kept": trace.versions_kept,
+            "time/idle_share_of_slots": trace.idle_share(self._slots_per_step),
         }
 
     def measured(self) -> dict[str, Any]:
@@ -271,6 +274,7 @@ class Trainer:
         if math.isfinite(position.epoch_loss):
             summary["train/loss"] = position.epoch_loss
         summary["memory/parameter_bytes_per_device"] = self._parameter_bytes
+        summary["memory/optimizer_bytes_per_device"] = self._optimizer_bytes
         if self._step_seconds:
             seconds = statistics.median(self._step_seconds)
             summary["time/step_seconds_median"] = seconds
@@ -293,11 +297,3 @@ def _refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> No
         raise CheckpointError(
             "the checkpoint is of another run: " + "; ".join(differing) + ". Resume the run that it belongs to"
         )
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted key."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
