@@ -36,9 +36,9 @@ class Tracer:
     def enter(self, slot: Slot) -> None:
         """Begin a slot; stop at the first that computes a step beyond the traced ones."""
         self._slot = slot.number
-        for action in slot.actions:
-            if action.micro_batch is not None and action.micro_batch // self._schedule.micro_batches >= self._end_step:
-                self.stop()
+        micro_batches = [action.micro_batch for action in slot.actions if action.op.is_compute]
+        if any(m is not None and m // self._schedule.micro_batches >= self._end_step for m in micro_batches):
+            self.stop()
 
     def now(self) -> float:
         """Return seconds since the trace began, on the clock of rank 0; while tracing the device is waited for."""
