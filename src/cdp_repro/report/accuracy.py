@@ -1,0 +1,168 @@
+"""The accuracy table: data set, model and mode against data parallelism, over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cdp_repro.report.evidence import commands, evidence
+from cdp_repro.report.groups import Difference, Group, Sample, compared
+from cdp_repro.report.rows import RowError, label_of_mode
+from cdp_repro.report.studies import STUDIES, TUNED_LR, Study
+from cdp_repro.report.tables import Table
+
+TOP1 = "eval/top1_percent"
+PAPER_VALUES = "paper_values.yaml"
+
+COLUMNS = (
+    "study", "model", "mode", "lr", "epochs", "test top-1 [%]", "minus dp [points], 95 % interval", "p", "train loss",
+    "seconds per epoch", "paper [%]",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A group beside data parallelism on the same seeds; no difference for data parallelism itself, or without it."""
+
+    study: str
+    group: Group
+    difference: Difference | None
+
+    @property
+    def top1(self) -> Sample:
+        """Test top-1 in percent."""
+        return self.group.sample(TOP1)
+
+
+def comparisons(groups: Mapping[str, Sequence[Group]]) -> list[Comparison]:
+    """Return every group of the accuracy studies, by study; those of other kinds are left out.
+
+    Raises:
+        RowError: a group and its data parallelism differ in more than the mode and the learning rate.
+    """
+    found = []
+    for name, members in groups.items():
+        study = STUDIES.get(name)
+        if study is not None and study.kind != "accuracy":
+            continue
+        others = groups.get(study.reference, ()) if study and study.reference else ()
+        for group in members:
+            reference = _data_parallel([*members, *others], group)
+            difference = compared(group, reference, TOP1) if reference and reference is not group else None
+            found.append(Comparison(name, group, difference))
+    return found
+
+
+def _data_parallel(groups: Iterable[Group], like: Group) -> Group | None:
+    key = ("dataset.name", "model.name")
+    same = (g for g in groups if g.mode == "dp" and all(g.config[k] == like.config[k] for k in key))
+    return next(same, None)
+
+
+def accuracy_table(found: Sequence[Comparison], paper: Mapping[str, float]) -> Table:
+    """Return the table, with a row for each cell of the studies that has no run yet: the command that fills it."""
+    rows = [_row(each, paper) for each in found]
+    present = {(each.study, row.cell) for each in found for row in each.group.rows}
+    for study in STUDIES.values():
+        if study.kind == "accuracy":
+            rows += [_missing(study, cell.settings, cell.command(0)) for cell in study.cells
+                     if (study.name, cell.hash) not in present]  # fmt: skip
+    runs = [row for each in found for row in each.group.rows]
+    notes = [
+        "Mean ± standard deviation over seeds, number of runs in brackets; differences are paired by seed, p is of the "
+        "two-sided paired t-test. Seconds per epoch are of one thread on a machine that did other work, too: compare "
+        "them with care.",
+        f"The column `paper` is read from results/{PAPER_VALUES}, which says how to fill it.",
+        *(f"{name}: {evidence(rows_)} {commands(rows_)}." for name, rows_ in _by_study(found).items()),
+    ]
+    return Table(
+        "accuracy", "Accuracy of each mode against data parallelism", COLUMNS, rows, notes if runs else notes[:2]
+    )
+
+
+def tuning_table(groups: Sequence[Group]) -> Table:
+    """Return the training loss by learning rate, from which the one of the study was chosen."""
+    rows = [
+        [group.config["model.name"], group.mode, f"{group.config['optim.lr']:g}", str(group.config["epochs"]),
+         group.sample("train/loss").text(4), group.sample(TOP1).text()]
+        for group in sorted(groups, key=lambda group: (group.mode, group.config["optim.lr"]))
+    ]  # fmt: skip
+    runs = [row for group in groups for row in group.rows]
+    notes = [f"Chosen is {TUNED_LR:g}, the smallest learning rate whose training loss is within 1 % of the lowest; the "
+             "test set has no say.", f"{evidence(runs)} {commands(runs)}."]  # fmt: skip
+    columns = ("model", "mode", "lr", "epochs", "train loss", "test top-1 [%]")
+    return Table("tuning", "The learning rate of data parallelism", columns, rows, notes if runs else notes[:1])
+
+
+def _by_study(found: Sequence[Comparison]) -> dict[str, list[Any]]:
+    by_study: dict[str, list[Any]] = {}
+    for each in found:
+        by_study.setdefault(each.study, []).extend(each.group.rows)
+    return by_study
+
+
+def _row(each: Comparison, paper: Mapping[str, float]) -> list[str]:
+    group, config = each.group, each.group.config
+    value = paper.get(f"{config['dataset.name']}/{config['model.name']}/{group.mode}")
+    return [
+        each.study,
+        config["model.name"],
+        group.mode,
+        f"{config['optim.lr']:g}",
+        str(config["epochs"]),
+        each.top1.text(),
+        difference_text(each.difference),
+        _p_text(each.difference),
+        group.sample("train/loss").text(4),
+        Sample.of([_epoch_seconds(row.summary, config) for row in group.rows]).text(1),
+        "" if value is None else f"{value:g}",
+    ]
+
+
+def _epoch_seconds(summary: Mapping[str, Any], config: Mapping[str, Any]) -> float:
+    steps_per_epoch: float = summary["step"] / config["epochs"]
+    return steps_per_epoch * float(summary.get("time/step_seconds_median", math.nan))
+
+
+def difference_text(difference: Difference | None) -> str:
+    """Return `-0.12 [-0.40, 0.16] (5)`."""
+    if difference is None:
+        return ""
+    interval = "" if math.isnan(difference.low) else f" [{difference.low:+.2f}, {difference.high:+.2f}]"
+    return f"{difference.mean:+.2f}{interval} ({difference.n})"
+
+
+def _p_text(difference: Difference | None) -> str:
+    if difference is None or math.isnan(difference.p_value):
+        return ""
+    return "< 0.001" if difference.p_value < 0.001 else f"{difference.p_value:.3f}"
+
+
+def _missing(study: Study, settings: Mapping[str, Any], command: str) -> list[str]:
+    return [
+        study.name, settings["model.name"], label_of_mode(settings), f"{settings['optim.lr']:g}",
+        str(settings["epochs"]), f"not run: `{command}`", *[""] * (len(COLUMNS) - 6),
+    ]  # fmt: skip
+
+
+def read_paper_values(path: Path) -> dict[str, float]:
+    """Return the paper's numbers by `dataset/model/mode`; none if there is no file.
+
+    Raises:
+        RowError: the file holds something else.
+    """
+    if not path.exists():
+        return {}
+    try:
+        found = yaml.safe_load(path.read_text()) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RowError(f"{path} cannot be read: {error}") from error
+    wrong = not isinstance(found, dict) or [k for k, v in found.items() if not isinstance(v, int | float)]
+    if wrong:
+        raise RowError(f"{path}: every line must be `dataset/model/mode: number`, as in cifar10/resnet18/dp: 12.3")
+    return {str(key): float(value) for key, value in found.items()}

@@ -1,0 +1,329 @@
+"""Everything that `cdp-report build` writes, from the rows in `results/`; nothing is trained."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from cdp_repro.files import replace_file
+from cdp_repro.report import figures
+from cdp_repro.report.accuracy import (
+    PAPER_VALUES,
+    Comparison,
+    accuracy_table,
+    comparisons,
+    read_paper_values,
+    tuning_table,
+)
+from cdp_repro.report.claims import claim_table, claims
+from cdp_repro.report.costs import (
+    EXECUTED_WORKERS,
+    SIMULATED,
+    Line,
+    agreement_table,
+    cost_table,
+    large_lines,
+    large_table,
+    lines,
+)
+from cdp_repro.report.evidence import commands, evidence
+from cdp_repro.report.groups import Group, grouped
+from cdp_repro.report.memory import Case, answer, cases, memory_table
+from cdp_repro.report.page import Picture, Section, page
+from cdp_repro.report.rows import Row, RowError, read_rows
+from cdp_repro.report.studies import STUDIES
+from cdp_repro.report.tables import Table
+
+ROWS = "rows"
+_MARKED = re.compile(r"(<!-- report:(?P<name>\w+) -->\n).*?(<!-- /report -->)", re.DOTALL)
+_DATA = "data "
+"""Before the digest of what a figure shows, in its file."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A figure, what it is drawn from, and what to see."""
+
+    figure: Figure
+    data: str
+    """Digest of the rows behind it."""
+    caption: str
+
+
+class Report:
+    """What the rows of a results folder say, computed as it is asked for.
+
+    Raises:
+        RowError: there is no row, or rows are damaged, foreign, twice there, or cannot be averaged.
+    """
+
+    def __init__(self, results: Path) -> None:
+        self._results = results
+        self.rows: list[Row] = read_rows(results / ROWS)
+        if not self.rows:
+            raise RowError(
+                f"{results / ROWS} holds no rows: train with scripts/accuracy.py, scripts/memory.py, scripts/costs.py, "
+                "or add finished runs by cdp-report collect RUN_DIRECTORY"
+            )
+
+    @cached_property
+    def groups(self) -> dict[str, list[Group]]:
+        """Groups of every study, the known studies first."""
+        names = [*STUDIES, *sorted({row.study for row in self.rows} - STUDIES.keys())]
+        found = {name: grouped(self._rows_of(name), STUDIES[name].varied if name in STUDIES else ()) for name in names}
+        return {name: members for name, members in found.items() if members}
+
+    @cached_property
+    def cases(self) -> list[Case]:
+        """Of the memory study."""
+        return cases(self.groups.get("memory", ()))
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        """Of the cost study."""
+        return lines(self.groups.get("costs", ()))
+
+    @cached_property
+    def large_lines(self) -> list[Line]:
+        """Of the stored simulations."""
+        path = self._results / SIMULATED
+        try:
+            return large_lines(json.loads(path.read_text())["values"]) if path.exists() else []
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RowError(f"{path} is damaged ({error!r}): restore it from git") from error
+
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        """Of the accuracy studies, and of the user's own."""
+        return comparisons(self.groups)
+
+    @cached_property
+    def tables(self) -> dict[str, Table]:
+        """All tables by name."""
+        found = [
+            claim_table(claims(self.cases, self.lines, self.comparisons, self.rows)),
+            accuracy_table(self.comparisons, read_paper_values(self._results / PAPER_VALUES)),
+            tuning_table(self.groups.get("cifar10-tuning", ())),
+            memory_table(self.cases),
+            *(cost_table(self.lines, n, self._cost_notes(n)) for n in EXECUTED_WORKERS),
+            agreement_table(self.lines, []),
+            large_table(self.large_lines),
+        ]
+        return {table.name: table for table in found}
+
+    def _cost_notes(self, workers: int) -> list[str]:
+        mine = [line for line in self.lines if line.workers == workers]
+        runs = [row for row in self._rows_of("costs") if row.config["workers"] == workers]
+        missing = sum(not line.executed for line in mine)
+        differing = [f"{line.setting.name} {line.setting.mode}: {', '.join(names)}" for line in mine
+                     if (names := line.disagreements())]  # fmt: skip
+        agree = (
+            "Where three numbers exist they are equal." if not differing else f"They differ in: {'; '.join(differing)}."
+        )
+        return [
+            "A number stands for closed form, simulation and execution alike; where only some know it, they are "
+            "in brackets: c, s, e. Libraries are not traced, so that only what they hold is measured. The chain is the "
+            "longest sequence of messages, between two slots, each of which waits for the one before. " + agree,
+            *([f"{missing} settings have not been run: python scripts/costs.py"] if missing else []),
+            *([f"{evidence(runs)} {commands(runs)}."] if runs else []),
+        ]
+
+    def _rows_of(self, *studies: str) -> list[Row]:
+        return [row for row in self.rows if row.study in studies]
+
+    @cached_property
+    def figures(self) -> dict[str, Shown]:
+        """All figures that have data, by name."""
+        costs, n = self.groups.get("costs", []), max(EXECUTED_WORKERS)
+        drawn: dict[str, tuple[Callable[[], Figure | None], Sequence[Row], str]] = {
+            "memory": (
+                lambda: figures.memory_curves(self.cases) if self.cases else None, self._rows_of("memory"),
+                "Live activation bytes of all workers on one device, executed: data parallelism rises to N times the "
+                "activations of a micro-batch, CDP fills once and stays flat. Look at how far the flat part lies above "
+                "the dotted line of equal stages, and how cutting by activation bytes brings it down.",
+            ),
+            "reduction": (
+                lambda: figures.reduction_curves(self.cases) if self.cases else None, self._rows_of("memory"),
+                "Activation peak of CDP-v2 over that of DP against the number of workers. Lines are simulated from the "
+                "measured bytes of every block; points are executed (filled: paper order, hollow: backward first, "
+                "diamonds: every block a stage). Right of the grey line there are more stages than blocks, and blocks "
+                "are taken as divisible.",
+            ),
+            "timelines": (
+                lambda: figures.timelines(costs, 3), [r for r in self._rows_of("costs") if r.config["workers"] == 3],
+                "Timelines of DP, CDP-v1 and CDP-v2 with N = S = 3, drawn from the programs that ran: DP has all "
+                "workers on one stage in a slot, CDP one worker on each. Numbers are the parameter versions read: "
+                "CDP-v2 reads the newest wherever it is ready.",
+            ),
+            "communication": (
+                lambda: figures.communication(costs, n),
+                [r for r in self._rows_of("costs") if r.config["workers"] == n],
+                "Bytes that all ranks send in each slot of a training step, executed: DP sends all gradients as the "
+                "backward passes end, CDP a part in every slot. The areas of a panel are equal but for model "
+                "parallelism, whose groups differ in size.",
+            ),
+            "accuracy": (
+                lambda: figures.accuracy_curves(self.comparisons), [r for e in self.comparisons for r in e.group.rows],
+                "Test top-1 after each epoch, mean over seeds with the range between the lowest and the highest.",
+            ),
+            "staleness": (
+                lambda: figures.staleness(self.comparisons), [r for e in self.comparisons for r in e.group.rows],
+                "Test top-1 at the end against the delay, at the learning rate of data parallelism; small points are "
+                "single seeds.",
+            ),
+        }  # fmt: skip
+        found = {}
+        for name, (draw, rows, caption) in drawn.items():
+            if rows and (figure := draw()) is not None:
+                found[name] = Shown(
+                    figure, _digest(row.file_name + row.command + str(row.summary) for row in rows), caption
+                )
+        return found
+
+    def page(self, svgs: Mapping[str, bytes]) -> str:
+        """Return the page, with the pictures given."""
+        tables = self.tables
+
+        def pictures(*names: str) -> list[Picture]:
+            return [Picture(name, svgs[name], self.figures[name].caption) for name in names if name in svgs]
+
+        sections = [
+            Section("claims", "Claims", tables=[tables["claims"]]),
+            Section(
+                "memory", "Activation memory", [answer(self.cases)], pictures("memory", "reduction"), [tables["memory"]]
+            ),
+            Section("timelines", "Timelines and communication", pictures=pictures("timelines", "communication")),
+            Section(
+                "costs", "Costs", [_COSTS], tables=[tables[f"costs_N{max(EXECUTED_WORKERS)}"], tables["costs_large"]]
+            ),
+            Section(
+                "accuracy",
+                "Accuracy",
+                [_ACCURACY],
+                pictures("accuracy", "staleness"),
+                [tables["accuracy"], tables["tuning"]],
+            ),
+        ]
+        return page("Cyclic data parallelism, executed", [_INTRODUCTION], sections)
+
+
+_INTRODUCTION = (
+    "Cyclic data parallelism (Fournier and Oyallon, arXiv 2403.08837) runs the micro-batches of a training step one "
+    "after another with a uniform delay, where data parallelism (DP) runs them at once. This page holds what was "
+    "measured by really running that timeline, on CPUs, and compares it with what the paper claims. Every number comes "
+    "from a run that can be repeated with the command below its table."
+)
+_COSTS = (
+    "A small network of equal layers on handwritten digits, N = S; each setting was derived by formula, simulated, and "
+    "run in processes of its own. Data parallelism on our placements sums gradients along a chain of ranks in the "
+    "order of the workers; the libraries' rows say what collectives would send."
+)
+_ACCURACY = (
+    "CIFAR-10 here is a copy from JPEG files, re-encoded, so that its numbers are not those of the original. Networks "
+    "and epochs are small; the authors' set-up has been prepared and not been run at full length."
+)
+
+
+def _digest(texts: object) -> str:
+    return hashlib.sha256("\n".join(map(str, texts)).encode()).hexdigest()[:16]  # type: ignore[call-overload]
+
+
+def build(results: Path, readme: Path | None = None) -> dict[Path, bytes]:
+    """Return every file of the report with its content, and the README with its marked parts renewed.
+
+    Raises:
+        RowError: as `Report`.
+    """
+    report = Report(results)
+    files: dict[Path, bytes] = {}
+    for name, table in report.tables.items():
+        files[results / f"{name}.md"] = f"# {table.title}\n\n{table.markdown()}".encode()
+        files[results / f"{name}.csv"] = table.csv().encode()
+        files[results / f"{name}.tex"] = table.latex().encode()
+    svgs = {}
+    for name, shown in report.figures.items():
+        svgs[name] = _drawn(shown, "svg")
+        files[results / "figures" / f"{name}.svg"] = svgs[name]
+        files[results / "figures" / f"{name}.png"] = _drawn(shown, "png")
+    files[results / "report.html"] = report.page(svgs).encode()
+    if readme is not None and readme.exists():
+        files[readme] = _renewed(readme.read_text(), report).encode()
+    return files
+
+
+def _drawn(shown: Shown, form: str) -> bytes:
+    """Return a figure as a file that holds the digest of its data, by which `check` knows whether it is stale."""
+    file = io.BytesIO()
+    said = {"Description": _DATA + shown.data}
+    with rc_context({"svg.hashsalt": "cdp-repro", "svg.fonttype": "none" if form == "svg" else "path"}):
+        shown.figure.savefig(file, format=form, dpi=120, metadata={**said, "Date": None} if form == "svg" else said)
+    return file.getvalue()
+
+
+def _renewed(text: str, report: Report) -> str:
+    """Return the README with the tables between its marks as they are now."""
+
+    def table(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in report.tables:
+            raise RowError(f"the README asks for a table {name!r}: there are {', '.join(report.tables)}")
+        return f"{match[1]}{report.tables[name].markdown()}{match[3]}"
+
+    return _MARKED.sub(table, text)
+
+
+def write(files: Mapping[Path, bytes]) -> list[Path]:
+    """Write what differs from what is there, each file whole; return what was written.
+
+    Raises:
+        RowError: a folder cannot be written; nothing is half-written.
+    """
+    changed = [path for path, content in files.items() if not path.exists() or path.read_bytes() != content]
+    for folder in {path.parent for path in changed}:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RowError(f"cannot write to {folder}: {error.strerror or error}; nothing was written") from error
+        if not os.access(folder, os.W_OK):
+            raise RowError(f"cannot write to {folder}: it is read-only; nothing was written. Copy results away and "
+                           "pass --results=")  # fmt: skip
+    for path in changed:
+        try:
+            replace_file(path, files[path])
+        except OSError as error:
+            raise RowError(f"cannot write {path}: {error.strerror or error}") from error
+    return changed
+
+
+def stale(files: Mapping[Path, bytes]) -> list[str]:
+    """Return a sentence for each file that is missing or differs from what the rows give.
+
+    Texts are compared byte by byte, figures by the digest of their data, as other versions of the drawing library draw
+    other bytes.
+    """
+    found = []
+    for path, content in files.items():
+        if not path.exists():
+            found.append(f"{path} is missing")
+        elif _essence(path, path.read_bytes()) != _essence(path, content):
+            found.append(f"{path} differs from what the rows give")
+    return found
+
+
+def _essence(path: Path, content: bytes) -> bytes:
+    if path.suffix in (".svg", ".png"):
+        match = re.search(_DATA.encode() + rb"[0-9a-f]{16}", content)
+        return match[0] if match else content
+    if path.suffix == ".html":
+        return re.sub(rb'src="data:[^"]*"', b"", content)
+    return content

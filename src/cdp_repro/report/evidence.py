@@ -1,0 +1,49 @@
+"""Where numbers come from: one sentence for the runs behind a table or a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from cdp_repro.report.rows import Row
+
+_SHOWN = 12
+
+
+def evidence(rows: Sequence[Row]) -> str:
+    """Return data, seeds, hardware, versions and commits of runs; empty for none."""
+    if not rows:
+        return ""
+    summaries = [row.summary for row in rows]
+    return (
+        f"{len(rows)} runs; data: {_all(s['dataset/description'] for s in summaries)}; "
+        f"seeds {_numbers(row.seed for row in rows)}; {_all(s['hardware'] for s in summaries)}; "
+        f"torch {_all(s['version/torch'] for s in summaries)}, Python {_all(s['version/python'] for s in summaries)}; "
+        f"commit {_all(s['version/git_commit'][:12] for s in summaries)}."
+    )
+
+
+def commands(rows: Iterable[Row]) -> str:
+    """Return the command lines of runs, one for all seeds of a cell, as `code`."""
+    seen = dict.fromkeys(_without_seed(row.command) for row in rows)
+    shown = [f"`{command}`" for command in list(seen)[:_SHOWN]]
+    rest = f" and {len(seen) - _SHOWN} more, see results/rows" if len(seen) > _SHOWN else ""
+    return f"{', '.join(shown)}{rest}"
+
+
+def _without_seed(command: str) -> str:
+    return " ".join(word for word in command.split() if not word.startswith("seed="))
+
+
+def _all(texts: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(texts))
+
+
+def _numbers(values: Iterable[int]) -> str:
+    """Return numbers in order, runs of them as `0-4`."""
+    parts: list[list[int]] = []
+    for value in sorted(set(values)):
+        if parts and value == parts[-1][-1] + 1:
+            parts[-1].append(value)
+        else:
+            parts.append([value])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

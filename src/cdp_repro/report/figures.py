@@ -1,0 +1,223 @@
+"""The figures of the report. Data parallelism is grey and dashed everywhere, so that it stands out in print, too."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from cdp_repro.figures import timeline_figure
+from cdp_repro.report.accuracy import Comparison
+from cdp_repro.report.costs import PLACEMENT_NAMES
+from cdp_repro.report.groups import Group
+from cdp_repro.report.memory import CUTS, ORDERS, Case, curve, profiles, theory
+from cdp_repro.schedule import StageCosts
+from cdp_repro.units import byte_unit
+
+_MODES = {"dp": ("#555555", "--"), "cdp_v1": ("#D55E00", "-."), "cdp_v2": ("#0072B2", "-")}
+_OTHERS = (("#009E73", ":"), ("#CC79A7", (0, (3, 1, 1, 1))), ("#E69F00", (0, (1, 1))), ("#56B4E9", (0, (5, 1))))
+_ORDER_NAMES = {"paper": "paper order", "backward_first": "backward first"}
+
+
+def style(mode: str, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Return colour and line of a mode; those beyond the paper's are told apart by their place in `others`."""
+    colour, line = _MODES.get(mode) or _OTHERS[list(others).index(mode) % len(_OTHERS)]
+    return {"color": colour, "linestyle": line}
+
+
+def _plain(axis: Axes) -> None:
+    axis.grid(axis="y", alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def memory_curves(cases: Sequence[Case]) -> Figure:
+    """Draw executed live activation bytes against the slot: a row a network, a column a number of workers and cut."""
+    models = list(dict.fromkeys(case.model for case in cases))
+    columns = sorted({(case.workers, case.partition) for case in cases if case.partition in CUTS}, key=_column_order)
+    figure = Figure(figsize=(3.1 * len(columns) + 0.4, 2.2 * len(models) + 0.7), layout="constrained")
+    axes = figure.subplots(len(models), len(columns), squeeze=False)
+    by_place = {(case.model, case.workers, case.partition): case for case in cases}
+    for line, model in enumerate(models):
+        for column, (workers, cut) in enumerate(columns):
+            axis = axes[line][column]
+            case = by_place.get((model, workers, cut))
+            if case is None:
+                axis.set_visible(False)
+                continue
+            _draw_curves(axis, case)
+            axis.set_title(f"{model}, N = {workers}, cut by {cut}", fontsize=9)
+            if line == len(models) - 1:
+                axis.set_xlabel("time slot")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _column_order(column: tuple[int, str]) -> tuple[int, int]:
+    return column[0], CUTS.index(column[1])
+
+
+def _draw_curves(axis: Axes, case: Case) -> None:
+    """Draw the first two training steps and the drain, with the line that equal stages would give."""
+    curves: dict[str, tuple[Group, dict[str, Any]]] = {
+        "DP": (case.dp, {"color": "#555555", "linestyle": "--"}),
+        "CDP-v2, paper order": (case.cdp["paper"], {"color": "#0072B2", "linestyle": "-"}),
+        "CDP-v2, backward first": (case.cdp["backward_first"], {"color": "#D55E00", "linestyle": "-."}),
+    }
+    peak = max(max(group.rows[0].activation_bytes) for group, _ in curves.values())
+    unit, name = byte_unit(peak)
+    for label, (group, look) in curves.items():
+        live = group.rows[0].activation_bytes[: 6 * case.workers]
+        axis.step(range(len(live)), [each / unit for each in live], where="mid", label=label, linewidth=1.2, **look)
+    dp_peak = max(case.dp.rows[0].activation_bytes)
+    axis.axhline(
+        theory(case.workers) * dp_peak / unit,
+        color="black",
+        linestyle=":",
+        linewidth=0.9,
+        label="(N+1)/2N of DP's peak",
+    )
+    axis.set(ylabel=f"live activations [{name}]", ylim=(0, 1.05 * peak / unit))
+    _plain(axis)
+
+
+def reduction_curves(cases: Sequence[Case]) -> Figure:
+    """Draw CDP's peak over DP's against N, simulated from each network's measured profile, with executed points."""
+    found = profiles(cases)
+    figure = Figure(figsize=(3.3 * max(1, len(found)) + 0.4, 3.4), layout="constrained")
+    axes = figure.subplots(1, max(1, len(found)), squeeze=False, sharey=True)[0]
+    for axis, (model, blocks) in zip(axes, found.items(), strict=False):
+        _draw_reduction(axis, model, blocks, [case for case in cases if case.model == model])
+    axes[0].set_ylabel("activation peak, CDP-v2 / DP")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
+    return figure
+
+
+_CUT_LOOKS = {"flops": ("#D55E00", "s"), "activations": ("#0072B2", "o"), "blocks": ("#009E73", "D")}
+
+
+def _draw_reduction(axis: Axes, model: str, blocks: StageCosts, cases: Sequence[Case]) -> None:
+    for cut in CUTS:
+        for order in ORDERS:
+            points = curve(blocks, cut, order)
+            line = "-" if order == "paper" else "-."
+            label = f"cut by {cut}, {_ORDER_NAMES[order]}"
+            axis.plot(list(points), list(points.values()), line, color=_CUT_LOOKS[cut][0], label=label, linewidth=1.2)
+    for case in cases:
+        colour, marker = _CUT_LOOKS[case.partition]
+        for order, ratio in case.ratios.items():
+            face = colour if order == "paper" else "white"
+            axis.plot(case.workers, ratio, marker, color=colour, markerfacecolor=face, markersize=5)
+    workers = range(2, 65)
+    axis.plot(workers, [theory(n) for n in workers], ":", color="black", linewidth=0.9, label="equal stages, (N+1)/2N")
+    axis.axvline(blocks.stages, color="#999999", linewidth=0.7)
+    axis.set(title=f"{model} ({blocks.stages} blocks)", xlabel="workers N", xscale="log", ylim=(0.4, 1.0))
+    axis.set_xticks([2, 4, 8, 16, 32, 64], ["2", "4", "8", "16", "32", "64"])
+    axis.minorticks_off()
+    _plain(axis)
+
+
+def timelines(groups: Sequence[Group], workers: int) -> Figure | None:
+    """Draw the timelines of DP, CDP-v1 and CDP-v2 from the programs that ran on one device; None without runs."""
+    names = {"dp": "DP", "cdp_v1": "CDP-v1", "cdp_v2": "CDP-v2"}
+    ran = {
+        group.mode: group.rows[0]
+        for group in groups
+        if group.config["placement.name"] == "single_device" and group.config["workers"] == workers
+        and group.config["baseline"] is None and group.rows[0].actions
+    }  # fmt: skip
+    slots = {title: ran[mode].slots()[: 6 * workers - 2] for mode, title in names.items() if mode in ran}
+    return timeline_figure(slots, workers, workers) if len(slots) == len(names) else None
+
+
+def communication(groups: Sequence[Group], workers: int) -> Figure | None:
+    """Draw bytes sent in each slot of a training step, executed, for DP and CDP on each placement."""
+    found: dict[str, dict[str, Sequence[int]]] = {}
+    for group in groups:
+        config = group.config
+        is_ours = config["baseline"] is None and config["pipeline_schedule"] == "one_f_one_b"
+        if config["workers"] == workers and is_ours and group.rows[0].sent_bytes:
+            found.setdefault(config["placement.name"], {})[group.mode] = group.rows[0].sent_bytes
+    if not found:
+        return None
+    figure = Figure(figsize=(2.9 * len(found) + 0.4, 3.0), layout="constrained")
+    axes = figure.subplots(1, len(found), squeeze=False)[0]
+    for axis, placement in zip(axes, [name for name in PLACEMENT_NAMES if name in found], strict=True):
+        for mode, sent in found[placement].items():
+            slots = 2 * (2 * workers - 1) if (placement, mode) == ("pipeline", "dp") else 2 * workers
+            step = [each / 1024 for each in [*sent, *[0] * 3 * slots][2 * slots : 3 * slots]]
+            axis.step(range(slots), step, where="mid", label=mode, linewidth=1.3, **style(mode))
+        axis.set(title=f"{PLACEMENT_NAMES[placement]}, N = {workers}", xlabel="slot of a training step", ylim=(0, None))
+        _plain(axis)
+    axes[0].set_ylabel("sent by all ranks [KiB]")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def accuracy_curves(found: Sequence[Comparison]) -> Figure | None:
+    """Draw test top-1 against the epoch, mean and range over seeds: a panel a study; staleness beside its DP."""
+    studies = list(dict.fromkeys(each.study for each in found))
+    if not studies:
+        return None
+    figure = Figure(figsize=(4.2 * len(studies) + 0.4, 3.4), layout="constrained")
+    axes = figure.subplots(1, len(studies), squeeze=False)[0]
+    for axis, study in zip(axes, studies, strict=True):
+        members = [each.group for each in found if each.study == study]
+        others = [group.mode for group in members if group.mode not in _MODES]
+        for group in members:
+            _draw_accuracy(axis, group, others)
+        axis.set(title=study, xlabel="epoch", ylabel="test top-1 [%]")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.legend(frameon=False, fontsize="small", loc="lower right")
+        _plain(axis)
+    return figure
+
+
+def _draw_accuracy(axis: Axes, group: Group, others: Sequence[str]) -> None:
+    runs = [row.epochs["eval/top1_percent"] for row in group.rows]
+    epochs = range(1, min(map(len, runs)) + 1)
+    columns = list(zip(*(run[: len(epochs)] for run in runs), strict=True))
+    look = style(group.mode, others)
+    mean = [statistics.fmean(column) for column in columns]
+    axis.plot(epochs, mean, label=f"{group.mode} (n = {len(runs)})", linewidth=1.3, **look)
+    low, high = [min(column) for column in columns], [max(column) for column in columns]
+    axis.fill_between(epochs, low, high, color=look["color"], alpha=0.15, linewidth=0)
+
+
+def staleness(found: Sequence[Comparison]) -> Figure | None:
+    """Draw top-1 at the end against the largest delay, a point a seed, for data sets that were run with longer ones."""
+    by_line: dict[str, dict[int, list[float]]] = {}
+    datasets = {each.group.config["dataset.name"] for each in found if each.group.mode.startswith("staleness")}
+    for each in found:
+        if each.group.config["dataset.name"] in datasets and each.study != "cifar10-staleness-tuned":
+            longest = max(d for row in each.group.rows[0].summary["staleness"] for d in row)
+            name = "cdp_v2" if each.group.mode == "cdp_v2" else "uniform delay"
+            by_line.setdefault(name, {}).setdefault(longest, []).extend(each.group.values("eval/top1_percent"))
+    if not by_line:
+        return None
+    figure = Figure(figsize=(5, 3.4), layout="constrained")
+    axis = figure.subplots()
+    for name, points in sorted(by_line.items()):
+        colour, marker = ("#0072B2", "o") if name == "uniform delay" else ("#D55E00", "s")
+        delays = sorted(points)
+        axis.plot(
+            delays,
+            [statistics.fmean(points[d]) for d in delays],
+            "-",
+            color=colour,
+            marker=marker,
+            label=f"{name}, mean",
+        )
+        for delay in delays:
+            axis.plot([delay] * len(points[delay]), points[delay], ".", color=colour, alpha=0.6, markersize=4)
+    axis.set(xlabel="delay of the parameters [training steps]", ylabel="test top-1 [%]")
+    axis.set_xticks(sorted({delay for points in by_line.values() for delay in points}))
+    axis.legend(frameon=False)
+    _plain(axis)
+    return figure

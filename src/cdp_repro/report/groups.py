@@ -1,0 +1,163 @@
+"""Groups: runs that differ in nothing but the seed, their mean and spread, and how two groups compare."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scipy import stats
+
+from cdp_repro.report.rows import IRRELEVANT, Row, RowError, label_of_mode
+from cdp_repro.schedule import MODES
+
+LABELS = (
+    "dataset.name", "model.name", "placement.name", "baseline", "pipeline_schedule", "workers", "replicas",
+    "partition", "slot_order",
+)  # fmt: skip
+"""Settings that, with the mode, tell the groups of a study apart; all others must be the same in a group."""
+
+CONFIDENCE = 0.95
+
+_PLACES = {mode: place for place, mode in enumerate(MODES)}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one cell."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Settings of the first run; those that matter are the same in all."""
+        return self.rows[0].config
+
+    @property
+    def mode(self) -> str:
+        """The mode for people."""
+        return label_of_mode(self.config)
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of the runs, in order."""
+        return [row.seed for row in self.rows]
+
+    def values(self, key: str) -> list[float]:
+        """Return a number of the summary, of each run."""
+        return [float(row.summary[key]) for row in self.rows]
+
+    def sample(self, key: str) -> Sample:
+        """Return mean and spread of a number of the summary."""
+        return Sample.of(self.values(key))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Mean and standard deviation (NaN for one value) of n values."""
+
+    mean: float
+    deviation: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Sample:
+        """Return the sample of at least one value."""
+        deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+        return cls(statistics.fmean(values), deviation, len(values))
+
+    def text(self, digits: int = 2) -> str:
+        """Return `mean ± deviation (n)`, or `mean (1)`."""
+        spread = f" ± {self.deviation:.{digits}f}" if self.n > 1 else ""
+        return f"{self.mean:.{digits}f}{spread} ({self.n})"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean difference of two groups over the seeds that both have, with its confidence interval and a paired test."""
+
+    mean: float
+    low: float
+    high: float
+    p_value: float
+    n: int
+
+    @classmethod
+    def of(cls, ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
+        """Return ours - theirs, both by seed; None without a common seed. Interval and p are NaN for one seed."""
+        differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+        n = len(differences)
+        if not n:
+            return None
+        mean = statistics.fmean(differences)
+        if n == 1:
+            return cls(mean, math.nan, math.nan, math.nan, 1)
+        error = statistics.stdev(differences) / math.sqrt(n)
+        half = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) * error
+        p_value = 2 * float(stats.t.sf(abs(mean) / error, n - 1)) if error else float(mean == 0)
+        return cls(mean, mean - half, mean + half, p_value, n)
+
+
+def grouped(rows: Iterable[Row], varied: Sequence[str] = ()) -> list[Group]:
+    """Return the groups of one study, the paper's modes first; `varied` settings tell groups apart, too.
+
+    Raises:
+        RowError: two runs that a table would average differ in a setting that matters, in their code or in their
+            data; it names the files and what differs.
+    """
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((label_of_mode(row.config), *(row.config[key] for key in (*LABELS, *varied))), []).append(row)
+    problems = [problem for members in groups.values() for problem in _mixed(members)]
+    if problems:
+        raise RowError("\n".join(problems))
+    found = [Group(tuple(sorted(members, key=lambda row: row.seed))) for members in groups.values()]
+    return sorted(found, key=lambda group: _PLACES.get(group.mode, len(_PLACES)))  # stable
+
+
+def _mixed(rows: Sequence[Row]) -> Iterable[str]:
+    first = rows[0]
+    for row in rows[1:]:
+        if keys := differing(first, row):
+            yield (
+                f"{first.source} and {row.source} would be averaged, but differ in {', '.join(keys)}: keep them in "
+                "different studies (cdp-report collect --study=NAME)"
+            )
+        elif first.code != row.code:
+            yield (
+                f"{first.source} (commit {first.summary['version/git_commit'][:12]}) and {row.source} (commit "
+                f"{row.summary['version/git_commit'][:12]}) would be averaged, but their code differs: train one of "
+                "them again with the code of the other"
+            )
+        elif first.summary["dataset/fingerprint"] != row.summary["dataset/fingerprint"]:
+            yield (
+                f"{first.source} ({first.summary['dataset/description']}) and {row.source} "
+                f"({row.summary['dataset/description']}) would be averaged, but their data differ: keep them in "
+                "different studies (cdp-report collect --study=NAME)"
+            )
+
+
+def differing(one: Row, other: Row) -> list[str]:
+    """Return the settings, by dotted key, in which two runs differ, of those that matter; the seed does not."""
+    keys = (key for key in {**one.config, **other.config} if key not in IRRELEVANT)
+    return sorted(key for key in keys if one.config.get(key) != other.config.get(key))
+
+
+def compared(group: Group, reference: Group, key: str) -> Difference | None:
+    """Return how a number of the summary differs between two groups, seed by seed.
+
+    Raises:
+        RowError: they differ in more than the mode and the learning rate, which the table shows.
+    """
+    others = set(differing(group.rows[0], reference.rows[0])) - {"mode.name", "mode.staleness", "optim.lr"}
+    if others:
+        raise RowError(
+            f"{group.rows[0].source} and {reference.rows[0].source} would be compared, but differ in "
+            f"{', '.join(sorted(others))}: keep them in different studies (cdp-report collect --study=NAME)"
+        )
+    return Difference.of(
+        dict(zip(group.seeds, group.values(key), strict=True)),
+        dict(zip(reference.seeds, reference.values(key), strict=True)),
+    )

@@ -1,0 +1,295 @@
+"""Rows: what tables and figures need of a finished run, as one small JSON file that is committed.
+
+results/rows/<study>/<mode>-...-seed<k>-<hash>.json
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cdp_repro.config import NO_INFLUENCE, RunConfig, flat
+from cdp_repro.files import replace_file
+from cdp_repro.schedule import Op, Slot, StageCosts
+from cdp_repro.schedule.actions import Action
+from cdp_repro.training.tracking import COMMAND, RunDirectory, read_metrics
+
+FORMAT = 1
+
+IRRELEVANT = frozenset(NO_INFLUENCE) - {"placement.name", "pipeline_schedule"} | {"seed"}
+"""Settings in which runs of one cell may differ."""
+
+_DRAWN_MICRO_BATCHES = 8
+"""Up to so many micro-batches a row holds the actions of the traced steps."""
+
+
+class RowError(ValueError):
+    """A row, or a run directory that should become one, cannot be used; the message names the file and the way out."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finished run."""
+
+    study: str
+    config: Mapping[str, Any]
+    """Settings by dotted key, without those that concern this run only."""
+    command: str
+    summary: Mapping[str, Any]
+    """summary.json without what `config` says."""
+    epochs: Mapping[str, Sequence[float]]
+    """What was logged at the end of each epoch, by its key in metrics.jsonl."""
+    activation_bytes: Sequence[int]
+    """Live activation bytes in each traced slot; empty where several ranks ran."""
+    sent_bytes: Sequence[int]
+    """Bytes sent by all ranks in each traced slot, from slot 0."""
+    actions: Sequence[str]
+    """Of each traced slot the compute actions, as text with blanks between; empty for many micro-batches."""
+    source: str = field(default="", compare=False)
+    """The file that the row was read from, for messages."""
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return int(self.config["seed"])
+
+    @cached_property
+    def cell(self) -> str:
+        """A hash of all settings that matter, without the seed: runs of one cell may be averaged."""
+        return cell_hash(self.config)
+
+    @property
+    def code(self) -> str:
+        """Hash of the code of which the numbers depend."""
+        return str(self.summary["version/code"])
+
+    @property
+    def costs(self) -> StageCosts:
+        """Of each stage on one micro-batch."""
+        return StageCosts(**{name: tuple(values) for name, values in self.summary["stages/costs"].items()})
+
+    def slots(self) -> list[Slot]:
+        """Return the compute of the traced slots."""
+        return [Slot(k, tuple(map(Action.parse, text.split()))) for k, text in enumerate(self.actions)]
+
+    @property
+    def file_name(self) -> str:
+        """Name of the row's file: readable, and different for different runs."""
+        config = self.config
+        parts = [config["dataset.name"], config["model.name"], label_of_mode(config), config["placement.name"]]
+        parts[-1] = config["baseline"] or parts[-1]
+        return f"{'-'.join(parts)}-N{config['workers']}-seed{self.seed}-{self.cell}.json"
+
+
+def label_of_mode(config: Mapping[str, Any]) -> str:
+    """Return the mode for people: its name, or `staleness 2` for a matrix of twos."""
+    staleness = config.get("mode.staleness")
+    if config["mode.name"] != "matrix" or not staleness:
+        return str(config["mode.name"])
+    values = {delay for row in staleness for delay in row}
+    return f"staleness{values.pop()}" if len(values) == 1 else "matrix"
+
+
+def cell_hash(config: Mapping[str, Any]) -> str:
+    """Return a hash of the settings, by dotted key, that matter to the numbers of a run, without the seed."""
+    relevant = {key: value for key, value in config.items() if key not in IRRELEVANT}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings by dotted key, those that an older version did not have at their default."""
+    return {**_defaults(), **flat(config)}
+
+
+def _defaults() -> dict[str, Any]:
+    return flat(RunConfig().to_dict())
+
+
+def collect(run_dir: Path, study: str) -> Row:
+    """Return the row of a finished run.
+
+    Raises:
+        RunDirectoryError: `run_dir` is not a run directory, or damaged.
+        RowError: the run is not finished, or its files do not belong together.
+    """
+    run = RunDirectory.open(run_dir)
+    summary = run.summary()
+    if summary.get("status") != "finished":
+        state = summary.get("status", "unfinished")
+        raise RowError(f"{run_dir} is {state}: finish it by cdp-train resume={run_dir}, and collect it then")
+    missing = [key for key in ("version/code", "dataset/fingerprint", "eval/top1_percent") if key not in summary]
+    if missing:
+        raise RowError(f"{run.summary_path} lacks {', '.join(missing)}: it is of an older version; train again")
+    config = settings_of(run.config())
+    epochs = _epochs(read_metrics(run.metrics_path))
+    if len(epochs.get("epoch", ())) != config["epochs"]:
+        raise RowError(
+            f"{run.metrics_path} holds the ends of {len(epochs.get('epoch', ()))} epochs, the run has "
+            f"{config['epochs']}: the file is damaged; train again"
+        )
+    return Row(
+        study=study,
+        config={key: value for key, value in config.items() if key not in IRRELEVANT or key == "seed"},
+        command=_command((run.path / COMMAND).read_text().splitlines()[0]),
+        summary=_own(summary) | _parameter_peak(run.memory_path),
+        epochs=epochs,
+        activation_bytes=_activation_bytes(run.memory_path) if summary["ranks"] == 1 else [],
+        sent_bytes=_sent_bytes(run.comms_path),
+        actions=_actions(run.trace_path) if summary["workers"] <= _DRAWN_MICRO_BATCHES else [],
+        source=str(run_dir),
+    )
+
+
+def _own(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the summary without what the configuration says, and without paths."""
+    said = {"config", "command", "run_dir", "status", "mode", "placement", "stages", "replicas", "baseline", "model"}
+    said |= {"workers", "dataset", "seed", "epochs", "stages/blocks"}
+    return {key: value for key, value in summary.items() if key not in said}
+
+
+def _command(line: str) -> str:
+    """Return the command line without what says where files are."""
+    places = ("run_dir=", "dataset.root=", "wandb=", "wandb_project=")
+    return shlex.join(text for text in shlex.split(line) if not text.startswith(places))
+
+
+def _epochs(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
+    ends = [row for row in rows if "train/epoch_loss" in row]
+    keys = dict.fromkeys(key for row in ends for key in row if key not in ("step",))
+    return {key: [row[key] for row in ends if key in row] for key in keys}
+
+
+def _activation_bytes(path: Path) -> list[int]:
+    with path.open() as file:
+        return [int(row["activation_bytes"]) for row in csv.DictReader(file)]
+
+
+def _parameter_peak(path: Path) -> dict[str, int]:
+    """Return the most parameter bytes, of all versions, that a rank has held at the end of a traced slot."""
+    with path.open() as file:
+        held = [int(row["parameter_bytes"]) for row in csv.DictReader(file)]
+    return {"memory/parameter_peak_bytes_per_device": max(held)} if held else {}
+
+
+def _sent_bytes(path: Path) -> list[int]:
+    sent: dict[int, int] = {}
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            sent[int(row["slot"])] = sent.get(int(row["slot"]), 0) + int(row["bytes"])
+    return [sent.get(slot, 0) for slot in range(max(sent, default=-1) + 1)]
+
+
+def _actions(path: Path) -> list[str]:
+    events = json.loads(path.read_text())
+    by_slot: dict[int, list[str]] = {}
+    compute = {Op.FORWARD.name.lower(), Op.BACKWARD.name.lower()}
+    for event in events["traceEvents"] if isinstance(events, dict) else events:
+        if event.get("cat") in compute:
+            by_slot.setdefault(event["args"]["slot"], []).append(event["name"])
+    return [" ".join(by_slot.get(slot, ())) for slot in range(max(by_slot, default=-1) + 1)]
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def write_row(row: Row, folder: Path) -> Path:
+    """Write the row into its study's folder below `folder`; return the file. The same row again changes nothing.
+
+    Raises:
+        RowError: there is another row of the same cell and seed, or the folder cannot be written.
+    """
+    path = folder / row.study / row.file_name
+    if path.exists():
+        present = read_row(path)
+        if present != row:
+            raise RowError(
+                f"{path} already holds a run of this cell and seed with other numbers "
+                f"({_first_difference(present, row)}): "
+                "remove that file first if the new run shall replace it"
+            )
+        return path
+    content = _content(row)
+    lines = {"format": FORMAT, **content, "digest": _digest(content)}.items()
+    text = "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in lines) + "\n}\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text.encode())
+    except OSError as error:
+        raise RowError(f"cannot write {path}: {error.strerror or error}; pass another --results=") from error
+    return path
+
+
+def read_row(path: Path) -> Row:
+    """Return the row of a file. Raises RowError if it is damaged or not a row."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RowError(
+            f"{path} cannot be read ({error}): restore it from git, or remove it and collect again"
+        ) from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise RowError(f"{path} is not a row of format {FORMAT}: remove it from results/rows")
+    content = {key: value for key, value in found.items() if key not in ("format", "digest")}
+    if found.get("digest") != _digest(content):
+        raise RowError(f"{path} is damaged, its digest differs: restore it from git, or remove it and collect again")
+    return Row(**{**content, "config": {**_defaults_that_matter(), **content["config"]}}, source=str(path))
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """Return all rows below a folder, by study, cell and seed.
+
+    Raises:
+        RowError: with what is wrong in all files: damaged or foreign rows, two runs of one cell with one seed, a row
+            in the folder of another study.
+    """
+    rows, problems = [], []
+    for path in sorted(folder.rglob("*.json")):
+        try:
+            rows.append(read_row(path))
+        except RowError as error:
+            problems.append(str(error))
+            continue
+        if rows[-1].study != path.parent.name:
+            problems.append(f"{path} is of the study {rows[-1].study!r}: move it to {folder / rows[-1].study}")
+    seen: dict[tuple[str, str, int], Row] = {}
+    for row in rows:
+        other = seen.setdefault((row.study, row.cell, row.seed), row)
+        if other is not row:
+            problems.append(f"{other.source} and {row.source} are the same cell with the same seed: remove one of them")
+    if problems:
+        raise RowError("\n".join(problems))
+    return sorted(rows, key=lambda row: (row.study, row.file_name, row.seed))
+
+
+def _content(row: Row) -> dict[str, Any]:
+    return {
+        "study": row.study,
+        "config": dict(row.config),
+        "command": row.command,
+        "summary": dict(row.summary),
+        "epochs": {key: list(values) for key, values in row.epochs.items()},
+        "activation_bytes": list(row.activation_bytes),
+        "sent_bytes": list(row.sent_bytes),
+        "actions": list(row.actions),
+    }
+
+
+def _defaults_that_matter() -> dict[str, Any]:
+    return {key: value for key, value in _defaults().items() if key not in IRRELEVANT}
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _first_difference(one: Row, other: Row) -> str:
+    ours, theirs = flat(_content(one)), flat(_content(other))
+    key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
+    return f"{key}: {str(ours.get(key))[:40]} there, {str(theirs.get(key))[:40]} now"

@@ -1,0 +1,77 @@
+"""A table, and its forms: Markdown, CSV, LaTeX and HTML."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_LATEX = str.maketrans(
+    {"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "±": r"$\pm$", "≤": r"$\le$", "×": r"$\times$", "²": r"$^2$",
+     "–": "--", "∅": "--", "$": r"\$", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Table:
+    """Texts in rows and columns, with a title, and notes on where they come from below."""
+
+    name: str
+    """Of its files."""
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"table {self.name}: a row of {len(row)} cells in {len(self.columns)} columns: {row}")
+
+    def markdown(self) -> str:
+        """Return a GitHub table with its notes."""
+        lines = [_pipes(self.columns), _pipes(["---"] * len(self.columns)), *map(_pipes, self.rows)]
+        return "\n".join([*lines, *(f"\n{note}" for note in self.notes)]) + "\n"
+
+    def csv(self) -> str:
+        """Return the table without title and notes."""
+        file = io.StringIO()
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows(self.rows)
+        return file.getvalue()
+
+    def latex(self) -> str:
+        """Return a `table` environment, for the package booktabs."""
+        body = "\n".join(" & ".join(cell.translate(_LATEX) for cell in row) + r" \\" for row in self.rows)
+        head = " & ".join(column.translate(_LATEX) for column in self.columns) + r" \\"
+        notes = " ".join(self.notes).replace("`", "").translate(_LATEX)
+        return (
+            f"\\begin{{table}}\n\\centering\\small\n\\caption{{{self.title.translate(_LATEX)}. {notes}}}\n"
+            f"\\label{{tab:{self.name}}}\n\\begin{{tabular}}{{{'l' * len(self.columns)}}}\n\\toprule\n{head}\n"
+            f"\\midrule\n{body}\n\\bottomrule\n\\end{{tabular}}\n\\end{{table}}\n"
+        )
+
+    def html(self) -> str:
+        """Return a table that scrolls sideways where the page is narrow."""
+        head = "".join(f"<th>{_inline(column)}</th>" for column in self.columns)
+        body = "\n".join("<tr>" + "".join(f"<td>{_inline(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
+        notes = "".join(f'<p class="note">{_inline(note)}</p>' for note in self.notes)
+        return (
+            f'<div class="table" id="{self.name}"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>'
+            f"</table></div>\n{notes}\n"
+        )
+
+
+def _pipes(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _inline(text: str) -> str:
+    """Return text as HTML, with `code` marked."""
+    parts = html.escape(text).split("`")
+    if len(parts) % 2 == 0:
+        return "`".join(parts)
+    return "".join(f"<code>{part}</code>" if index % 2 else part for index, part in enumerate(parts))
