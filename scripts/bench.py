@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from cdp_repro import Engine
 from cdp_repro.baselines import BASELINES, Baseline
 from cdp_repro.config import DatasetConfig, ModelConfig, RunConfig
+from cdp_repro.engine.allocator import keep_freed_memory
 from cdp_repro.launch import launch
 from cdp_repro.process_group import process_group
 from cdp_repro.stages import cut_model, sample
@@ -47,6 +48,7 @@ def main(names: list[str]) -> None:
 
 def overhead() -> dict[str, object]:
     """Step time of the engine over a hand-written gradient-accumulation loop."""
+    keep_freed_memory()  # as cdp-train does; it is of the process, so of all contenders
     workers, micro_batch = 4, 16
     config = _config("resnet18", 32, workers, workers * micro_batch, "flops")
     torch.manual_seed(0)
@@ -194,7 +196,13 @@ def tables() -> str:
             f"| {row['model']}, N = {row['workers']} | {row['partition']} | {row['ratio_paper']:.3f} | "
             f"{row['equal_stages_paper']:.3f} | {row['ratio_backward_first']:.3f} |"
         )
-    lines += ["", f"{sizes['config']}; {_evidence(sizes)}."]
+    lines += ["", f"{sizes['config']}; {_evidence(sizes)}.", ""]
+    speed = json.loads((RESULTS / "placements.json").read_text())
+    lines += ["| throughput of cdp_v2 / the library's | median | quartiles |", "| --- | --- | --- |"]
+    for name, ratio in speed["throughput_ratios"].items():
+        quartiles = f"{ratio['quartile_low']:.2f} to {ratio['quartile_high']:.2f}"
+        lines.append(f"| {name} | {ratio['median']:.2f} | {quartiles} |")
+    lines += ["", f"{speed['rounds']} alternating rounds; {speed['config']}; {_evidence(speed)}."]
     return "\n".join(lines)
 
 
@@ -239,6 +247,7 @@ def _alternating_rounds(
     config: RunConfig, blocks: list[int], placement: str, peers: tuple[str, ...]
 ) -> dict[str, list[float]]:
     """Train all contenders in turns, a few steps each, in the same ranks; return the seconds of each round."""
+    keep_freed_memory()
     with process_group(torch.device("cpu"), config.workers, 600):
         torch.manual_seed(0)
         size = config.batch_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -90,6 +91,7 @@ class Executor:
         self._gradients: dict[int, Tensor | None] = {}
         self._for_owner: dict[tuple[int, int], Gradients] = {}
         self._finished: list[StepResult] = []
+        self._last_uses: set[Action] = set()
         self._handlers = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -104,6 +106,7 @@ class Executor:
         """Run the actions of one slot; return the training steps that they complete on this rank."""
         if slot.actions:
             self._positions.enter(slot)
+        self._last_uses = _last_uses(slot)
         for action in slot.actions:
             begin = self._tracer.now()
             try:
@@ -187,7 +190,8 @@ class Executor:
     def _update(self, action: Action) -> Action:
         version, state = _version_of(action), self._states[action.stage]
         self._receive_total(action)
-        state.update(self._settings.learning_rate_factor(version - 1), keep_total=action.payload is Payload.TOTAL)
+        factor, keep_total = self._settings.learning_rate_factor(version - 1), action.payload is Payload.TOTAL
+        state.update(factor, keep_total, is_last_use=action in self._last_uses)
         if all(other.current >= version for other in self._states.values()):
             self._feed.release(version - 1)
             self._finished.append(StepResult(version - 1, self._losses.of(version - 1)))
@@ -293,6 +297,16 @@ class Executor:
         step, worker = divmod(micro_batch, self._micro_batches)
         self._ledger.record(action.op, step, worker, stage, saved.version.number)
         return action.at_version(saved.version.number)
+
+
+def _last_uses(slot: Slot) -> set[Action]:
+    """Return the updates right after which the program frees the version that they start from."""
+    return {
+        update
+        for update, free in pairwise(slot.actions)
+        if update.op is Op.UPDATE and free.op is Op.FREE and free.payload is None and update.stage == free.stage
+        and free.version == _version_of(update) - 1
+    }  # fmt: skip
 
 
 def _compute_of(action: Action) -> tuple[int, int]:

@@ -17,8 +17,8 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 class StageState:
     """Versions are out of place: an update writes new tensors, and an old version lives as long as it is kept.
 
-    The tensors of the current version are shared with `module`, which is therefore always up to date; nothing
-    here ever writes into them.
+    Only where nobody reads the old version any more does an update write into its tensors. Those of the current version
+    are shared with `module`, which is therefore always up to date.
     """
 
     def __init__(self, module: nn.Module, optimizer: OptimizerFactory) -> None:
@@ -30,6 +30,8 @@ class StageState:
         self._own_sums: set[str] = set()
         self._totals: dict[int, Gradients] = {}
         self._versions: dict[int, Version] = {}
+        self._spares_gradients: bool | None = None
+        """Whether the optimizer leaves gradients as they are; None until it has been seen."""
         self.current = 0
         self._publish(0)
 
@@ -95,22 +97,45 @@ class StageState:
         """Forget the gradient sum from which `version` was made."""
         del self._totals[version]
 
-    def update(self, learning_rate_factor: float, keep_total: bool = False) -> None:
-        """Make the next version from the current one and its total, which stays if other ranks will ask for it."""
+    def update(self, learning_rate_factor: float, keep_total: bool = False, is_last_use: bool = False) -> None:
+        """Make the next version from the current one and its total.
+
+        `keep_total`: other ranks will ask for the total, so it stays. `is_last_use`: nobody reads the current version
+        any more, so that its tensors become the next.
+        """
         total = self._totals[self.current + 1]
         if not keep_total:
             del self._totals[self.current + 1]
+        copies = keep_total and not self._spares_gradients
         for name, parameter in self._parameters.items():
             gradient = total.get(name)
-            parameter.grad = gradient.clone() if keep_total and gradient is not None else gradient
-            parameter.data = parameter.data.clone()  # the optimizer writes here; the old version stays as it is
+            parameter.grad = gradient.clone() if copies and gradient is not None else gradient
+            if not is_last_use:
+                parameter.data = parameter.data.clone()  # the optimizer writes here; the old version stays as it is
         if self._optimizer is not None:
             for group, base_rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):
                 group["lr"] = base_rate * learning_rate_factor
+            before = self._gradient_counters()
             self._optimizer.step()
+            if keep_total:
+                self._note_gradients(spared=before == self._gradient_counters())
             self._optimizer.zero_grad()
         self.current += 1
         self._publish(self.current)
+
+    def _gradient_counters(self) -> list[int]:
+        """Return autograd's counters of how often each gradient was written to."""
+        return [p.grad._version for p in self._parameters.values() if p.grad is not None]
+
+    def _note_gradients(self, spared: bool) -> None:
+        """Learn from the first update, which had a copy, whether the optimizer needs one."""
+        if self._spares_gradients is None:
+            self._spares_gradients = spared
+        elif self._spares_gradients and not spared:
+            raise RuntimeError(
+                f"{self._optimizer_class} has written into a gradient that other ranks still need, after it had not in "
+                "its first step: use an optimizer that leaves gradients as they are"
+            )
 
     def _publish(self, number: int) -> None:
         # `.data`, not `.detach()`: a version counter of its own, so that autograd sees that a version never changes

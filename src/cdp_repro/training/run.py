@@ -20,6 +20,7 @@ import cdp_repro
 from cdp_repro.baselines import BASELINES, Baseline
 from cdp_repro.config import ConfigError, RunConfig, without_effect
 from cdp_repro.data import Dataset, load_dataset, steps_per_epoch
+from cdp_repro.engine.allocator import keep_freed_memory
 from cdp_repro.engine.engine import Engine
 from cdp_repro.engine.team import Team
 from cdp_repro.process_group import code_hash, process_group, refuse_differing
@@ -55,6 +56,8 @@ def train(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool
     device, schedule = config.torch_device, config.schedule()
     if device.type == "cuda":
         torch.backends.cudnn.deterministic = True  # a resumed run must equal the uninterrupted one
+    else:
+        keep_freed_memory()
     with process_group(device, config.ranks, config.timeout_seconds), ExitStack() as stack:
         team = Team(config.ranks, device, f"baseline {config.baseline}" if config.baseline else str(schedule))
         directory, checkpoint = None, None
