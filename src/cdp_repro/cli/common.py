@@ -20,6 +20,7 @@ from cdp_repro.config import ConfigError
 from cdp_repro.data import DatasetError
 from cdp_repro.launch import LaunchError, RankFailedError
 from cdp_repro.models import ModelError
+from cdp_repro.report.rows import RowError
 from cdp_repro.schedule import ScheduleError
 from cdp_repro.training.checkpoint import CheckpointError
 from cdp_repro.training.tracking import RunDirectoryError
@@ -27,6 +28,7 @@ from cdp_repro.training.trainer import DivergedError, Interrupted
 
 USER_MISTAKES = (
     ConfigError, DatasetError, ModelError, ScheduleError, CheckpointError, RunDirectoryError, LaunchError,
+    RowError,
 )  # fmt: skip
 
 

@@ -21,6 +21,11 @@ def verify() -> int:
     return _run("cdp_repro.cli.verify")
 
 
+def report() -> int:
+    """Run `cdp-report`."""
+    return _run("cdp_repro.cli.report")
+
+
 def _run(module: str) -> int:
     try:
         return int(import_module(module).main())

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from cdp_repro.cli.cells import run_cell
 from cdp_repro.cli.common import console_logging, exit_code_of, help_text, split_flags, write_out
 from cdp_repro.cli.compose import compose_config, expand_sweep
 from cdp_repro.config import ConfigError, RunConfig, load_config
@@ -24,7 +23,7 @@ from cdp_repro.training.signals import StopRequest
 from cdp_repro.training.tracking import CONFIG, RunDirectory
 from cdp_repro.units import format_bytes
 
-_CHANGEABLE = ("pipeline_schedule", "timeout_seconds", "wandb", "checkpoint_every_steps", "log_every_steps")
+CHANGEABLE = ("pipeline_schedule", "timeout_seconds", "wandb", "checkpoint_every_steps", "log_every_steps")
 """Values that may be given beside resume=, as may placement=."""
 
 USAGE = """usage: cdp-train [--multirun] [key=value ...]
@@ -82,12 +81,12 @@ def _run_to_resume(overrides: Sequence[str]) -> RunDirectory | None:
         return None
     if not resume[-1]:
         raise ConfigError(["resume= names no run directory"])
-    others = [text for text in overrides if text.partition("=")[0] not in ("resume", "placement", *_CHANGEABLE)]
+    others = [text for text in overrides if text.partition("=")[0] not in ("resume", "placement", *CHANGEABLE)]
     if others:
         raise ConfigError(
             [
                 f"resume= goes on with the run's own configuration; drop {shlex.join(others)} "
-                f"(only placement, {', '.join(_CHANGEABLE)} may be given)"
+                f"(only placement, {', '.join(CHANGEABLE)} may be given)"
             ]
         )
     return RunDirectory.open(Path(resume[-1]))
@@ -124,7 +123,7 @@ def _sweep(overrides: Sequence[str]) -> int:
             logging.getLogger("cdp_repro").info("[%d/%d] %s", number, len(cells), run_dir.name)
             resume = (run_dir / CONFIG).exists()
             arguments = [f"resume={run_dir}"] if resume else [*cell, f"run_dir='{run_dir}'"]  # quoted for Hydra
-            code = _run_cell(arguments, stop)
+            code = run_cell(arguments, stop)
             if stop.signal is not None:
                 return 128 + stop.signal
             if code:
@@ -156,19 +155,6 @@ def _cells(root: Path, overrides: Sequence[str]) -> dict[Path, list[str]]:
     if problems:
         raise ConfigError(problems)
     return found
-
-
-def _run_cell(arguments: Sequence[str], stop: StopRequest) -> int:
-    """Run `cdp-train` in a process of its own; pass a signal on, once, and wait for the checkpoint."""
-    command = [sys.executable, "-m", "cdp_repro.cli.train", *arguments]
-    passed_on = False
-    with subprocess.Popen(command, start_new_session=True) as process:
-        while process.poll() is None:
-            if stop.signal is not None and not passed_on:
-                process.send_signal(stop.signal)
-                passed_on = True
-            time.sleep(0.05)
-    return process.returncode
 
 
 def _summary_text(summary: dict[str, Any]) -> str:

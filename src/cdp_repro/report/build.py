@@ -40,11 +40,10 @@ from cdp_repro.report.evidence import commands, evidence
 from cdp_repro.report.groups import Group, grouped
 from cdp_repro.report.memory import Case, answer, cases, memory_table
 from cdp_repro.report.page import Picture, Section, page
-from cdp_repro.report.rows import Row, RowError, read_rows
+from cdp_repro.report.rows import ROWS, Row, RowError, read_rows
 from cdp_repro.report.studies import STUDIES
 from cdp_repro.report.tables import Table
 
-ROWS = "rows"
 _MARKED = re.compile(r"(<!-- report:(?P<name>\w+) -->\n).*?(<!-- /report -->)", re.DOTALL)
 _DATA = "data "
 """Before the digest of what a figure shows, in its file."""

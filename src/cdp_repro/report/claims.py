@@ -84,20 +84,25 @@ def _unevenness(case: Case) -> float:
     return max(full) / (sum(full) / len(full)) if full else math.nan
 
 
-def _line(costs: Sequence[Line], placement: str, mode: str) -> Line | None:
-    """Return the line of the most workers that ran."""
-    matching = [line for line in costs if line.setting.placement == placement and line.setting.mode == mode
-                and line.executed and line.setting.baseline is None]  # fmt: skip
-    return max(matching, key=lambda line: line.workers, default=None)
+def _pair(costs: Sequence[Line], placement: str) -> tuple[Line, Line] | None:
+    """Return the lines of DP and CDP-v2 of the most workers with which both ran."""
+    ran = {
+        (line.setting.mode, line.workers): line
+        for line in costs
+        if line.setting.placement == placement and line.setting.baseline is None and line.executed
+    }
+    both = [n for mode, n in ran if mode == "dp" and ("cdp_v2", n) in ran]
+    return (ran["dp", max(both)], ran["cdp_v2", max(both)]) if both else None
 
 
 def _balanced(costs: Sequence[Line]) -> Claim:
     text = (
         "Gradients move point to point between time steps, in O(1) message steps, instead of an all-reduce at the end"
     )
-    dp, cdp = _line(costs, "replicated", "dp"), _line(costs, "replicated", "cdp_v2")
-    if dp is None or cdp is None:
+    pair = _pair(costs, "replicated")
+    if pair is None:
         return Claim(2, text, UNKNOWN, "")
+    dp, cdp = pair
     n = cdp.workers
     grows = any(
         line.closed.get("chain") != 1 or line.executed.get("chain", 1) != 1
@@ -147,9 +152,10 @@ def _accurate(accuracy: Sequence[Comparison]) -> Claim:
 
 def _fewer_devices(costs: Sequence[Line]) -> Claim:
     text = "With model parallelism CDP needs fewer devices, by sharing them across micro-batches"
-    dp, cdp = _line(costs, "model_parallel", "dp"), _line(costs, "model_parallel", "cdp_v2")
-    if dp is None or cdp is None:
+    pair = _pair(costs, "model_parallel")
+    if pair is None:
         return Claim(4, text, UNKNOWN, "")
+    dp, cdp = pair
     ours, theirs = cdp.executed["devices"], dp.executed["devices"]
     return Claim(
         4, text, HOLDS if ours < theirs else FAILS,
@@ -161,9 +167,10 @@ def _fewer_devices(costs: Sequence[Line]) -> Claim:
 
 def _point_to_point(costs: Sequence[Line]) -> Claim:
     text = "Within ZeRO, model states move point to point instead of by a collective broadcast"
-    dp, cdp = _line(costs, "zero", "dp"), _line(costs, "zero", "cdp_v2")
-    if dp is None or cdp is None:
+    pair = _pair(costs, "zero")
+    if pair is None:
         return Claim(5, text, UNKNOWN, "")
+    _, cdp = pair
     most = {mode: _most_lent_at_once(mode, cdp.workers) for mode in ("dp", "cdp_v2")}
     return Claim(
         5, text, HOLDS if most["cdp_v2"] == 1 else FAILS,

@@ -447,9 +447,13 @@ def large_table(found: Sequence[Line]) -> Table:
     )
     rows = [
         [str(line.workers), line.setting.name, line.setting.mode, f"{line.closed['devices']:g}",
-         *(line.text(quantity) for quantity in shown), ", ".join(line.disagreements()) or "none"]
+         *(line.text(quantity).removesuffix(" (c, s)") for quantity in shown),
+         ", ".join(line.disagreements()) or "none"]
         for line in found
     ]  # fmt: skip
     columns = ("N", "setting", "mode", "devices", *(_SHORT[quantity] for quantity in shown), "disagreements")
-    notes = ["Equal stages of 1 KiB of activations and 1 KiB of parameters each, so that A = P = N KiB."]
+    notes = [
+        "Equal stages of 1 KiB of activations and 1 KiB of parameters each, so that A = P = N KiB. A number "
+        "stands for closed form and simulation alike; (s): simulation only."
+    ]
     return Table("costs_large", "What each setting costs with many workers", columns, rows, notes)

@@ -24,7 +24,7 @@ nav a { margin-right: 1rem; white-space: nowrap; }
 table { border-collapse: collapse; font-size: .84rem; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .7rem .35rem 0; border-bottom: 1px solid var(--line); }
 th { border-bottom: 2px solid var(--ink); }
-td code { white-space: normal; }
+td code { white-space: normal; } td:has(code) { min-width: 20rem; }
 #claims td:nth-child(3) { font-weight: 600; white-space: nowrap; }
 #claims td:nth-child(2) { min-width: 14rem; } #claims td:nth-child(4) { min-width: 22rem; }
 code { font: .86em ui-monospace, "DejaVu Sans Mono", monospace; background: #f4f4f4; overflow-wrap: anywhere; }

@@ -23,6 +23,9 @@ from cdp_repro.training.tracking import COMMAND, RunDirectory, read_metrics
 
 FORMAT = 1
 
+ROWS = "rows"
+"""Folder of the rows, below that of the results."""
+
 IRRELEVANT = frozenset(NO_INFLUENCE) - {"placement.name", "pipeline_schedule"} | {"seed"}
 """Settings in which runs of one cell may differ."""
 
@@ -167,26 +170,33 @@ def _epochs(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def _activation_bytes(path: Path) -> list[int]:
-    with path.open() as file:
-        return [int(row["activation_bytes"]) for row in csv.DictReader(file)]
+    return [int(line["activation_bytes"]) for line in _lines(path)]
 
 
 def _parameter_peak(path: Path) -> dict[str, int]:
     """Return the most parameter bytes, of all versions, that a rank has held at the end of a traced slot."""
-    with path.open() as file:
-        held = [int(row["parameter_bytes"]) for row in csv.DictReader(file)]
+    held = [int(line["parameter_bytes"]) for line in _lines(path)]
     return {"memory/parameter_peak_bytes_per_device": max(held)} if held else {}
 
 
 def _sent_bytes(path: Path) -> list[int]:
     sent: dict[int, int] = {}
-    with path.open() as file:
-        for row in csv.DictReader(file):
-            sent[int(row["slot"])] = sent.get(int(row["slot"]), 0) + int(row["bytes"])
+    for line in _lines(path):
+        sent[int(line["slot"])] = sent.get(int(line["slot"]), 0) + int(line["bytes"])
     return [sent.get(slot, 0) for slot in range(max(sent, default=-1) + 1)]
 
 
+def _lines(path: Path) -> list[dict[str, str]]:
+    """Return the lines of a CSV file; none if nothing was traced, as in a library's run."""
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
 def _actions(path: Path) -> list[str]:
+    if not path.exists():
+        return []
     events = json.loads(path.read_text())
     by_slot: dict[int, list[str]] = {}
     compute = {Op.FORWARD.name.lower(), Op.BACKWARD.name.lower()}

@@ -1,0 +1,16 @@
+"""Execute every setting of the cost table, those runs that are missing.
+
+Usage: python scripts/costs.py [study ...] [--jobs=2] [--slurm=FILE] [key=value ...]
+
+`--help` explains all options. Then: cdp-report build.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from cdp_repro.report.studies import STUDIES
+from cdp_repro.report.sweep import main
+
+if __name__ == "__main__":
+    sys.exit(main([study.name for study in STUDIES.values() if study.kind == "costs"], sys.argv[1:], script=__file__))

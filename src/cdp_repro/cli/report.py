@@ -1,0 +1,129 @@
+"""`cdp-report`: tables, figures and claims from finished runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cdp_repro.cli.common import exit_code_of, write_out
+from cdp_repro.config import ConfigError
+from cdp_repro.report.build import build, stale, write
+from cdp_repro.report.rows import ROWS, Row, collect, write_row
+from cdp_repro.report.status import status_text
+from cdp_repro.report.studies import STUDIES
+
+USAGE = f"""usage: cdp-report build   [--results=results] [--readme=README.md]
+       cdp-report check   [--results=results] [--readme=README.md]
+       cdp-report collect [--results=results] [--study=NAME] RUN_DIRECTORY...
+       cdp-report status  [--results=results] [--runs=runs/studies] [STUDY...]
+
+Rebuild the paper's tables and figures from finished runs.
+
+  build    write tables (.md, .csv, .tex), figures (.svg, .png) and report.html from the rows in results/rows, and
+           renew the marked parts of the README; trains nothing, takes seconds
+  check    exit 1 if one of these files differs from what the rows give
+  collect  keep what the tables need of finished runs as rows in results/rows/STUDY; without --study the study whose
+           runs they are. A study of your own (--study=mine) gets lines in the accuracy table
+  status   show each run of the studies: state, progress, log
+
+Studies: {", ".join(STUDIES)}.
+scripts/accuracy.py, scripts/memory.py and scripts/costs.py train what is missing, here or on SLURM.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0, 1 if `check` finds a difference, 2 for the user's mistakes."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    commands: dict[str, Callable[[dict[str, str], list[str]], int]] = {
+        "build": _build, "check": _check, "collect": _collect, "status": _status,
+    }  # fmt: skip
+    if not arguments or {"--help", "-h"} & set(arguments):
+        sys.stdout.write(USAGE)
+        return 0 if arguments else 2
+    name, *rest = arguments
+    with exit_code_of() as result:
+        if name not in commands:
+            raise ConfigError([f"unknown command {name!r}: choose {', '.join(commands)}"])
+        options = dict(text.removeprefix("--").split("=", 1) for text in rest if text.startswith("--") and "=" in text)
+        words = [text for text in rest if not (text.startswith("--") and "=" in text)]
+        _refuse_unknown(name, options, words)
+        result.code = commands[name](options, words)
+    return result.code
+
+
+_OPTIONS = {
+    "build": {"results", "readme"},
+    "check": {"results", "readme"},
+    "collect": {"results", "study"},
+    "status": {"results", "runs"},
+}
+
+
+def _refuse_unknown(command: str, options: dict[str, str], words: Sequence[str]) -> None:
+    wrong = [f"--{name}=" for name in options if name not in _OPTIONS[command]]
+    wrong += [word for word in words if word.startswith("-") or command in ("build", "check")]
+    if wrong:
+        takes = ", ".join(f"--{name}=" for name in sorted(_OPTIONS[command]))
+        raise ConfigError(
+            [f"cdp-report {command} knows no {', '.join(wrong)}: it takes {takes} (see cdp-report --help)"]
+        )
+
+
+def _files(options: dict[str, str]) -> dict[Path, bytes]:
+    results = Path(options.get("results", "results"))
+    if not results.is_dir():
+        raise ConfigError([f"there is no folder {results}: go to the project's folder, or pass --results="])
+    readme = Path(options["readme"]) if "readme" in options else results.resolve().parent / "README.md"
+    return build(results, readme)
+
+
+def _build(options: dict[str, str], words: list[str]) -> int:  # noqa: ARG001 - commands have one form
+    written = write(_files(options))
+    write_out("".join(f"{path}\n" for path in written) + f"{len(written)} files changed\n")
+    return 0
+
+
+def _check(options: dict[str, str], words: list[str]) -> int:  # noqa: ARG001 - commands have one form
+    differing = stale(_files(options))
+    write_out("".join(f"{sentence}\n" for sentence in differing))
+    write_out("run cdp-report build\n" if differing else "everything is what the rows give\n")
+    return 1 if differing else 0
+
+
+def _collect(options: dict[str, str], words: list[str]) -> int:
+    if not words:
+        raise ConfigError(["cdp-report collect needs the directory of a finished run"])
+    folder = Path(options.get("results", "results")) / ROWS
+    rows = [_with_study(Path(word), options.get("study")) for word in words]  # all, before anything is written
+    for row in rows:
+        write_out(f"{write_row(row, folder)}\n")
+    return 0
+
+
+def _with_study(run_dir: Path, study: str | None) -> Row:
+    """Return the row of a run, of the study given or of the one whose run it is."""
+    if study is not None:
+        if not study.replace("-", "").replace("_", "").isalnum():
+            raise ConfigError([f"--study={study}: use letters, digits, - and _, as it names a folder"])
+        return collect(run_dir, study)
+    cell = collect(run_dir, "").cell
+    names = [each.name for each in STUDIES.values() if any(one.hash == cell for one in each.cells)]
+    if not names:
+        raise ConfigError(
+            [f"{run_dir} belongs to none of the studies {', '.join(STUDIES)}: name one of yours by --study=NAME"]
+        )
+    return collect(run_dir, names[0])
+
+
+def _status(options: dict[str, str], words: list[str]) -> int:
+    unknown = [word for word in words if word not in STUDIES]
+    if unknown:
+        raise ConfigError([f"unknown study {', '.join(unknown)}: choose {', '.join(STUDIES)}"])
+    studies = [STUDIES[word] for word in words or STUDIES]
+    write_out(status_text(studies, Path(options.get("runs", "runs/studies")), Path(options.get("results", "results"))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

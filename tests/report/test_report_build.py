@@ -1,0 +1,184 @@
+"""The whole report: what is committed is what the rows give, and bad input harms nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from report_rows import row_of
+
+from cdp_repro.cli import report as command
+from cdp_repro.report.build import Report, build, stale, write
+from cdp_repro.report.rows import RowError, write_row
+from cdp_repro.report.studies import STUDIES
+
+ROOT = Path(__file__).parents[2]
+DP, V1, V2 = STUDIES["digits"].cells
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return build(ROOT / "results", ROOT / "README.md")
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Two seeds of two modes on digits, which take no time to draw."""
+    for cell, top1 in ((DP, 97.0), (V2, 96.0)):
+        for seed in (0, 1):
+            write_row(row_of(cell, seed, top1=top1 + seed / 3), tmp_path / "results" / "rows")
+    return tmp_path / "results"
+
+
+@pytest.mark.xdist_group("report")
+def test_what_is_committed_is_what_the_rows_give(committed):
+    assert stale(committed) == []
+
+
+@pytest.mark.xdist_group("report")
+def test_the_page_is_small_and_holds_every_table_and_figure(committed):
+    text = committed[ROOT / "results" / "report.html"].decode()
+    assert len(text) < 3_000_000 and "http" not in re.sub(r'src="data:[^"]*"', "", text)
+    for name in ("claims", "accuracy", "memory", "costs_N4", "reduction", "timelines", "communication"):
+        assert f'id="{name}"' in text
+    assert text.index('id="claims"') < text.index('id="memory"') < text.index('id="accuracy"')
+
+
+@pytest.mark.xdist_group("report")
+def test_nothing_committed_speaks_of_this_machine(committed):
+    for path, content in committed.items():
+        if path.suffix in (".md", ".csv", ".tex", ".html"):
+            assert not re.search(rb"/tmp/|/root/|/work/", content), path
+
+
+def test_building_twice_changes_nothing_the_second_time(results):
+    files = build(results)
+    assert {path.name for path in write(files)} >= {"claims.md", "accuracy.tex", "report.html", "accuracy.svg"}
+    assert write(build(results)) == [] and stale(build(results)) == []
+    assert not [path for path in results.rglob("*") if path.name.startswith(".")]
+
+
+def test_a_changed_number_is_stale_and_a_redrawn_figure_is_not(results):
+    write(build(results))
+    table = results / "accuracy.md"
+    table.write_text(table.read_text().replace("97.17", "99.99"))
+    picture = results / "figures" / "accuracy.svg"
+    picture.write_text(picture.read_text().replace("#555555", "#555554"))
+    assert stale(build(results)) == [f"{table} differs from what the rows give"]
+    (results / "claims.csv").unlink()
+    write_row(row_of(V1, top1=95.0), results / "rows")
+    found = stale(build(results))
+    assert f"{results / 'claims.csv'} is missing" in found
+    assert f"{picture} differs from what the rows give" in found
+
+
+def test_a_cell_without_runs_shows_the_command_that_fills_it(results):
+    table = Report(results).tables["accuracy"]
+    assert [row[5] for row in table.rows if row[:3] == ["digits", "resnet8", "cdp_v1"]] == [
+        "not run: `cdp-train mode=cdp_v1`"
+    ]
+    assert any("experiment=paper/cifar10_resnet18" in row[5] for row in table.rows)
+
+
+def test_accuracy_is_compared_seed_by_seed_and_the_paper_column_is_read(results):
+    (results / "paper_values.yaml").write_text("digits/resnet8/dp: 97.5\n")
+    rows = {row[2]: row for row in Report(results).tables["accuracy"].rows if row[0] == "digits"}
+    assert rows["dp"][5] == "97.17 ± 0.24 (2)" and rows["dp"][6] == "" and rows["dp"][-1] == "97.5"
+    assert rows["cdp_v2"][6] == "-1.00 [-1.00, -1.00] (2)" and rows["cdp_v2"][-1] == ""
+
+
+@pytest.mark.parametrize("text", ["digits: high", "- 1", "{"])
+def test_paper_values_that_are_no_numbers_are_refused(results, text):
+    (results / "paper_values.yaml").write_text(text)
+    with pytest.raises(RowError, match=r"paper_values\.yaml"):
+        build(results)
+
+
+def test_the_readme_is_renewed_between_its_marks(results, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- report:claims -->\nold\n<!-- /report -->\nafter\n")
+    text = build(results, readme)[readme].decode()
+    assert text.startswith("before\n<!-- report:claims -->\n|  | claim |") and text.endswith(
+        "<!-- /report -->\nafter\n"
+    )
+    readme.write_text("<!-- report:speed -->\n<!-- /report -->")
+    with pytest.raises(RowError, match="asks for a table 'speed': there are claims, accuracy"):
+        build(results, readme)
+
+
+def test_a_study_of_ones_own_gets_lines(results):
+    write_row(row_of(V1, study="mine"), results / "rows")
+    write_row(row_of(DP, study="mine"), results / "rows")
+    rows = [row for row in Report(results).tables["accuracy"].rows if row[0] == "mine"]
+    assert [row[2] for row in rows] == ["dp", "cdp_v1"] and rows[1][6] == "+0.00 (1)"
+
+
+def test_an_empty_folder_and_damaged_simulations_are_explained(results, tmp_path):
+    with pytest.raises(RowError, match=r"holds no rows: train with scripts/accuracy\.py"):
+        Report(tmp_path / "nowhere")
+    (results / "simulated.json").write_text(json.dumps({"values": 3}))
+    with pytest.raises(RowError, match=r"simulated\.json is damaged"):
+        build(results)
+
+
+def test_a_folder_that_cannot_be_made_stops_before_anything_is_written(results):
+    (results / "figures").write_text("a file in the way")
+    before = sorted(path.name for path in results.iterdir())
+    with pytest.raises(RowError, match="nothing was written"):
+        write(build(results))
+    assert sorted(path.name for path in results.iterdir()) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_explained(results):
+    results.chmod(0o555)
+    try:
+        with pytest.raises(RowError, match="it is read-only"):
+            write(build(results))
+    finally:
+        results.chmod(0o755)
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_build_and_check_from_the_command_line(results, capsys):
+    option = f"--results={results}"
+    assert command.main(["check", option]) == 1
+    assert "is missing" in capsys.readouterr().out
+    assert command.main(["build", option]) == 0
+    assert "files changed" in capsys.readouterr().out
+    assert command.main(["check", option]) == 0
+    row = next((results / "rows").rglob("*.json"))
+    shutil.copy(row, row.with_name("twin.json"))
+    assert command.main(["check", option]) == 2
+    assert "the same cell with the same seed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bild"], "unknown command 'bild': choose build, check, collect, status"),
+        (["build", "--result=x"], "cdp-report build knows no --result=: it takes --readme=, --results="),
+        (["check", "here"], "knows no here"),
+        (["build", "--results=nowhere"], "there is no folder nowhere"),
+        (["collect"], "needs the directory of a finished run"),
+        (["collect", "nowhere"], "nowhere is not a run directory"),
+        (["collect", "--study=../x", "nowhere"], "use letters, digits"),
+        (["status", "cifar"], "unknown study cifar: choose cifar10"),
+    ],
+)
+def test_mistakes_are_explained(arguments, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert command.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_teaches(capsys):
+    assert command.main(["--help"]) == 0
+    assert "cdp-report collect" in capsys.readouterr().out
+    assert command.main([]) == 2

@@ -1,0 +1,43 @@
+"""One table, four forms."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+
+from cdp_repro.report.page import Picture, Section, page
+from cdp_repro.report.tables import Table
+
+TABLE = Table("t", "100 % of it", ("a_b", "±"), [["1 | 2", "<b> & `x`"], ["", "50 %"]], ["Run by `cdp-train x=1`."])
+
+
+def test_markdown_escapes_pipes():
+    assert TABLE.markdown().splitlines()[:3] == ["| a_b | ± |", "| --- | --- |", r"| 1 \| 2 | <b> & `x` |"]
+
+
+def test_csv_reads_back():
+    assert list(csv.reader(io.StringIO(TABLE.csv()))) == [list(TABLE.columns), *TABLE.rows]
+
+
+def test_latex_escapes_what_is_special():
+    latex = TABLE.latex()
+    assert r"a\_b & $\pm$ \\" in latex and r"100 \% of it" in latex and r"<b> \& `x` \\" in latex
+    assert latex.count("\\begin") == latex.count("\\end") == 2
+
+
+def test_html_escapes_and_marks_code():
+    text = TABLE.html()
+    assert "&lt;b&gt; &amp; <code>x</code>" in text and "<code>cdp-train x=1</code>" in text
+
+
+def test_rows_of_another_width_are_refused():
+    with pytest.raises(ValueError, match="a row of 1 cells in 2 columns"):
+        Table("t", "", ("a", "b"), [["1"]])
+
+
+def test_the_page_loads_nothing_from_elsewhere():
+    text = page("T", ["in <general>"], [Section("s", "S", ["p"], [Picture("f", b"<svg/>", 'look "here"')], [TABLE])])
+    assert "http" not in text and 'src="data:image/svg+xml;base64,' in text
+    assert "&lt;general&gt;" in text and 'href="#s-section"' in text and 'id="s-section"' in text
