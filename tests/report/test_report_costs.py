@@ -75,7 +75,7 @@ def test_a_disagreement_is_shown_with_all_numbers():
     assert line.text("chain") == "c 2; s 2; e 3"
     assert line.text("versions_kept") == "–"
     assert replace(line, closed={}).text("devices") == "1 (s, e)"
-    rows = agreement_table([line], []).rows
+    rows = agreement_table([line]).rows
     assert [row[-1] for row in rows] == ["yes", "no"]
     assert len(cost_table([line], 4, []).rows) == 1 and not cost_table([line], 3, []).rows
 

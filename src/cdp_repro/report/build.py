@@ -115,7 +115,7 @@ class Report:
             tuning_table(self.groups.get("cifar10-tuning", ())),
             memory_table(self.cases),
             *(cost_table(self.lines, n, self._cost_notes(n)) for n in EXECUTED_WORKERS),
-            agreement_table(self.lines, []),
+            agreement_table(self.lines),
             large_table(self.large_lines),
         ]
         return {table.name: table for table in found}
@@ -246,8 +246,10 @@ def build(results: Path, readme: Path | None = None) -> dict[Path, bytes]:
     report = Report(results)
     files: dict[Path, bytes] = {}
     for name, table in report.tables.items():
-        files[results / f"{name}.md"] = f"# {table.title}\n\n{table.markdown()}".encode()
         files[results / f"{name}.csv"] = table.csv().encode()
+        if not table.for_readers:
+            continue
+        files[results / f"{name}.md"] = f"# {table.title}\n\n{table.markdown()}".encode()
         files[results / f"{name}.tex"] = table.latex().encode()
     svgs = {}
     for name, shown in report.figures.items():

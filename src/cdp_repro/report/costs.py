@@ -412,7 +412,7 @@ def cost_table(found: Sequence[Line], workers: int, notes: Sequence[str]) -> Tab
     return Table(f"costs_N{workers}", title, ("setting", "mode", *_SHORT.values()), rows, notes)
 
 
-def agreement_table(found: Sequence[Line], notes: Sequence[str]) -> Table:
+def agreement_table(found: Sequence[Line]) -> Table:
     """Return every number of every N by closed form, simulation and execution."""
     rows = []
     for line in found:
@@ -432,7 +432,7 @@ def agreement_table(found: Sequence[Line], notes: Sequence[str]) -> Table:
                     ]
                 )
     columns = ("N", "setting", "mode", "quantity", "closed form", "simulated", "executed", "agree")
-    return Table("costs_all", "Closed form, simulation and execution", columns, rows, notes)
+    return Table("costs_all", "Closed form, simulation and execution", columns, rows, for_readers=False)
 
 
 def large_table(found: Sequence[Line]) -> Table:

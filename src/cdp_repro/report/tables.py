@@ -24,6 +24,8 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
+    for_readers: bool = True
+    """Whether it is for people; a long one is data, as CSV only."""
 
     def __post_init__(self) -> None:
         for row in self.rows:
