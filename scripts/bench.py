@@ -1,6 +1,6 @@
-"""Measure engine overhead, executed activation peaks and placements against torch's own; write results/bench/*.json.
+"""Measure engine overhead, activation peaks, placements and links against torch's own; write results/bench/*.json.
 
-Usage: python scripts/bench.py [overhead] [memory] [placements]      (default: all)
+Usage: python scripts/bench.py [overhead] [memory] [placements] [links]      (default: all; links needs root)
 
 Times are taken side by side, in alternating rounds of one process, and reported as ratios with their spread. Bytes
 are exact and need one run.
@@ -11,21 +11,28 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from two_hosts import two_hosts
 
 from cdp_repro import Engine
 from cdp_repro.baselines import BASELINES, Baseline
+from cdp_repro.calibration import link_of, measure_link, measure_stages, ping_pong
 from cdp_repro.config import DatasetConfig, ModelConfig, RunConfig
 from cdp_repro.engine.allocator import keep_freed_memory
 from cdp_repro.launch import launch
+from cdp_repro.pricing import Cluster, Link
 from cdp_repro.process_group import process_group
+from cdp_repro.quote import prices_of
 from cdp_repro.stages import cut_model, sample
 from cdp_repro.training.run import versions
 
@@ -36,7 +43,7 @@ STEPS_PER_ROUND = 1
 
 
 def main(names: list[str]) -> None:
-    benches = {"overhead": overhead, "memory": memory, "placements": placements}
+    benches = {"overhead": overhead, "memory": memory, "placements": placements, "links": links}
     for name in names or benches:
         result = {"command": f"python scripts/bench.py {name}", **versions(), **benches[name]()}
         RESULTS.mkdir(parents=True, exist_ok=True)
@@ -221,30 +228,59 @@ PEER_STEPS = 6
 
 
 def placements() -> dict[str, object]:
-    """Throughput of cdp_v2 over torch's own data parallelism, each on 2 processes with one thread."""
-    workers, micro_batch = 2, 16
-    config = _config("resnet18", 32, workers, workers * micro_batch, "time")
+    """Throughput of cdp_v2 over torch's own data parallelism, each on 2 processes with one thread, and as planned."""
+    config = _peers_config()
     blocks = [len(names) for names in cut_model(config).block_names]
-    os.environ["OMP_NUM_THREADS"] = "1"
     ratios: dict[str, dict[str, float]] = {}
+    planned: dict[str, float] = {}
+    link = measure_link()
     for placement, peers in PEERS.items():
-        seconds = launch(_alternating_rounds, (config, blocks, placement, peers), workers)
+        arguments = config, blocks, placement, peers, PEER_ROUNDS, PEER_STEPS
+        seconds = launch(_alternating_rounds, arguments, config.workers)
+        prices = _planned(config, blocks, link)
         for peer in peers:
-            ratios[f"{placement} / {peer}"] = _spread(
-                [theirs / own for own, theirs in zip(seconds["cdp_v2"], seconds[peer], strict=True)]
-            )
-            print(placement, peer, ratios[f"{placement} / {peer}"], flush=True)
+            name = f"{placement} / {peer}"
+            ratios[name] = _ratios(seconds, peer)
+            planned[name] = prices[f"dp {peer}"] / prices[f"cdp_v2 {placement}"]
+            print(name, ratios[name], "planned", planned[name], flush=True)
     return {
-        "config": f"resnet18, 32 px, N = S = {workers}, micro-batch {micro_batch}, fp32, gloo on loopback, "
-        f"one thread a process, stages cut by measured time into {blocks} blocks",
+        "config": _peers_text(config, blocks, "gloo on loopback"),
         "rounds": PEER_ROUNDS,
         "steps_per_round": PEER_STEPS + 1,
         "throughput_ratios": ratios,
+        "planned_ratios": planned,
     }
 
 
+def _peers_config() -> RunConfig:
+    """Return what is trained on two ranks of one thread."""
+    workers, micro_batch = 2, 16
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return _config("resnet18", 32, workers, workers * micro_batch, "time")
+
+
+def _peers_text(config: RunConfig, blocks: list[int], network: str) -> str:
+    return (
+        f"resnet18, 32 px, N = S = {config.workers}, micro-batch {config.batch_size // config.workers}, fp32, "
+        f"{network}, one thread a process, stages cut by measured time into {blocks} blocks"
+    )
+
+
+def _ratios(seconds: dict[str, list[float]], peer: str) -> dict[str, float]:
+    """Return the spread of the throughput of cdp_v2 over a peer's."""
+    return _spread([theirs / own for own, theirs in zip(seconds["cdp_v2"], seconds[peer], strict=True)])
+
+
+def _planned(config: RunConfig, blocks: list[int], link: Link) -> dict[str, float]:
+    """Return the seconds of a step that cdp-plan promises, by mode and place, from stages timed on this machine."""
+    cut = cut_model(config, blocks)
+    forward, backward = measure_stages(config, cut)
+    cluster = Cluster(forward, backward, within_host=link, devices_per_host=config.workers)
+    return {name: price.step_seconds for name, price in prices_of(config, cut, cluster).items()}
+
+
 def _alternating_rounds(
-    config: RunConfig, blocks: list[int], placement: str, peers: tuple[str, ...]
+    config: RunConfig, blocks: list[int], placement: str, peers: tuple[str, ...], rounds: int, steps: int
 ) -> dict[str, list[float]]:
     """Train all contenders in turns, a few steps each, in the same ranks; return the seconds of each round."""
     keep_freed_memory()
@@ -261,20 +297,83 @@ def _alternating_rounds(
             **{peer: BASELINES[peer](stages(), F.cross_entropy, _sgd, workers=config.workers) for peer in peers},
         }
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
-        for number in range(PEER_ROUNDS + 1):
+        for number in range(rounds + 1):
             for name in list(contenders) if number % 2 == 0 else list(contenders)[::-1]:
-                seconds[name].append(_steady_step_seconds(contenders[name], batch))
+                seconds[name].append(_steady_step_seconds(contenders[name], batch, steps))
         return {name: samples[1:] for name, samples in seconds.items()}
 
 
-def _steady_step_seconds(engine: Engine | Baseline, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+def _steady_step_seconds(engine: Engine | Baseline, batch: tuple[torch.Tensor, torch.Tensor], steps: int) -> float:
     """Return the mean seconds of a training step in the middle of a run: between its fill and its drain."""
     dist.barrier()
     times = []
-    for _ in engine.run([batch] * (PEER_STEPS + 4)):
+    for _ in engine.run([batch] * (steps + 4)):
         times.append(time.perf_counter())
     return (times[-2] - times[1]) / (len(times) - 3)
 
 
+# --- links --------------------------------------------------------------------------------------------------------
+
+RATES_MBIT = (100, 250, 500, 1000, 2000, 4000, None)
+LINK_ROUNDS, LINK_STEPS = 4, 2
+
+
+def links() -> dict[str, object]:
+    """Throughput of cdp_v2 over DistributedDataParallel, replicated on two hosts, over the rate of their link."""
+    config = _peers_config()
+    blocks = [len(names) for names in cut_model(config).block_names]
+    rows = []
+    for rate in RATES_MBIT:
+        measured = _across_hosts(rate, blocks)
+        seconds, link = measured["seconds"], link_of(*measured["ping_pong"])
+        prices = _planned(config, blocks, link)
+        row = {
+            "rate_mbit": rate,
+            "measured_mbit": 8e-6 * link.bandwidth_bytes_per_second,
+            "throughput_ratio": _ratios(seconds, "ddp"),
+            "planned_ratio": prices["dp ddp"] / prices["cdp_v2 replicated"],
+            "link_seconds_over_compute": link.seconds(measured["gradient_bytes"]) / prices["cdp_v2 single_device"] * 2,
+        }
+        rows.append(row)
+        print(row, flush=True)
+    return {
+        "config": _peers_text(config, blocks, "gloo between two network namespaces, rate limited by tbf"),
+        "rounds": LINK_ROUNDS,
+        "steps_per_round": LINK_STEPS + 1,
+        "rows": rows,
+    }
+
+
+def _across_hosts(rate_mbit: int | None, blocks: list[int]) -> dict[str, Any]:
+    """Return what `_link_rank` has written on two hosts joined by a cable of a rate."""
+    with two_hosts(rate_mbit) as hosts, TemporaryDirectory() as folder:
+        meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500", "WORLD_SIZE": str(len(hosts))}
+        ranks = [
+            subprocess.Popen(
+                host.command(sys.executable, __file__, "link-rank", json.dumps(blocks), f"{folder}/seconds.json"),
+                env={**os.environ, **meeting, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
+            raise RuntimeError(f"a rank failed at {rate_mbit} Mbit/s; its error stands above")
+        found: dict[str, Any] = json.loads(Path(folder, "seconds.json").read_text())
+        return found
+
+
+def _link_rank(blocks: list[int], path: Path) -> None:
+    """Be one of the two ranks of `links`."""
+    config = _peers_config()
+    times = ping_pong(5)
+    seconds = _alternating_rounds(config, blocks, "replicated", ("ddp",), LINK_ROUNDS, LINK_STEPS)
+    if os.environ["RANK"] == "0":
+        size = sum(cut_model(config, blocks).costs.gradient_bytes)
+        path.write_text(json.dumps({"ping_pong": times, "seconds": seconds, "gradient_bytes": size}))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:2] == ["link-rank"]:
+        _link_rank(json.loads(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        main(sys.argv[1:])

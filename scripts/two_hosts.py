@@ -42,11 +42,11 @@ class Host:
 
 
 @contextmanager
-def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
+def two_hosts(rate_mbit: int | None = None) -> Iterator[tuple[Host, Host]]:
     """Make two hosts that reach each other by name; all that runs on them ends with the body, or with this process.
 
     Args:
-        rate: What the cable carries in each direction, such as "500mbit"; all that the machine can, if None.
+        rate_mbit: What the cable carries in each direction, in Mbit/s; all that the machine can, if None.
 
     Raises:
         NoHostsError: This machine cannot make them.
@@ -61,8 +61,9 @@ def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
             _do(*host.command("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE))
             for interface in ("lo", INTERFACE):
                 _do(*host.command("ip", "link", "set", interface, "up"))
-            if rate is not None:
-                limit = f"tbf rate {rate} burst 256kbit latency 50ms".split()
+            if rate_mbit is not None:
+                burst = max(256, 8 * rate_mbit)  # in kbit: 8 ms, as the kernel's clock may tick every 4 ms only
+                limit = f"tbf rate {rate_mbit}mbit burst {burst}kbit latency 50ms".split()
                 _do(*host.command("tc", "qdisc", "add", "dev", INTERFACE, "root", *limit))
         yield a, b
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
-from cdp_repro.calibration import _ping_pong, measure_stages
+from cdp_repro.calibration import measure_stages, ping_pong
 from cdp_repro.cli import plan as command
 from cdp_repro.cli.compose import compose_config
 from cdp_repro.config import ConfigError
@@ -231,5 +231,5 @@ def test_stages_are_measured_with_one_thread_which_is_undone():
 
 
 def test_messages_between_two_processes_are_measured(tmp_path):
-    for small, large in run_ranks(_ping_pong, 2, 2, folder=tmp_path, joins=True):
+    for small, large in run_ranks(ping_pong, 2, 2, folder=tmp_path, joins=True):
         assert small > 0 and large > 0

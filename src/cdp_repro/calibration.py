@@ -43,12 +43,16 @@ def measure_link(rounds: int = 20) -> Link:
 
     A ping-pong of 8 bytes and of 8 MiB: half the median time of a round is latency, and latency + bytes / bandwidth.
     """
-    small, large = launch(_ping_pong, (rounds,), 2)
+    return link_of(*launch(ping_pong, (rounds,), 2))
+
+
+def link_of(small: float, large: float) -> Link:
+    """Return the link over which the two messages of `ping_pong` take so many seconds."""
     return Link(small, (_LARGE - _SMALL) / max(large - small, 1e-9))
 
 
-def _ping_pong(rounds: int) -> list[float]:
-    """Return the median seconds that a small and a large message take, one way. Run by both ranks."""
+def ping_pong(rounds: int) -> list[float]:
+    """Return the median seconds that a small and a large message take, one way. Run by both of two ranks."""
     torch.set_num_threads(1)
     with process_group(torch.device("cpu"), 2, timeout_seconds=60):
         return [_one_way(torch.zeros(size, dtype=torch.uint8), rounds) for size in (_SMALL, _LARGE)]
