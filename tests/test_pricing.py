@@ -199,10 +199,10 @@ def test_the_command_shows_every_mode_placement_and_baseline_and_draws_them(caps
     arguments = ["price=true", "workers=2", *times, "cluster.latency_seconds=0", f"--out={tmp_path}"]
     assert command.main(arguments) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    seconds = {(row[0], row[1]): row[3] for row in rows if row and row[0] in ("dp", "cdp_v1", "cdp_v2")}
+    seconds = {(row[0], row[1]): row[3] for row in rows if row and row[0] in ("dp", "cdp_v1", "cdp_v2", "accumulation")}
     assert {row[2] for row in rows if row and row[0] == "dp" and row[1] in ("ddp", "fsdp2")} == {"2"}
     baselines = {("dp", name) for name in ("ddp", "fsdp2", "torch_gpipe", "torch_1f1b")}
-    assert {*seconds} == {*PLACES, *baselines}
+    assert {*seconds} == {*PLACES, *baselines, ("accumulation", "single_device")}
     assert seconds["dp", "single_device"] == "6" and seconds["cdp_v2", "pipeline"] == "3"
     assert seconds["dp", "torch_gpipe"] == seconds["dp", "torch_1f1b"] == "4.5"
     with (tmp_path / "prices.csv").open() as file:

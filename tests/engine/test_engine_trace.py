@@ -40,7 +40,7 @@ def metered_costs(stages, loss_fn, inputs, targets):
     x = left = gradient = None
     for _ in stages:
         before = meter.live_bytes
-        gradient, _ = backward(saved.pop(), gradient)
+        gradient = backward(saved.pop(), gradient, {})
         released.append(before - meter.live_bytes)
     assert meter.live_bytes == 0
     return StageCosts(
@@ -254,7 +254,7 @@ def test_released_exactly_at_the_backward():
     one = 5 * (4 + 8) * 4
     for left in (3, 2, 1):
         assert meter.live_bytes == left * one
-        backward(kept.pop(0), None)
+        backward(kept.pop(0), None, {})
     assert meter.live_bytes == 0
 
 

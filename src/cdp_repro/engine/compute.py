@@ -6,7 +6,7 @@ lives exactly as long as somebody needs its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -121,17 +121,24 @@ def _saving(meter: ActivationMeter | None, loan: Loan | None) -> AbstractContext
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def backward(saved: SavedForward, grad_output: Tensor | None) -> tuple[Tensor | None, Gradients]:
-    """Return the gradients of the stage's input (None if there is none) and of its parameters, by name.
+def backward(saved: SavedForward, grad_output: Tensor | None, sums: Gradients) -> Tensor | None:
+    """Return the gradient of the stage's input, None if there is none; add those of its parameters to `sums`, by name.
 
     `grad_output` is the gradient of the stage's output; None if the loss does not depend on it. Parameters that
-    the loss does not depend on are left out, as torch leaves their `.grad` at None.
+    the loss does not depend on are left out, as torch leaves their `.grad` at None. Autograd accumulates: it adds in
+    place, and takes a first gradient over as it is where nobody else holds it.
     """
     parameters = saved.version.trainable
     inputs = [*parameters.values()] if saved.input is None else [saved.input, *parameters.values()]
     if saved.edge is None or grad_output is None or not inputs:
-        return None, {}
-    gradients = torch.autograd.grad((saved.edge,), inputs, (grad_output,), allow_unused=True)
-    grad_input, gradients = (None, gradients) if saved.input is None else (gradients[0], gradients[1:])
-    named: Iterable[tuple[str, Tensor | None]] = zip(parameters, gradients, strict=True)
-    return grad_input, {name: gradient for name, gradient in named if gradient is not None}
+        return None
+    for name, parameter in parameters.items():
+        parameter.grad = sums.get(name)
+    torch.autograd.backward((saved.edge,), (grad_output,), inputs=inputs)
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            sums[name], parameter.grad = parameter.grad, None
+    if saved.input is None:
+        return None
+    grad_input, saved.input.grad = saved.input.grad, None
+    return grad_input

@@ -160,15 +160,16 @@ class Executor:
         saved = self._saved.pop((micro_batch, stage))
         if saved.loan is not None:
             saved.loan.renew(self._borrowed(action))
-        grad_input, gradients = backward(saved, self._output_gradient(micro_batch, stage))
+        is_lent = stage in self._schedule.placement.lent
+        sums: Gradients = {} if is_lent else self._states[stage].gradient_sum
+        grad_input = backward(saved, self._output_gradient(micro_batch, stage), sums)
         if saved.loan is not None:
             saved.loan.give_back()
         if stage > 0:
             self._gradients[micro_batch] = grad_input
-        if stage in self._schedule.placement.lent:
-            self._for_owner[micro_batch, stage] = gradients
+        if is_lent:
+            self._for_owner[micro_batch, stage] = sums
         else:
-            self._states[stage].add_gradients(gradients)
             self._close_sum(action)
         return self._in_ledger(action, saved)
 
@@ -176,7 +177,7 @@ class Executor:
         micro_batch, stage = _compute_of(action)
         own = self._for_owner.pop((micro_batch, stage), None)
         if own is None:
-            self._states[stage].add_gradients(self._taken(action), are_ours=True)
+            self._states[stage].add_gradients(self._taken(action))
         else:
             self._states[stage].add_gradients(own)
         self._close_sum(action)

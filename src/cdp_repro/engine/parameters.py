@@ -27,7 +27,6 @@ class StageState:
         self._optimizer = optimizer(trainable) if trainable else None
         self._base_rates = [group["lr"] for group in self._optimizer.param_groups] if self._optimizer else []
         self._gradient_sum: Gradients = {}
-        self._own_sums: set[str] = set()
         self._totals: dict[int, Gradients] = {}
         self._versions: dict[int, Version] = {}
         self._spares_gradients: bool | None = None
@@ -58,27 +57,20 @@ class StageState:
         """Forget a version; its tensors die with the last graph that uses them."""
         del self._versions[number]
 
-    def add_gradients(self, gradients: Gradients, are_ours: bool = False) -> None:
-        """Add one worker's gradients, or the sum of earlier ones, to the sum of this training step.
+    @property
+    def gradient_sum(self) -> Gradients:
+        """The sum of this training step so far, by name, for a backward to add to in place."""
+        return self._gradient_sum
 
-        Autograd may hand out views or shared tensors, so only tensors that were made here, or came in a message
-        (`are_ours`), are added to in place. Which of two is added to which changes no bit.
-        """
+    def add_gradients(self, gradients: Gradients) -> None:
+        """Add one worker's gradients, or the sum of earlier ones, to the sum of this step; they become ours."""
         for name, gradient in gradients.items():
             present = self._gradient_sum.get(name)
-            if present is None:
-                self._gradient_sum[name] = gradient
-            elif name in self._own_sums:
-                present.add_(gradient)
-            else:
-                self._gradient_sum[name] = gradient.add_(present) if are_ours else present + gradient
-            if are_ours or present is not None:
-                self._own_sums.add(name)
+            self._gradient_sum[name] = gradient if present is None else present.add_(gradient)
 
     def take_sum(self) -> Gradients:
         """Return the sum of this training step so far, and start a new one."""
         taken, self._gradient_sum = self._gradient_sum, {}
-        self._own_sums.clear()
         return taken
 
     def close_sum(self, version: int) -> None:

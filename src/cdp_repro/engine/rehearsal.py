@@ -66,7 +66,8 @@ class Rehearsal:
 
     def backward(self) -> tuple[Tensor | None, Gradients]:
         """Run the latest stage backward; return the gradients of its input and of its parameters."""
-        self._gradient, gradients = backward(self._saved.pop(), self._gradient)
+        gradients: Gradients = {}
+        self._gradient = backward(self._saved.pop(), self._gradient, gradients)
         return self._gradient, gradients
 
 

@@ -126,6 +126,11 @@ class Report:
         missing = sum(not line.executed for line in mine)
         differing = [f"{line.setting.name} {line.setting.mode}: {', '.join(names)}" for line in mine
                      if (names := line.disagreements())]  # fmt: skip
+        if any(line.setting.baseline == "fsdp2" and line.disagreements() for line in mine):
+            differing.append(
+                "the last because fully_shard cuts every tensor along its first dimension, so that a rank gets more "
+                "where that is no multiple of N"
+            )
         agree = (
             "Where three numbers exist they are equal." if not differing else f"They differ in: {'; '.join(differing)}."
         )
