@@ -51,7 +51,7 @@ def theory(workers: int) -> float:
 
 
 def cases(groups: Sequence[Group]) -> list[Case]:
-    """Return the cases of the memory study of which all three runs are there."""
+    """Return the cases of the memory study of which all three runs are there, by network, N and cut."""
     by_case: dict[tuple[str, int, str], dict[tuple[str, str], Group]] = {}
     for group in groups:
         config = group.config
@@ -64,7 +64,7 @@ def cases(groups: Sequence[Group]) -> list[Case]:
         cdp = {order: members["cdp_v2", order] for order in ORDERS if ("cdp_v2", order) in members}
         if ("dp", "paper") in members and len(cdp) == len(ORDERS):
             found.append(Case(model, workers, cut, members["dp", "paper"], cdp))
-    return found
+    return sorted(found, key=lambda case: (case.model, case.workers, case.partition))
 
 
 def _blocks(groups: Sequence[Group], model: str) -> int:
@@ -186,8 +186,8 @@ def answer(found: Sequence[Case]) -> str:
     return (
         " ".join(sentences) + " What holds a network back are early stages: stage j keeps N-j micro-batches, so bytes "
         "in early stages count most, and a cut by FLOPs gives convolutional networks early stages that hold more than "
-        "their share. Cutting by activation bytes buys most of it back, at the price of stages of unequal time; "
-        "running "
-        "backwards first in each slot frees a micro-batch's stage before the next one is filled and brings the peak "
-        "down to about one half. Both cost nothing in mathematics: the updates are the same."
+        "their share. Cutting by activation bytes buys it back as far as blocks are fine enough to be cut evenly, at "
+        "the price of stages of unequal time; with hardly more blocks than workers no cut is even. Running backwards "
+        "first in each slot frees one micro-batch's stage before another's is filled, which for equal stages leads to "
+        "one half. Neither changes the mathematics: the updates are the same."
     )
