@@ -231,6 +231,7 @@ def test_each_script_has_its_studies(name, monkeypatch, capsys):
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     wanted = [study.name for study in sweep.STUDIES.values() if study.kind == name]
+    wanted = [study for study in wanted if "paper" not in study]  # too long but for a GPU: only if named
     assert wanted and all(study in shown.split("Options")[0] for study in wanted)
 
 

@@ -282,7 +282,7 @@ class _Run:
             "staleness": [list(row) for row in config.schedule().mode.staleness],
             "stages/blocks": [list(names) for names in self._cut.block_names],
             "stages/imbalance": self._cut.imbalance,
-            "stages/costs": asdict(self._cut.costs),
+            "stages/costs": {name: list(values) for name, values in asdict(self._cut.costs).items()},
             "run_dir": str(self._directory.path),
             "command": list(self._command),
             "config": config.to_dict(),
