@@ -314,8 +314,8 @@ def _steady_step_seconds(engine: Engine | Baseline, batch: tuple[torch.Tensor, t
 
 # --- links --------------------------------------------------------------------------------------------------------
 
-RATES_MBIT = (100, 250, 500, 1000, 2000, 4000, None)
-LINK_ROUNDS, LINK_STEPS = 4, 2
+RATES_MBIT = (250, 500, 1000, 2000, None)
+LINK_ROUNDS, LINK_STEPS = 3, 2
 
 
 def links() -> dict[str, object]:
