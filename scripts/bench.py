@@ -366,6 +366,7 @@ def _link_rank(blocks: list[int], path: Path) -> None:
     """Be one of the two ranks of `links`."""
     config = _peers_config()
     times = ping_pong(5)
+    os.environ["MASTER_PORT"] = "29501"  # else a rank could meet the other at the store that is just closing
     seconds = _alternating_rounds(config, blocks, "replicated", ("ddp",), LINK_ROUNDS, LINK_STEPS)
     if os.environ["RANK"] == "0":
         size = sum(cut_model(config, blocks).costs.gradient_bytes)
