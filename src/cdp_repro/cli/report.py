@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cdp_repro.cli.common import exit_code_of, write_out
@@ -107,13 +108,13 @@ def _with_study(run_dir: Path, study: str | None) -> Row:
         if not study.replace("-", "").replace("_", "").isalnum():
             raise ConfigError([f"--study={study}: use letters, digits, - and _, as it names a folder"])
         return collect(run_dir, study)
-    cell = collect(run_dir, "").cell
-    names = [each.name for each in STUDIES.values() if any(one.hash == cell for one in each.cells)]
+    row = collect(run_dir, "")
+    names = [each.name for each in STUDIES.values() if any(cell.hash == row.cell for cell in each.cells)]
     if not names:
         raise ConfigError(
             [f"{run_dir} belongs to none of the studies {', '.join(STUDIES)}: name one of yours by --study=NAME"]
         )
-    return collect(run_dir, names[0])
+    return replace(row, study=names[0])
 
 
 def _status(options: dict[str, str], words: list[str]) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from cdp_repro.report.evidence import commands, evidence
+from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Difference, Group, Sample, compared
-from cdp_repro.report.rows import RowError, label_of_mode
+from cdp_repro.report.rows import Row, RowError, label_of_mode
 from cdp_repro.report.studies import STUDIES, TUNED_LR, Study
 from cdp_repro.report.tables import Table
 
@@ -72,17 +72,14 @@ def accuracy_table(found: Sequence[Comparison], paper: Mapping[str, float]) -> T
         if study.kind == "accuracy":
             rows += [_missing(study, cell.settings, cell.command(0)) for cell in study.cells
                      if (study.name, cell.hash) not in present]  # fmt: skip
-    runs = [row for each in found for row in each.group.rows]
     notes = [
         "Mean ± standard deviation over seeds, number of runs in brackets; differences are paired by seed, p is of the "
         "two-sided paired t-test. Seconds per epoch are of one thread on a machine that did other work, too: compare "
         "them with care.",
         f"The column `paper` is read from results/{PAPER_VALUES}, which says how to fill it.",
-        *(f"{name}: {evidence(rows_)} {commands(rows_)}." for name, rows_ in _by_study(found).items()),
+        *(note for study, runs in _by_study(found).items() for note in provenance(runs, study)),
     ]
-    return Table(
-        "accuracy", "Accuracy of each mode against data parallelism", COLUMNS, rows, notes if runs else notes[:2]
-    )
+    return Table("accuracy", "Accuracy of each mode against data parallelism", COLUMNS, rows, notes)
 
 
 def tuning_table(groups: Sequence[Group]) -> Table:
@@ -94,13 +91,13 @@ def tuning_table(groups: Sequence[Group]) -> Table:
     ]  # fmt: skip
     runs = [row for group in groups for row in group.rows]
     notes = [f"Chosen is {TUNED_LR:g}, the smallest learning rate whose training loss is within 1 % of the lowest; the "
-             "test set has no say.", f"{evidence(runs)} {commands(runs)}."]  # fmt: skip
+             "test set has no say.", *provenance(runs)]  # fmt: skip
     columns = ("model", "mode", "lr", "epochs", "train loss", "test top-1 [%]")
-    return Table("tuning", "The learning rate of data parallelism", columns, rows, notes if runs else notes[:1])
+    return Table("tuning", "The learning rate of data parallelism", columns, rows, notes)
 
 
-def _by_study(found: Sequence[Comparison]) -> dict[str, list[Any]]:
-    by_study: dict[str, list[Any]] = {}
+def _by_study(found: Sequence[Comparison]) -> dict[str, list[Row]]:
+    by_study: dict[str, list[Row]] = {}
     for each in found:
         by_study.setdefault(each.study, []).extend(each.group.rows)
     return by_study

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +36,7 @@ from cdp_repro.report.costs import (
     large_table,
     lines,
 )
-from cdp_repro.report.evidence import commands, evidence
+from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Group, grouped
 from cdp_repro.report.memory import Case, answer, cases, memory_table
 from cdp_repro.report.page import Picture, Section, page
@@ -139,7 +139,7 @@ class Report:
             "in brackets: c, s, e. Libraries are not traced, so that only what they hold is measured. The chain is the "
             "longest sequence of messages, between two slots, each of which waits for the one before. " + agree,
             *([f"{missing} settings have not been run: python scripts/costs.py"] if missing else []),
-            *([f"{evidence(runs)} {commands(runs)}."] if runs else []),
+            *provenance(runs),
         ]
 
     def _rows_of(self, *studies: str) -> list[Row]:
@@ -238,8 +238,8 @@ _ACCURACY = (
 )
 
 
-def _digest(texts: object) -> str:
-    return hashlib.sha256("\n".join(map(str, texts)).encode()).hexdigest()[:16]  # type: ignore[call-overload]
+def _digest(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def build(results: Path, readme: Path | None = None) -> dict[Path, bytes]:

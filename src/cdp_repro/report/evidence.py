@@ -9,10 +9,13 @@ from cdp_repro.report.rows import Row
 _SHOWN = 12
 
 
-def evidence(rows: Sequence[Row]) -> str:
-    """Return data, seeds, hardware, versions and commits of runs; empty for none."""
-    if not rows:
-        return ""
+def provenance(rows: Sequence[Row], study: str = "") -> list[str]:
+    """Return the note that says which runs a table is made of, by which commands; none for no runs."""
+    return [f"{f'{study}: ' if study else ''}{_evidence(rows)} {_commands(rows)}."] if rows else []
+
+
+def _evidence(rows: Sequence[Row]) -> str:
+    """Return data, seeds, hardware, versions and commits of runs."""
     summaries = [row.summary for row in rows]
     return (
         f"{len(rows)} runs; data: {_all(s['dataset/description'] for s in summaries)}; "
@@ -22,7 +25,7 @@ def evidence(rows: Sequence[Row]) -> str:
     )
 
 
-def commands(rows: Iterable[Row]) -> str:
+def _commands(rows: Iterable[Row]) -> str:
     """Return the command lines of runs, one for all seeds of a cell, as `code`."""
     seen = dict.fromkeys(_without_seed(row.command) for row in rows)
     shown = [f"`{command}`" for command in list(seen)[:_SHOWN]]

@@ -64,9 +64,9 @@ def _column_order(column: tuple[int, str]) -> tuple[int, int]:
 def _draw_curves(axis: Axes, case: Case) -> None:
     """Draw the first two training steps and the drain, with the line that equal stages would give."""
     curves: dict[str, tuple[Group, dict[str, Any]]] = {
-        "DP": (case.dp, {"color": "#555555", "linestyle": "--"}),
-        "CDP-v2, paper order": (case.cdp["paper"], {"color": "#0072B2", "linestyle": "-"}),
-        "CDP-v2, backward first": (case.cdp["backward_first"], {"color": "#D55E00", "linestyle": "-."}),
+        "DP": (case.dp, style("dp")),
+        "CDP-v2, paper order": (case.cdp["paper"], style("cdp_v2")),
+        "CDP-v2, backward first": (case.cdp["backward_first"], style("cdp_v1")),
     }
     peak = max(max(group.rows[0].activation_bytes) for group, _ in curves.values())
     unit, name = byte_unit(peak)

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 from cdp_repro.partition import partition
-from cdp_repro.report.evidence import commands, evidence
+from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Group
 from cdp_repro.report.studies import STUDIES, Cell
 from cdp_repro.report.tables import Table
@@ -145,17 +145,17 @@ def memory_table(found: Sequence[Case]) -> Table:
                 f"{case.dp.values(PEAK)[0] / 2**20:.1f} MiB",
             ]
         )  # fmt: skip
-    present = {row.cell for case in found for group in (case.dp, *case.cdp.values()) for row in group.rows}
+    runs = [row for case in found for group in (case.dp, *case.cdp.values()) for row in group.rows]
+    present = {row.cell for row in runs}
     missing: list[Cell] = [cell for cell in STUDIES["memory"].cells if cell.hash not in present]
     rows += [[_name(cell), "", "", f"not run: `{cell.command(0)}`", "", "", "", ""] for cell in missing]
-    runs = [row for case in found for group in (case.dp, *case.cdp.values()) for row in group.rows]
     notes = [
         "Peak of live activation bytes of CDP-v2 over that of DP, all workers on one device, executed at 224 px with "
         "micro-batches of one image, S = N; bytes are exact, so that one run is enough. `blocks`: every block is a "
         "stage.",
-        f"{evidence(runs)} {commands(runs)}.",
+        *provenance(runs),
     ]
-    return Table("memory", "Activation memory of CDP against DP, executed", columns, rows, notes if runs else notes[:1])
+    return Table("memory", "Activation memory of CDP against DP, executed", columns, rows, notes)
 
 
 def _name(cell: Cell) -> str:

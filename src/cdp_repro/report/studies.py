@@ -11,7 +11,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from cdp_repro.cli.compose import compose_config
-from cdp_repro.config import RunConfig
+from cdp_repro.config import BASELINES, RunConfig
+from cdp_repro.report.costs import EXECUTED_WORKERS, PLACEMENT_NAMES
 from cdp_repro.report.rows import cell_hash, settings_of
 
 PAPER_MODES = ("dp", "cdp_v1", "cdp_v2")
@@ -127,15 +128,12 @@ def _memory() -> tuple[Cell, ...]:
 def _costs() -> tuple[Cell, ...]:
     """All settings and the peers, on a network whose stages, but the last, cost the same."""
     found: list[Cell] = []
-    for workers in (2, 3, 4):
+    for workers in EXECUTED_WORKERS:
         size = f"model=mlp model.depth={workers - 1} workers={workers} batch_size={12 * workers} epochs=1"
-        placements = [f"placement={name}" for name in ("single_device", "replicated", "model_parallel", "pipeline")]
-        found += _cells(_modes(), [size], [*placements, "placement=zero"])
+        found += _cells(_modes(), [size], [f"placement={name}" for name in PLACEMENT_NAMES])
         found += _cells(["mode=dp"], [size], ["placement=pipeline pipeline_schedule=gpipe"])
         found += _cells(["mode=accumulation"], [size])
-        found += _cells(
-            ["mode=dp"], [size], [f"baseline={name}" for name in ("ddp", "fsdp2", "torch_gpipe", "torch_1f1b")]
-        )
+        found += _cells(["mode=dp"], [size], [f"baseline={name}" for name in BASELINES])
     return tuple(found)
 
 
