@@ -114,7 +114,8 @@ def _balanced(costs: Sequence[Line]) -> Claim:
         2, text, FAILS if grows else HOLDS,
         f"Replicated, N = {n}, executed: the longest chain of messages between two slots is {cdp.executed['chain']:g} "
         f"for cdp_v2, whatever N, against {dp.executed['chain']:g} for our data parallelism (a chain of 2(N-1); a tree "
-        f"needs O(log N)). The busiest slot carries {100 * shares['cdp_v2']:.0f} % of a step's bytes, against "
+        f"needs O(log N)). Simulated with equal stages, the busiest slot carries "
+        f"{100 * shares['cdp_v2']:.0f} % of a step's bytes, against "
         f"{100 * shares['dp']:.0f} %. Bytes a device and step are equal: the balance changes, not the volume.",
     )  # fmt: skip
 
@@ -174,8 +175,9 @@ def _point_to_point(costs: Sequence[Line]) -> Claim:
     most = {mode: _most_lent_at_once(mode, cdp.workers) for mode in ("dp", "cdp_v2")}
     return Claim(
         5, text, HOLDS if most["cdp_v2"] == 1 else FAILS,
-        f"Executed with N = {cdp.workers}: in every slot an owner sends its stage to at most {most['cdp_v2']} worker, "
-        f"against {most['dp']} at once in data parallelism; a chain of {cdp.executed['chain']:g} messages between two "
+        f"Simulated with N = {cdp.workers}: in every slot an owner sends its stage to at most {most['cdp_v2']} worker, "
+        f"against {most['dp']} at once in data parallelism. Executed: a chain of "
+        f"{cdp.executed['chain']:g} messages between two "
         "slots. Bytes a device and step are equal.",
     )  # fmt: skip
 

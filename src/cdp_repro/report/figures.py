@@ -190,12 +190,17 @@ def _draw_accuracy(axis: Axes, group: Group, others: Sequence[str]) -> None:
     axis.fill_between(epochs, low, high, color=look["color"], alpha=0.15, linewidth=0)
 
 
+def _data_and_rate(each: Comparison) -> tuple[str, float]:
+    return each.group.config["dataset.name"], each.group.config["optim.lr"]
+
+
 def staleness(found: Sequence[Comparison]) -> Figure | None:
     """Draw top-1 at the end against the largest delay, a point a seed, for data sets that were run with longer ones."""
     by_line: dict[str, dict[int, list[float]]] = {}
-    datasets = {each.group.config["dataset.name"] for each in found if each.group.mode.startswith("staleness")}
+    lines = {_data_and_rate(each) for each in found if each.group.mode.startswith("staleness")}
+    lines &= {_data_and_rate(each) for each in found if each.group.mode == "dp"}
     for each in found:
-        if each.group.config["dataset.name"] in datasets and each.study != "cifar10-staleness-tuned":
+        if _data_and_rate(each) in lines:
             longest = max(d for row in each.group.rows[0].summary["staleness"] for d in row)
             name = "cdp_v2" if each.group.mode == "cdp_v2" else "uniform delay"
             by_line.setdefault(name, {}).setdefault(longest, []).extend(each.group.values("eval/top1_percent"))

@@ -196,6 +196,7 @@ class _Run:
         self._directory = directory
         self._files = files
         self._command = command
+        self._data = {"description": dataset.description, "fingerprint": dataset.fingerprint()}
         self._engine = build_engine(config, cut, dataset.train_size)
         self._trainer = self._build_trainer()
         self._trace: Trace | None = None
@@ -203,7 +204,7 @@ class _Run:
     def _build_trainer(self) -> Trainer:
         facts = {
             "config": self._config.to_dict(),
-            "data": {"description": self._dataset.description, "fingerprint": self._dataset.fingerprint()},
+            "data": self._data,
             "blocks_per_stage": [len(names) for names in self._cut.block_names],
             "versions": versions(),
         }
@@ -273,8 +274,7 @@ class _Run:
             "baseline": config.baseline,
             "ranks": config.ranks,
             "dataset": config.dataset.name,
-            "dataset/description": self._dataset.description,
-            "dataset/fingerprint": self._dataset.fingerprint(),
+            **{f"dataset/{key}": value for key, value in self._data.items()},
             "model": config.model.name,
             "seed": config.seed,
             "epochs": config.epochs,
