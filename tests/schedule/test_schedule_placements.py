@@ -125,9 +125,35 @@ def test_the_total_is_relayed_in_the_order_of_need(n, mode):
         step = 2
         complete = 2 * n * step + 4 * n - 3 - j
         need = {i: 2 * n * (step + (1 if i in fresh else 2)) + 2 * i + j for i in range(n - 1)}
-        assert [m.slot for m in hops] == [need[m.destination] - 1 for m in hops]
+        latest = {m.destination: need[m.destination] - 1 for m in hops}  # a rank updates then
+        assert all(m.slot <= latest[m.destination] for m in hops), "there when it is needed"
+        assert all(m.slot > latest[m.source] for m in hops[1:]), "nobody waits for a sum that it only hands on"
+        assert [m.slot for m in hops if m.destination in fresh] == [latest[i] for i in fresh]
+        if mode == "cdp_v1":
+            assert [m.slot for m in hops] == [complete, *(need[i] for i in range(n - 2))], "as early as that allows"
         if fresh:
             assert hops[0].slot == complete, "worker N-1-j needs it in the very next slot"
+
+
+@given(n=st.integers(2, 6), c=st.integers(1, 3), data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_sums_that_can_wait_leave_the_links_to_those_that_cannot(n, c, data):
+    """Under any bounded staleness, early sums bring no rank a second one in a slot; only urgent ones may."""
+    rule = [[data.draw(st.integers(1, 3)) for _ in range(c * n)] for _ in range(n)]
+    trace = simulate(Schedule.build(rule, n, c * n, "replicated"), StageCosts.equal(c * n), 8)
+    first_reads = {}
+    for record in trace.records:
+        for action in record.actions:
+            if action.op is Op.UPDATE:
+                first_reads[record.rank, action.stage, action.version] = record.slot
+    sums = [m for m in trace.messages if m.kind is Payload.TOTAL]
+    for end in ("source", "destination"):
+        per_place = {}
+        for m in sums:
+            is_urgent = m.slot == first_reads[m.destination, m.stage, m.version]
+            per_place.setdefault((m.slot, getattr(m, end)), []).append(is_urgent)
+        assert all(len(found) - sum(found) <= 1 for found in per_place.values())
+        assert all(all(found) for found in per_place.values() if len(found) > 1), "a sum that could wait is in the way"
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "gpipe"])

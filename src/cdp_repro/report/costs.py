@@ -195,7 +195,8 @@ def _messages(setting: Setting, n: int, sizes: Sizes) -> Values:
     if setting.placement == "single_device":
         return {"sent_bytes_per_device": 0, "messages_per_slot": 0, "chain": 0}
     if setting.placement == "replicated":
-        sent, messages, chain = 2 * total * (n - 1) / n, 2 * (n - 1) if is_dp else n, 2 * (n - 1) if is_dp else 1
+        sent, chain = 2 * total * (n - 1) / n, 2 * (n - 1) if is_dp else 1
+        messages = 2 * (n - 1) if is_dp else 1 if (setting.mode, n) == ("cdp_v1", 2) else n
     elif setting.placement == "zero":
         sent = (2 * sum(sizes.parameters) + total) * (n - 1) / n
         messages = 2 * (n - 1) if is_dp else -(-3 * n // 2)
@@ -206,7 +207,7 @@ def _messages(setting: Setting, n: int, sizes: Sizes) -> Values:
         ranks = [n if is_dp else n - j for j in range(n)]
         sums = sum((n - 1 + r - 1) * size for r, size in zip(ranks, sizes.gradients, strict=True) if r > 1)
         sent = (boundary + sums) / sum(ranks)
-        messages, chain = (2 * n - 1, 2 * (n - 1)) if is_dp else (2 * (n - 1), 1)
+        messages, chain = (2 * n, 2 * (n - 1)) if is_dp else (2 * (n - 1), 1)
     values: Values = {"sent_bytes_per_device": sent, "messages_per_slot": messages, "chain": chain}
     if (setting.placement, setting.mode) == ("model_parallel", "cdp_v2"):
         del values["messages_per_slot"]  # 2(N-1) up to N = 6, less beyond: which totals meet in a slot depends on N

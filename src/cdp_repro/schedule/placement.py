@@ -6,6 +6,7 @@ That is all that a placement says. The passes derive from it what is sent, summe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, count, pairwise
@@ -84,6 +85,19 @@ class Placement(ABC):
         """Return a rank that keeps every version of `stage` that any rank keeps after `step` training steps."""
         return min(self.holders(stage), key=lambda rank: self.versions_kept(rank, stage, step).start)
 
+    def in_order_of_need(self, stage: int, version: int) -> tuple[int, ...]:
+        """Return the holders of `stage` in the order in which they first read `version` >= 1, or a later one."""
+        first = version * self.mode.micro_batches
+        key = stage, first % self.period(stage)
+        if key not in self._orders:
+            readers = (
+                self.reads_from(micro_batch, stage)
+                for micro_batch in count(first)
+                if self.mode.version_read(micro_batch, stage) >= version
+            )
+            self._orders[key] = tuple(_first_distinct(readers, len(self.holders(stage))))
+        return self._orders[key]
+
     def oldest_read_after(self, rank: int, stage: int, micro_batch: int) -> int:
         """Return the oldest version that any micro-batch after `micro_batch` reads from `rank`'s copy of `stage`."""
         step = micro_batch // self.mode.micro_batches
@@ -95,6 +109,10 @@ class Placement(ABC):
     def period(self, stage: int) -> int:  # noqa: ARG002 - the same for all stages, here
         """Return after how many micro-batches the ranks of `stage` repeat, a multiple of M."""
         return self.mode.micro_batches
+
+    @cached_property
+    def _orders(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        return {}
 
     @cached_property
     def _delays(self) -> dict[tuple[int, int, int], int]:
@@ -113,6 +131,16 @@ class Placement(ABC):
                 behind = self.mode.staleness[later % micro_batches][stage] - ahead
                 delay = behind if delay is None else max(delay, behind)
         raise AssertionError("unreachable: `count` has no end")
+
+
+def _first_distinct(values: Iterable[int], number: int) -> dict[int, None]:
+    """Return so many different values, in the order in which they come."""
+    found: dict[int, None] = {}
+    for value in values:
+        found[value] = None
+        if len(found) == number:
+            break
+    return found
 
 
 class SingleDevice(Placement):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cdp_repro.schedule.actions import Action, Op, Payload, Slot, send
@@ -25,9 +25,11 @@ def add_updates(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
 def add_shared_updates(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
     """Update each stage that has several holders, on each just before it reads the new version for the first time.
 
-    The sum of a training step's gradients goes from the holder that has it to the one that needs it next, one message
-    between two slots, and no holder keeps an old version longer than it reads it. After the last slot the sums reach
-    the remaining holders, one message a stage and slot.
+    So nobody keeps an old version longer than it reads it. The sum of a training step's gradients goes from holder to
+    holder in the order in which they need it: from the one that completes it at once, from the others after their
+    update. It so has long to travel, but a rank waits for it only when it needs it itself. A rank sends one sum a
+    slot, and takes one, unless the next slot needs more; sums that can wait give way. After the last slot the sums
+    reach the remaining holders.
     """
     relays: dict[tuple[int, int], _Relay] = {}
     number = 0
@@ -36,16 +38,16 @@ def add_shared_updates(slots: Iterable[Slot], placement: Placement) -> Iterator[
         for action in slot.actions:
             if placement.completes_sum(action) and len(placement.holders(action.stage)) > 1:
                 version = _made_version(action, placement)
-                relays[action.stage, version] = _Relay(placement, action.stage, version, action.rank, number)
-        early: list[Action] = []
-        late: list[Action] = []
-        for stage, version, rank in _first_reads(following, placement, relays):
-            ready, fresh = relays[stage, version].bring_to(rank, number)
-            early += ready
-            late += fresh
+                need = placement.in_order_of_need(action.stage, version)
+                relays[action.stage, version] = _Relay(action.stage, version, need, action.rank, number)
+        early, late = _relayed(relays, list(_first_reads(following, placement, relays)), number)
         yield Slot(number, (*early, *slot.actions, *late))
-        relays = {key: relay for key, relay in relays.items() if not relay.is_done}
-    yield from _drain(relays, number)
+    while relays:
+        number += 1
+        oldest = dict(sorted(relays, reverse=True))
+        reads = [(stage, version, relays[stage, version].next_in_need) for stage, version in sorted(oldest.items())]
+        early, late = _relayed(relays, reads, number)
+        yield Slot(number, (*early, *late))
 
 
 def _made_version(action: Action, placement: Placement) -> int:
@@ -67,69 +69,82 @@ def _first_reads(
                     yield action.stage, version, action.rank
 
 
+def _relayed(
+    relays: dict[tuple[int, int], _Relay], reads: Iterable[tuple[int, int, int]], slot: int
+) -> tuple[list[Action], list[Action]]:
+    """Return the actions of `slot` before and after its compute, and forget the relays that are done."""
+    early: list[Action] = []
+    late: list[Action] = []
+    for stage, version, rank in reads:
+        relay = relays[stage, version]
+        while rank in relay.waiting:
+            (early if relay.is_ready(before=slot) else late).extend(relay.hand_on())
+        late.append(relay.update(rank, slot))
+    sends = [action for action in (*early, *late) if action.op is Op.SEND]
+    senders, receivers = {action.rank for action in sends}, {action.peer for action in sends}
+    for relay in relays.values():
+        can_wait = relay.is_ready(before=slot) or relay.has_just_completed(slot)
+        if relay.waiting and can_wait and relay.at not in senders and relay.waiting[0] not in receivers:
+            senders.add(relay.at)
+            receivers.add(relay.waiting[0])
+            (early if relay.is_ready(before=slot) else late).extend(relay.hand_on())
+    for key in [key for key, relay in relays.items() if relay.is_done]:
+        del relays[key]
+    return early, late
+
+
 @dataclass
 class _Relay:
     """The way of one complete gradient sum from holder to holder."""
 
-    placement: Placement
     stage: int
     version: int
+    need: Sequence[int]
+    """The holders in the order in which they need it."""
     at: int
-    """The rank that received it last, and hands it on."""
-    since: int
-    """The slot in which it arrived there."""
-    reached: set[int] = field(default_factory=set)
+    """The rank that hands it on next: first the one that completes it."""
+    ready: int | None
+    """The slot in which that rank completes it, or updates with it; None as long as it does not."""
+    waiting: list[int] = field(init=False)
+    """The holders that it has not reached, in the order in which it does."""
     updated: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.reached.add(self.at)
+        self.waiting = [rank for rank in self.need if rank != self.at]
+
+    def is_ready(self, before: int) -> bool:
+        """Whether it could be handed on before the compute of a slot."""
+        return self.ready is not None and self.ready < before
+
+    def has_just_completed(self, slot: int) -> bool:
+        """Whether its last gradient was added in this slot."""
+        return self.ready == slot and self.at not in self.updated
 
     @property
     def is_done(self) -> bool:
-        return len(self.updated) == len(self.placement.holders(self.stage))
+        return len(self.updated) == len(self.need)
 
-    def bring_to(self, rank: int, slot: int) -> tuple[list[Action], list[Action]]:
-        """Return what makes `rank` update in `slot`: what can be sent before the slot's compute, and the rest."""
-        early: list[Action] = []
-        late: list[Action] = []
-        if rank not in self.reached:
-            hop = send(Payload.TOTAL, self.stage, self.at, rank, version=self.version)
-            (early if self.since < slot else late).extend(hop)
-            if self.at in self.updated:
-                late.append(self._free(self.at))
-            self.at, self.since = rank, slot
-            self.reached.add(rank)
-        is_asked_for = rank == self.at and len(self.reached) < len(self.placement.holders(self.stage))
-        keeps = Payload.TOTAL if is_asked_for else None
-        late.append(Action(Op.UPDATE, self.stage, version=self.version, payload=keeps, rank=rank))
+    @property
+    def next_in_need(self) -> int:
+        """The holder that updates next."""
+        return next(rank for rank in self.need if rank not in self.updated)
+
+    def hand_on(self) -> list[Action]:
+        """Return what sends it to the next holder; a total that stayed for that is freed."""
+        source, self.at, self.ready = self.at, self.waiting.pop(0), None
+        hop = send(Payload.TOTAL, self.stage, source, self.at, version=self.version)
+        if source not in self.updated:
+            return [*hop]
+        return [*hop, Action(Op.FREE, self.stage, version=self.version, payload=Payload.TOTAL, rank=source)]
+
+    def update(self, rank: int, slot: int) -> Action:
+        """Return what makes `rank` update in `slot`; the total stays if it is to be handed on."""
         self.updated.add(rank)
-        return early, late
-
-    def _free(self, rank: int) -> Action:
-        return Action(Op.FREE, self.stage, version=self.version, payload=Payload.TOTAL, rank=rank)
-
-    def next_holder(self) -> int:
-        """Return a holder that is still to update: one that has the sum, else the next one after where it is."""
-        holders = self.placement.holders(self.stage)
-        for rank in self.reached - self.updated:
-            return rank
-        later = (holders[(self.at - holders.start + hop) % len(holders)] for hop in range(1, len(holders)))
-        return next(rank for rank in later if rank not in self.reached)
-
-
-def _drain(relays: dict[tuple[int, int], _Relay], number: int) -> Iterator[Slot]:
-    """Bring each sum to the holders that no forward has asked it for."""
-    while relays:
-        number += 1
-        sent: list[Action] = []
-        updates: list[Action] = []
-        for stage in sorted({stage for stage, _ in relays}):
-            relay = relays[min(key for key in relays if key[0] == stage)]
-            early, late = relay.bring_to(relay.next_holder(), number)
-            sent += early
-            updates += late
-        yield Slot(number, (*sent, *updates))
-        relays = {key: relay for key, relay in relays.items() if not relay.is_done}
+        stays = rank == self.at and bool(self.waiting)
+        if stays:
+            self.ready = slot
+        payload = Payload.TOTAL if stays else None
+        return Action(Op.UPDATE, self.stage, version=self.version, payload=payload, rank=rank)
 
 
 def add_frees(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
