@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,17 +23,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from two_hosts import two_hosts
 
 from cdp_repro import Engine
 from cdp_repro.baselines import BASELINES, Baseline
-from cdp_repro.calibration import link_of, measure_link, measure_stages, ping_pong
+from cdp_repro.calibration import measure_network, measure_stages, network_of, time_messages
 from cdp_repro.config import DatasetConfig, ModelConfig, RunConfig
 from cdp_repro.engine.allocator import keep_freed_memory
+from cdp_repro.figures import save_figure
 from cdp_repro.launch import launch
-from cdp_repro.pricing import Cluster, Link
+from cdp_repro.pricing import Cluster, Collectives, Link
 from cdp_repro.process_group import process_group
 from cdp_repro.quote import prices_of
+from cdp_repro.report.figures import style
 from cdp_repro.stages import cut_model, sample
 from cdp_repro.training.run import versions
 
@@ -210,7 +214,55 @@ def tables() -> str:
         quartiles = f"{ratio['quartile_low']:.2f} to {ratio['quartile_high']:.2f}"
         lines.append(f"| {name} | {ratio['median']:.2f} | {quartiles} | {speed['planned_ratios'][name]:.2f} |")
     lines += ["", f"{speed['rounds']} alternating rounds; {speed['config']}; {_evidence(speed)}."]
-    return "\n".join(lines)
+    return "\n".join(lines + _link_tables())
+
+
+def _link_tables() -> list[str]:
+    """Return the curves over link rates as tables, and their picture."""
+    if not (RESULTS / "links.json").exists():
+        return []
+    measured = json.loads((RESULTS / "links.json").read_text())
+    lines = [
+        "",
+        "![Throughput of CDP over DistributedDataParallel against the rate of the link](results/bench/links.svg)",
+    ]
+    for curve in measured["curves"]:
+        head = [f"{mode} / ddp | planned" for mode in LINK_MODES]
+        lines += ["", f"| {curve['model']}: link [Mbit/s] | link time / compute time | {' | '.join(head)} |"]
+        lines.append("| --- | --- |" + " --- | --- |" * len(LINK_MODES))
+        for row in curve["rows"]:
+            cells = [row["rate_mbit"] or "unlimited", f"{row['link_seconds_over_compute']:.2f}"]
+            for mode in LINK_MODES:
+                ratio = row["throughput_ratios"][mode]
+                cells += [f"{ratio['median']:.2f} ({ratio['quartile_low']:.2f} to {ratio['quartile_high']:.2f})"]
+                cells += [f"{row['planned_ratios'][mode]:.2f}"]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+        lines += ["", f"{measured['rounds']} alternating rounds; {curve['config']}; {_evidence(measured)}."]
+    return lines
+
+
+def draw_links(measured: dict[str, Any]) -> Figure:
+    """Draw throughput over DistributedDataParallel's against link time over compute time, measured and planned."""
+    curves = measured["curves"]
+    figure = Figure(figsize=(4.2 * len(curves), 3.2), layout="constrained")
+    for axis, curve in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
+        rows = sorted(curve["rows"], key=lambda row: row["link_seconds_over_compute"])
+        x = [row["link_seconds_over_compute"] for row in rows]
+        for mode in LINK_MODES:
+            look = style(mode)
+            ratios = [row["throughput_ratios"][mode] for row in rows]
+            axis.plot(x, [ratio["median"] for ratio in ratios], "o-", color=look["color"], label=f"{mode}, measured")
+            low, high = ([ratio[key] for ratio in ratios] for key in ("quartile_low", "quartile_high"))
+            axis.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
+            axis.plot(
+                x, [row["planned_ratios"][mode] for row in rows], ":", color=look["color"], label=f"{mode}, planned"
+            )
+        axis.axhline(1, color="#555555", linestyle="--", linewidth=1)
+        axis.set(xscale="log", title=curve["model"], xlabel="time of all gradients on the link / compute time")
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("throughput over DistributedDataParallel")
+    figure.axes[-1].legend(frameon=False, fontsize="small")
+    return figure
 
 
 def _evidence(result: dict[str, str]) -> str:
@@ -229,22 +281,22 @@ PEER_STEPS = 6
 
 def placements() -> dict[str, object]:
     """Throughput of cdp_v2 over torch's own data parallelism, each on 2 processes with one thread, and as planned."""
-    config = _peers_config()
+    config = _two_ranks("resnet18", 32, stages=2)
     blocks = [len(names) for names in cut_model(config).block_names]
     ratios: dict[str, dict[str, float]] = {}
     planned: dict[str, float] = {}
-    link = measure_link()
+    network = measure_network()
     for placement, peers in PEERS.items():
-        arguments = config, blocks, placement, peers, PEER_ROUNDS, PEER_STEPS
+        arguments = config, blocks, ("cdp_v2",), placement, peers, PEER_ROUNDS, PEER_STEPS
         seconds = launch(_alternating_rounds, arguments, config.workers)
-        prices = _planned(config, blocks, link)
+        prices = _planned(config, blocks, network)
         for peer in peers:
             name = f"{placement} / {peer}"
-            ratios[name] = _ratios(seconds, peer)
+            ratios[name] = _ratios(seconds, "cdp_v2", peer)
             planned[name] = prices[f"dp {peer}"] / prices[f"cdp_v2 {placement}"]
             print(name, ratios[name], "planned", planned[name], flush=True)
     return {
-        "config": _peers_text(config, blocks, "gloo on loopback"),
+        "config": _two_ranks_text(config, blocks, "gloo on loopback"),
         "rounds": PEER_ROUNDS,
         "steps_per_round": PEER_STEPS + 1,
         "throughput_ratios": ratios,
@@ -252,35 +304,43 @@ def placements() -> dict[str, object]:
     }
 
 
-def _peers_config() -> RunConfig:
+def _two_ranks(model: str, image_size: int, stages: int) -> RunConfig:
     """Return what is trained on two ranks of one thread."""
     workers, micro_batch = 2, 16
     os.environ["OMP_NUM_THREADS"] = "1"
-    return _config("resnet18", 32, workers, workers * micro_batch, "time")
+    return replace(_config(model, image_size, workers, workers * micro_batch, "time"), stages=stages)
 
 
-def _peers_text(config: RunConfig, blocks: list[int], network: str) -> str:
+def _two_ranks_text(config: RunConfig, blocks: list[int], network: str) -> str:
     return (
-        f"resnet18, 32 px, N = S = {config.workers}, micro-batch {config.batch_size // config.workers}, fp32, "
-        f"{network}, one thread a process, stages cut by measured time into {blocks} blocks"
+        f"{config.model.name}, {config.input_shape[1]} px, N = {config.workers}, S = {config.stage_count}, micro-batch "
+        f"{config.batch_size // config.workers}, fp32, {network}, one thread a process, stages cut by measured time "
+        f"into {blocks} blocks"
     )
 
 
-def _ratios(seconds: dict[str, list[float]], peer: str) -> dict[str, float]:
-    """Return the spread of the throughput of cdp_v2 over a peer's."""
-    return _spread([theirs / own for own, theirs in zip(seconds["cdp_v2"], seconds[peer], strict=True)])
+def _ratios(seconds: dict[str, list[float]], mode: str, peer: str) -> dict[str, float]:
+    """Return the spread of the throughput of a mode over a peer's."""
+    return _spread([theirs / own for own, theirs in zip(seconds[mode], seconds[peer], strict=True)])
 
 
-def _planned(config: RunConfig, blocks: list[int], link: Link) -> dict[str, float]:
+def _planned(config: RunConfig, blocks: list[int], network: tuple[Link, Collectives]) -> dict[str, float]:
     """Return the seconds of a step that cdp-plan promises, by mode and place, from stages timed on this machine."""
     cut = cut_model(config, blocks)
     forward, backward = measure_stages(config, cut)
-    cluster = Cluster(forward, backward, within_host=link, devices_per_host=config.workers)
+    link, collectives = network
+    cluster = Cluster(forward, backward, within_host=link, devices_per_host=config.workers, collectives=collectives)
     return {name: price.step_seconds for name, price in prices_of(config, cut, cluster).items()}
 
 
 def _alternating_rounds(
-    config: RunConfig, blocks: list[int], placement: str, peers: tuple[str, ...], rounds: int, steps: int
+    config: RunConfig,
+    blocks: list[int],
+    modes: tuple[str, ...],
+    placement: str,
+    peers: tuple[str, ...],
+    rounds: int,
+    steps: int,
 ) -> dict[str, list[float]]:
     """Train all contenders in turns, a few steps each, in the same ranks; return the seconds of each round."""
     keep_freed_memory()
@@ -293,7 +353,7 @@ def _alternating_rounds(
             return list(cut_model(config, blocks).stages)
 
         contenders: dict[str, Engine | Baseline] = {
-            "cdp_v2": Engine(stages(), F.cross_entropy, _sgd, "cdp_v2", placement),
+            **{mode: Engine(stages(), F.cross_entropy, _sgd, mode, placement) for mode in modes},
             **{peer: BASELINES[peer](stages(), F.cross_entropy, _sgd, workers=config.workers) for peer in peers},
         }
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -314,43 +374,52 @@ def _steady_step_seconds(engine: Engine | Baseline, batch: tuple[torch.Tensor, t
 
 # --- links --------------------------------------------------------------------------------------------------------
 
-RATES_MBIT = (250, 500, 1000, 2000, None)
+LINK_NETWORKS = {"resnet18": (32, 6), "vit_tiny_patch16_224": (64, 8)}
+"""Pixels and stages. Most parameters of the first network are in two of ten blocks; the second has equal blocks."""
+LINK_MODES = ("cdp_v1", "cdp_v2")
+RATES_MBIT = (100, 250, 500, 1000, 2000, None)
 LINK_ROUNDS, LINK_STEPS = 3, 2
 
 
 def links() -> dict[str, object]:
-    """Throughput of cdp_v2 over DistributedDataParallel, replicated on two hosts, over the rate of their link."""
-    config = _peers_config()
-    blocks = [len(names) for names in cut_model(config).block_names]
-    rows = []
-    for rate in RATES_MBIT:
-        measured = _across_hosts(rate, blocks)
-        seconds, link = measured["seconds"], link_of(*measured["ping_pong"])
-        prices = _planned(config, blocks, link)
-        row = {
-            "rate_mbit": rate,
-            "measured_mbit": 8e-6 * link.bandwidth_bytes_per_second,
-            "throughput_ratio": _ratios(seconds, "ddp"),
-            "planned_ratio": prices["dp ddp"] / prices["cdp_v2 replicated"],
-            "link_seconds_over_compute": link.seconds(measured["gradient_bytes"]) / prices["cdp_v2 single_device"] * 2,
-        }
-        rows.append(row)
-        print(row, flush=True)
-    return {
-        "config": _peers_text(config, blocks, "gloo between two network namespaces, rate limited by tbf"),
-        "rounds": LINK_ROUNDS,
-        "steps_per_round": LINK_STEPS + 1,
-        "rows": rows,
+    """Throughput of CDP over DistributedDataParallel, replicated on two hosts, over the rate of their link."""
+    curves = []
+    for model, (image_size, stages) in LINK_NETWORKS.items():
+        config = _two_ranks(model, image_size, stages)
+        blocks = [len(names) for names in cut_model(config).block_names]
+        rows = [_over_link(config, blocks, rate) for rate in RATES_MBIT]
+        text = _two_ranks_text(config, blocks, "gloo between two network namespaces, rate limited by tbf")
+        curves.append({"model": model, "config": text, "rows": rows})
+    measured = {"rounds": LINK_ROUNDS, "steps_per_round": LINK_STEPS + 1, "curves": curves}
+    save_figure(draw_links(measured), RESULTS / "links.svg")
+    return measured
+
+
+def _over_link(config: RunConfig, blocks: list[int], rate_mbit: int | None) -> dict[str, object]:
+    """Measure one point of the curves."""
+    measured = _across_hosts(config, blocks, rate_mbit)
+    link, collectives = network_of(measured["messages"])
+    prices = _planned(config, blocks, (link, collectives))
+    gradient_bytes = sum(cut_model(config, blocks).costs.gradient_bytes)
+    row = {
+        "rate_mbit": rate_mbit,
+        "measured_mbit": 8e-6 * link.bandwidth_bytes_per_second,
+        "link_seconds_over_compute": link.seconds(gradient_bytes) / prices["cdp_v2 single_device"] * config.workers,
+        "throughput_ratios": {mode: _ratios(measured["seconds"], mode, "ddp") for mode in LINK_MODES},
+        "planned_ratios": {mode: prices["dp ddp"] / prices[f"{mode} replicated"] for mode in LINK_MODES},
     }
+    print(config.model.name, row, flush=True)
+    return row
 
 
-def _across_hosts(rate_mbit: int | None, blocks: list[int]) -> dict[str, Any]:
+def _across_hosts(config: RunConfig, blocks: list[int], rate_mbit: int | None) -> dict[str, Any]:
     """Return what `_link_rank` has written on two hosts joined by a cable of a rate."""
     with two_hosts(rate_mbit) as hosts, TemporaryDirectory() as folder:
         meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500", "WORLD_SIZE": str(len(hosts))}
+        arguments = [config.model.name, json.dumps(blocks), f"{folder}/seconds.json"]
         ranks = [
             subprocess.Popen(
-                host.command(sys.executable, __file__, "link-rank", json.dumps(blocks), f"{folder}/seconds.json"),
+                host.command(sys.executable, __file__, "link-rank", *arguments),
                 env={**os.environ, **meeting, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
             )
             for rank, host in enumerate(hosts)
@@ -362,19 +431,18 @@ def _across_hosts(rate_mbit: int | None, blocks: list[int]) -> dict[str, Any]:
         return found
 
 
-def _link_rank(blocks: list[int], path: Path) -> None:
+def _link_rank(model: str, blocks: list[int], path: Path) -> None:
     """Be one of the two ranks of `links`."""
-    config = _peers_config()
-    times = ping_pong(5)
+    config = _two_ranks(model, *LINK_NETWORKS[model])
+    messages = time_messages(3)
     os.environ["MASTER_PORT"] = "29501"  # else a rank could meet the other at the store that is just closing
-    seconds = _alternating_rounds(config, blocks, "replicated", ("ddp",), LINK_ROUNDS, LINK_STEPS)
+    seconds = _alternating_rounds(config, blocks, LINK_MODES, "replicated", ("ddp",), LINK_ROUNDS, LINK_STEPS)
     if os.environ["RANK"] == "0":
-        size = sum(cut_model(config, blocks).costs.gradient_bytes)
-        path.write_text(json.dumps({"ping_pong": times, "seconds": seconds, "gradient_bytes": size}))
+        path.write_text(json.dumps({"messages": messages, "seconds": seconds}))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["link-rank"]:
-        _link_rank(json.loads(sys.argv[2]), Path(sys.argv[3]))
+        _link_rank(sys.argv[2], json.loads(sys.argv[3]), Path(sys.argv[4]))
     else:
         main(sys.argv[1:])

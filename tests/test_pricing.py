@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
-from cdp_repro.calibration import measure_stages, ping_pong
+from cdp_repro.calibration import measure_stages, network_of, time_messages
 from cdp_repro.cli import plan as command
 from cdp_repro.cli.compose import compose_config
 from cdp_repro.config import ConfigError
-from cdp_repro.pricing import Cluster, Job, Link, estimate, price, price_ddp, price_fsdp2
+from cdp_repro.pricing import Cluster, Collectives, Job, Link, estimate, price, price_ddp, price_fsdp2
 from cdp_repro.schedule import PLACEMENTS, Schedule, StageCosts, simulate
 from cdp_repro.stages import cut_model
 
@@ -231,5 +231,26 @@ def test_stages_are_measured_with_one_thread_which_is_undone():
 
 
 def test_messages_between_two_processes_are_measured(tmp_path):
-    for small, large in run_ranks(ping_pong, 2, 2, folder=tmp_path, joins=True):
-        assert small > 0 and large > 0
+    for seconds in run_ranks(time_messages, 2, 2, folder=tmp_path, joins=True):
+        assert seconds.keys() == {"small", "large", "all_reduce", "all_gather", "reduce_scatter"}
+        assert min(seconds.values()) > 0
+
+
+def test_collectives_are_counted_in_rings_over_the_measured_link():
+    half = 2**22  # what each of two ranks sends in a round of a ring over 8 MiB
+    seconds = {"small": 1.0, "large": 1.0 + (2**23 - 8) / half}
+    link, collectives = network_of(seconds | {"all_reduce": 4.0, "all_gather": 4.0, "reduce_scatter": 6.0})
+    assert link == Link(1.0, half)
+    assert collectives == Collectives(all_reduce=1.0, all_gather=2.0, reduce_scatter=3.0)
+
+
+def test_slow_collectives_make_the_baselines_dear_and_nothing_else():
+    costs = StageCosts.equal(2, 1, 100, 1)
+    ring = Cluster((1.0, 1.0), (1.0, 1.0), within_host=Link(0.0, 10.0), devices_per_host=2)
+    slow = replace(ring, collectives=Collectives(all_reduce=2, all_gather=3, reduce_scatter=4))
+    # a ring of two moves 50 of a stage's 100 bytes in 5 s; the all-reduce is two of them
+    assert price_ddp(costs, ring, 2).step_seconds == 2 + 1 + 2 * 10
+    assert price_ddp(costs, slow, 2).step_seconds == 2 + 1 + 2 * 20
+    assert price_fsdp2(costs, ring, 2).step_seconds < price_fsdp2(costs, slow, 2).step_seconds
+    schedule = Schedule.build("cdp_v2", 2, placement="zero")
+    assert price(schedule, costs, ring) == price(schedule, costs, slow)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 
 from cdp_repro.config import RunConfig
 from cdp_repro.launch import launch
-from cdp_repro.pricing import Link
+from cdp_repro.pricing import Collectives, Link
 from cdp_repro.process_group import process_group
 from cdp_repro.profiling import time_passes
 from cdp_repro.stages import CutModel, autocast, loss_fn, sample
@@ -38,34 +39,52 @@ def measure_stages(config: RunConfig, cut: CutModel) -> tuple[tuple[float, ...],
     return tuple(forward), tuple(backward)
 
 
-def measure_link(rounds: int = 20) -> Link:
-    """Return latency and bandwidth of messages between two processes of this machine, by gloo.
+def measure_network(rounds: int = 20) -> tuple[Link, Collectives]:
+    """Return the link between two processes of this machine, and what collectives make of it, by gloo."""
+    return network_of(launch(time_messages, (rounds,), 2))
 
-    A ping-pong of 8 bytes and of 8 MiB: half the median time of a round is latency, and latency + bytes / bandwidth.
+
+def network_of(seconds: Mapping[str, float]) -> tuple[Link, Collectives]:
+    """Return latency and bandwidth of a link and its collectives from what `time_messages` has measured over it."""
+    bandwidth = (_LARGE - _SMALL) / max(seconds["large"] - seconds["small"], 1e-9)
+    link = Link(seconds["small"], bandwidth)
+    half = link.latency_seconds + link.seconds(_LARGE / 2)  # what each of two ranks sends in a round of the ring
+    return link, Collectives(
+        seconds["all_reduce"] / (2 * half), seconds["all_gather"] / half, seconds["reduce_scatter"] / half
+    )
+
+
+def time_messages(rounds: int) -> dict[str, float]:
+    """Return the median seconds of messages and collectives between two ranks. Run by both of them.
+
+    `small` and `large` are half a ping-pong of 8 bytes and of 8 MiB; collectives are of 8 MiB in all.
     """
-    return link_of(*launch(ping_pong, (rounds,), 2))
-
-
-def link_of(small: float, large: float) -> Link:
-    """Return the link over which the two messages of `ping_pong` take so many seconds."""
-    return Link(small, (_LARGE - _SMALL) / max(large - small, 1e-9))
-
-
-def ping_pong(rounds: int) -> list[float]:
-    """Return the median seconds that a small and a large message take, one way. Run by both of two ranks."""
     torch.set_num_threads(1)
     with process_group(torch.device("cpu"), 2, timeout_seconds=60):
-        return [_one_way(torch.zeros(size, dtype=torch.uint8), rounds) for size in (_SMALL, _LARGE)]
+        small, large = (torch.zeros(size // 4) for size in (_SMALL, _LARGE))
+        half = torch.zeros(_LARGE // 8)
+        return {
+            "small": _median_seconds(lambda: _ping_pong(small), rounds) / 2,
+            "large": _median_seconds(lambda: _ping_pong(large), rounds) / 2,
+            "all_reduce": _median_seconds(lambda: dist.all_reduce(large), rounds),
+            "all_gather": _median_seconds(lambda: dist.all_gather_into_tensor(large, half), rounds),
+            "reduce_scatter": _median_seconds(lambda: dist.reduce_scatter_tensor(half, large), rounds),
+        }
 
 
-def _one_way(message: torch.Tensor, rounds: int) -> float:
+def _ping_pong(message: torch.Tensor) -> None:
+    for sender in (0, 1):
+        if dist.get_rank() == sender:
+            dist.send(message, 1 - sender)
+        else:
+            dist.recv(message, sender)
+
+
+def _median_seconds(exchange: Callable[[], object], rounds: int) -> float:
     samples = []
     for _ in range(rounds + 1):
+        dist.barrier()
         begin = time.perf_counter()
-        for sender in (0, 1):
-            if dist.get_rank() == sender:
-                dist.send(message, 1 - sender)
-            else:
-                dist.recv(message, sender)
-        samples.append((time.perf_counter() - begin) / 2)
+        exchange()
+        samples.append(time.perf_counter() - begin)
     return statistics.median(samples[1:])

@@ -55,6 +55,15 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Collectives:
+    """How many times as long as a ring over the same links the libraries' collectives take; 1 is the ring."""
+
+    all_reduce: float = 1.0
+    all_gather: float = 1.0
+    reduce_scatter: float = 1.0
+
+
+@dataclass(frozen=True)
 class Cluster:
     """The seconds of each stage on one micro-batch, and the links. Tuples have one entry a stage.
 
@@ -69,6 +78,7 @@ class Cluster:
     within_host: Link = Link()
     between_hosts: Link = Link()
     devices_per_host: int = 1
+    collectives: Collectives = Collectives()
 
     def __post_init__(self) -> None:
         if not self.update_seconds:
@@ -421,7 +431,8 @@ def price_ddp(costs: StageCosts, cluster: Cluster, devices: int, optimizer_state
     reduced = 0.0
     for stage in reversed(range(costs.stages)):
         computed += cluster.backward_seconds[stage]
-        reduced = max(reduced, computed) + 2 * _ring(cluster, devices, costs.gradient_bytes[stage])
+        ring = 2 * _ring(cluster, devices, costs.gradient_bytes[stage])
+        reduced = max(reduced, computed) + cluster.collectives.all_reduce * ring
     update = sum(cluster.update_seconds)
     state = (1 + optimizer_states) * sum(costs.parameter_bytes)
     return _data_parallel_price(costs, cluster, devices, max(computed, reduced) + update, 2, state, update)
@@ -434,10 +445,11 @@ def price_fsdp2(costs: StageCosts, cluster: Cluster, devices: int, optimizer_sta
     gathered when a stage starts; its gradients are reduced and scattered when its backward ends. Every device updates
     its shard. The state is the shards, and the two stages that are whole at a time.
     """
-    gather = [_ring(cluster, devices, size) for size in costs.parameter_bytes]
+    factors = cluster.collectives
+    gather = [factors.all_gather * _ring(cluster, devices, size) for size in costs.parameter_bytes]
+    scattered = [factors.reduce_scatter * _ring(cluster, devices, size) for size in costs.gradient_bytes]
     passes = [(stage, cluster.forward_seconds[stage], 0.0) for stage in range(costs.stages)]
-    for stage in reversed(range(costs.stages)):
-        passes.append((stage, cluster.backward_seconds[stage], _ring(cluster, devices, costs.gradient_bytes[stage])))
+    passes += [(stage, cluster.backward_seconds[stage], scattered[stage]) for stage in reversed(range(costs.stages))]
     computed, linked = 0.0, gather[0]
     ready = linked
     for (stage, seconds, scatter), following in zip(passes, [*passes[1:], None], strict=True):

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from cdp_repro.calibration import measure_link, measure_stages
+from cdp_repro.calibration import measure_network, measure_stages
 from cdp_repro.config import OptimConfig, RunConfig
 from cdp_repro.plan import table
-from cdp_repro.pricing import Cluster, Job, Link, Price, estimate, price_ddp, price_fsdp2
+from cdp_repro.pricing import Cluster, Collectives, Job, Link, Price, estimate, price_ddp, price_fsdp2
 from cdp_repro.schedule import MODES, PLACEMENTS
 from cdp_repro.stages import CutModel, cut_model
 from cdp_repro.units import format_bytes
@@ -44,9 +44,9 @@ def make_quote(config: RunConfig) -> Quote:
 def cluster_of(config: RunConfig, cut: CutModel) -> Cluster:
     """Return the cluster that `config.cluster` describes, measured on this machine if it says so."""
     given, costs = config.cluster, cut.costs
-    within = Link(given.latency_seconds, given.bandwidth_bytes_per_second)
+    within, collectives = Link(given.latency_seconds, given.bandwidth_bytes_per_second), Collectives()
     if given.calibrate:
-        within = measure_link()
+        within, collectives = measure_network()
         forward, backward = measure_stages(config, cut)
     elif given.forward_seconds is not None:
         forward = tuple(given.forward_seconds)
@@ -60,7 +60,8 @@ def cluster_of(config: RunConfig, cut: CutModel) -> Cluster:
         within.latency_seconds if latency is None else latency,
         within.bandwidth_bytes_per_second if bandwidth is None else bandwidth,
     )
-    return Cluster(forward, backward, tuple(given.update_seconds or ()), within, between, given.devices_per_host)
+    update = tuple(given.update_seconds or ())
+    return Cluster(forward, backward, update, within, between, given.devices_per_host, collectives)
 
 
 def prices_of(config: RunConfig, cut: CutModel, cluster: Cluster) -> dict[str, Price]:
@@ -106,6 +107,11 @@ def quote_text(quote: Quote) -> str:
         f"links: {_link_text(cluster.within_host)} within a host of {cluster.devices_per_host}, "
         f"{_link_text(cluster.between_hosts)} between hosts, for each device in each direction",
     ]
+    if cluster.collectives != Collectives():
+        factors = ", ".join(
+            f"{name.replace('_', '-')} {factor:.3g}" for name, factor in vars(cluster.collectives).items()
+        )
+        head.append(f"collectives of the baselines, over a ring on these links: {factors}")
     columns = (
         "mode", "where", "devices", "step [s]", "images/s", "idle", "activations/device", "parameters+optimizer/device",
         "sent/device", "between hosts", "by",

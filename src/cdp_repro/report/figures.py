@@ -19,7 +19,10 @@ from cdp_repro.schedule import StageCosts
 from cdp_repro.units import byte_unit
 
 _MODES = {"dp": ("#555555", "--"), "cdp_v1": ("#D55E00", "-."), "cdp_v2": ("#0072B2", "-")}
-_OTHERS = (("#009E73", ":"), ("#CC79A7", (0, (3, 1, 1, 1))), ("#E69F00", (0, (1, 1))), ("#56B4E9", (0, (5, 1))))
+_OTHERS = (
+    ("#009E73", ":"), ("#CC79A7", (0, (3, 1, 1, 1))), ("#E69F00", (0, (1, 1))), ("#56B4E9", (0, (5, 1))),
+    ("#882255", "--"), ("#000000", "-."),
+)  # fmt: skip
 _ORDER_NAMES = {"paper": "paper order", "backward_first": "backward first"}
 
 
@@ -169,9 +172,10 @@ def accuracy_curves(found: Sequence[Comparison]) -> Figure | None:
     axes = figure.subplots(1, len(studies), squeeze=False)[0]
     for axis, study in zip(axes, studies, strict=True):
         members = [each.group for each in found if each.study == study]
-        others = [group.mode for group in members if group.mode not in _MODES]
-        for group in members:
-            _draw_accuracy(axis, group, others)
+        names = _names(members)
+        others = [name for name in names if name not in _MODES]
+        for name, group in zip(names, members, strict=True):
+            _draw_accuracy(axis, name, group, others)
         axis.set(title=study, xlabel="epoch", ylabel="test top-1 [%]")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.legend(frameon=False, fontsize="small", loc="lower right")
@@ -179,50 +183,62 @@ def accuracy_curves(found: Sequence[Comparison]) -> Figure | None:
     return figure
 
 
-def _draw_accuracy(axis: Axes, group: Group, others: Sequence[str]) -> None:
+def _names(groups: Sequence[Group]) -> list[str]:
+    """Return the modes, with the learning rate where a mode ran with several."""
+    modes = [group.mode for group in groups]
+    return [
+        f"{group.mode}, lr {group.config['optim.lr']:g}" if modes.count(group.mode) > 1 else group.mode
+        for group in groups
+    ]
+
+
+def _draw_accuracy(axis: Axes, name: str, group: Group, others: Sequence[str]) -> None:
     runs = [row.epochs["eval/top1_percent"] for row in group.rows]
     epochs = range(1, min(map(len, runs)) + 1)
     columns = list(zip(*(run[: len(epochs)] for run in runs), strict=True))
-    look = style(group.mode, others)
+    look = style(name, others)
     mean = [statistics.fmean(column) for column in columns]
-    axis.plot(epochs, mean, label=f"{group.mode} (n = {len(runs)})", linewidth=1.3, **look)
+    axis.plot(epochs, mean, label=f"{name} (n = {len(runs)})", linewidth=1.3, **look)
     low, high = [min(column) for column in columns], [max(column) for column in columns]
     axis.fill_between(epochs, low, high, color=look["color"], alpha=0.15, linewidth=0)
 
 
-def _data_and_rate(each: Comparison) -> tuple[str, float]:
-    return each.group.config["dataset.name"], each.group.config["optim.lr"]
+_SHARED_RATE, _OWN_RATE = "delay of all, learning rate of dp", "delay of all, learning rate of its own"
+_DELAY_STYLES: dict[str, dict[str, Any]] = {
+    _SHARED_RATE: {"color": "#0072B2", "marker": "o", "linestyle": "-"},
+    _OWN_RATE: {"color": "#009E73", "marker": "^", "linestyle": "--"},
+    "cdp_v2": {"color": "#D55E00", "marker": "s", "linestyle": ""},
+}
 
 
 def staleness(found: Sequence[Comparison]) -> Figure | None:
     """Draw top-1 at the end against the largest delay, a point a seed, for data sets that were run with longer ones."""
-    by_line: dict[str, dict[int, list[float]]] = {}
-    lines = {_data_and_rate(each) for each in found if each.group.mode.startswith("staleness")}
-    lines &= {_data_and_rate(each) for each in found if each.group.mode == "dp"}
-    for each in found:
-        if _data_and_rate(each) in lines:
-            longest = max(d for row in each.group.rows[0].summary["staleness"] for d in row)
-            name = "cdp_v2" if each.group.mode == "cdp_v2" else "uniform delay"
-            by_line.setdefault(name, {}).setdefault(longest, []).extend(each.group.values("eval/top1_percent"))
-    if not by_line:
+    points = _accuracy_by_delay(found)
+    if not points:
         return None
     figure = Figure(figsize=(5, 3.4), layout="constrained")
     axis = figure.subplots()
-    for name, points in sorted(by_line.items()):
-        colour, marker = ("#0072B2", "o") if name == "uniform delay" else ("#D55E00", "s")
-        delays = sorted(points)
-        axis.plot(
-            delays,
-            [statistics.fmean(points[d]) for d in delays],
-            "-",
-            color=colour,
-            marker=marker,
-            label=f"{name}, mean",
-        )
-        for delay in delays:
-            axis.plot([delay] * len(points[delay]), points[delay], ".", color=colour, alpha=0.6, markersize=4)
+    for name, look in _DELAY_STYLES.items():
+        by_delay = dict(sorted(points.get(name, {}).items()))
+        axis.plot(list(by_delay), [statistics.fmean(values) for values in by_delay.values()], label=name, **look)
+        for delay, values in by_delay.items():
+            axis.plot([delay] * len(values), values, ".", color=look["color"], alpha=0.6, markersize=4)
     axis.set(xlabel="delay of the parameters [training steps]", ylabel="test top-1 [%]")
-    axis.set_xticks(sorted({delay for points in by_line.values() for delay in points}))
+    axis.set_xticks(sorted({delay for by_delay in points.values() for delay in by_delay}))
     axis.legend(frameon=False)
     _plain(axis)
     return figure
+
+
+def _accuracy_by_delay(found: Sequence[Comparison]) -> dict[str, dict[int, list[float]]]:
+    """Return top-1 of all seeds by line and delay."""
+    delayed = {each.group.config["dataset.name"] for each in found if each.group.mode.startswith("staleness")}
+    groups = [each.group for each in found if each.group.config["dataset.name"] in delayed]
+    rates = {group.config["dataset.name"]: group.config["optim.lr"] for group in groups if group.mode == "dp"}
+    points: dict[str, dict[int, list[float]]] = {}
+    for group in groups:
+        is_shared = group.config["optim.lr"] == rates.get(group.config["dataset.name"])
+        line = "cdp_v2" if group.mode == "cdp_v2" else _SHARED_RATE if is_shared else _OWN_RATE
+        longest = max(delay for row in group.rows[0].summary["staleness"] for delay in row)
+        points.setdefault(line, {}).setdefault(longest, []).extend(group.values("eval/top1_percent"))
+    return points
