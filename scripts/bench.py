@@ -353,7 +353,9 @@ def _alternating_rounds(
             return list(cut_model(config, blocks).stages)
 
         contenders: dict[str, Engine | Baseline] = {
-            **{mode: Engine(stages(), F.cross_entropy, _sgd, mode, placement) for mode in modes},
+            **{
+                mode: Engine(stages(), F.cross_entropy, _sgd, mode, placement, workers=config.workers) for mode in modes
+            },
             **{peer: BASELINES[peer](stages(), F.cross_entropy, _sgd, workers=config.workers) for peer in peers},
         }
         seconds: dict[str, list[float]] = {name: [] for name in contenders}

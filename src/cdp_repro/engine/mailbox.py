@@ -23,7 +23,7 @@ class Mailbox:
         self._layouts = layouts
         self._device = device
         self._rank = dist.get_rank()
-        self._groups = _directions()
+        self._groups = _directions(device)
         self._expected: dict[MessageKey, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._outgoing: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -77,17 +77,18 @@ class Mailbox:
             self._outgoing.popleft()
 
 
-def _directions() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return the groups for messages to lower and to higher ranks.
+def _directions(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the groups for messages to lower and to higher ranks, which wait as long as the world's group does.
 
-    NCCL runs the messages between two ranks one after the other, whatever their direction, so that each direction
-    needs a communicator of its own or the two could wait for each other. gloo does not care.
+    One group moves the messages between two ranks one after the other, whatever their direction: with NCCL two could
+    wait for each other, with gloo both directions together get the bandwidth of one.
     """
-    if dist.get_backend() == "nccl":
-        down, up = dist.new_group(), dist.new_group()
-        assert isinstance(down, dist.ProcessGroup) and isinstance(up, dist.ProcessGroup), "every rank is a member"
-        return down, up
-    return None, None
+    world = dist.group.WORLD
+    assert world is not None, "the engine has checked that there is one"
+    timeout = world._get_backend(device).options._timeout  # a new group would wait for 30 minutes
+    down, up = dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)
+    assert isinstance(down, dist.ProcessGroup) and isinstance(up, dist.ProcessGroup), "every rank is a member"
+    return down, up
 
 
 def _started(work: dist.Work | None) -> dist.Work:
