@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -18,15 +18,14 @@ class Op(StrEnum):
     RECEIVE = "R"
     ADD = "A"
 
-    @property
-    def is_compute(self) -> bool:
-        """Whether the action is a forward or a backward, which occupy a slot of their worker."""
-        return self in (Op.FORWARD, Op.BACKWARD)
+    is_compute: bool
+    """Whether the action is a forward or a backward, which occupy a slot of their worker."""
+    is_message: bool
+    """Whether the action is one end of a message."""
 
-    @property
-    def is_message(self) -> bool:
-        """Whether the action is one end of a message."""
-        return self in (Op.SEND, Op.RECEIVE)
+    def __init__(self, letter: str) -> None:
+        self.is_compute = letter in "FB"
+        self.is_message = letter in "SR"
 
 
 class Payload(StrEnum):
@@ -55,6 +54,11 @@ _NAMED_BY = {
     Payload.BUFFERS: (True, False),
 }
 """Whether a payload is named by a micro-batch, and whether by a version."""
+
+_VALID_SHAPES: set[tuple[Op, Payload | None, bool, bool, bool]] = set()
+"""What an action may name: op, payload, whether micro-batch, version and peer are missing.
+
+Filled as actions are made, of which a schedule makes millions with a few dozen shapes."""
 
 _TEXT = re.compile(
     r"(?P<op>[FBUXSRA])(?P<stage>\d+)(?:\.m(?P<micro_batch>\d+))?(?:@v(?P<version>\d+))?"
@@ -93,9 +97,13 @@ class Action:
     """Where the action runs."""
 
     def __post_init__(self) -> None:
+        shape = self.op, self.payload, self.micro_batch is None, self.version is None, self.peer is None
+        if shape in _VALID_SHAPES:
+            return
         fault = self._fault()
         if fault is not None:
             raise ValueError(f"{self.op.name} of stage {self.stage} {fault}")
+        _VALID_SHAPES.add(shape)
 
     def _fault(self) -> str | None:
         if self.op.is_message != (self.peer is not None) or (self.op.is_message and self.payload is None):
@@ -138,11 +146,11 @@ class Action:
 
     def at_version(self, version: int) -> Action:
         """Return the same action with the given parameter version."""
-        return replace(self, version=version)
+        return Action(self.op, self.stage, self.micro_batch, version, self.payload, self.peer, self.rank)
 
     def at_rank(self, rank: int) -> Action:
         """Return the same action on the given rank."""
-        return replace(self, rank=rank)
+        return Action(self.op, self.stage, self.micro_batch, self.version, self.payload, self.peer, rank)
 
     @property
     def message(self) -> MessageKey:

@@ -7,6 +7,12 @@ from collections import defaultdict, deque
 from cdp_repro.schedule.actions import Action, MessageKey, Op, Payload
 from cdp_repro.schedule.placement import Placement
 
+_NONE = range(0)
+
+
+def _only(micro_batch: int) -> range:
+    return range(micro_batch, micro_batch + 1)
+
 
 class MessageCheck:
     """Every message is received once, in the order in which its sender sent, before it is waited for."""
@@ -26,10 +32,12 @@ class MessageCheck:
     def receive(self, action: Action) -> str | None:
         """Enter a RECEIVE: it must be of the oldest message that its peer has sent and that nobody received."""
         assert action.peer is not None
-        under_way = self._sent[action.peer, action.rank]
+        under_way = self._sent.get((action.peer, action.rank), deque())
         if not under_way or under_way[0] != action.message:
             return f"rank {action.peer} has sent {[*under_way]} and the first must be received first"
         under_way.popleft()
+        if not under_way:
+            del self._sent[action.peer, action.rank]
         self._received[action.rank, action.message] += 1
         return None
 
@@ -59,10 +67,10 @@ class SumCheck:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._micro_batches = placement.mode.micro_batches
-        self._sums: dict[tuple[int, int], list[int]] = {}
+        self._sums: dict[tuple[int, int], range] = {}
         self._own: set[tuple[int, int]] = set()
         self._last: dict[int, int] = {}
-        self.in_transit: dict[tuple[object, ...], list[int]] = {}
+        self.in_transit: dict[tuple[object, ...], range] = {}
         """By receiving rank and message: the micro-batches in a sum."""
         self.totals: set[tuple[int, int, int]] = set()
         """(rank, stage, version) of each complete sum."""
@@ -77,10 +85,10 @@ class SumCheck:
         if action.stage in self._placement.lent:
             self._own.add((action.micro_batch, action.stage))
             return None
-        place = action.rank, action.stage
-        return self._append(action, [*self._sums.get(place, []), action.micro_batch])
+        present = self._sums.get((action.rank, action.stage), _NONE)
+        return self._join(action, present, _only(action.micro_batch))
 
-    def add(self, action: Action, arrived: list[int] | None) -> str | None:
+    def add(self, action: Action, arrived: range | None) -> str | None:
         """Enter what an ADD adds: what has arrived, or the rank's own gradients."""
         assert action.micro_batch is not None
         own = (action.micro_batch, action.stage)
@@ -88,18 +96,19 @@ class SumCheck:
             if own not in self._own:
                 return "the gradients that it adds are not there"
             self._own.remove(own)
-            arrived = [action.micro_batch]
-        present = self._sums.get((action.rank, action.stage), [])
-        in_order = [*present, *arrived] if action.stage in self._placement.lent else [*arrived, *present]
-        return self._append(action, in_order)
+            arrived = _only(action.micro_batch)
+        present = self._sums.get((action.rank, action.stage), _NONE)
+        in_order = (present, arrived) if action.stage in self._placement.lent else (arrived, present)
+        return self._join(action, *in_order)
 
-    def _append(self, action: Action, members: list[int]) -> str | None:
+    def _join(self, action: Action, earlier: range, later: range) -> str | None:
         """Set the sum on the action's rank; one that follows a sum elsewhere may begin in the middle of a step."""
+        if earlier and later and earlier.stop != later.start:
+            return f"its sum would be of the micro-batches {[*earlier, *later]}, which is not their order"
+        members = range((earlier or later).start, (later or earlier).stop)
         step = members[0] // self._micro_batches
-        if members != list(range(members[0], members[0] + len(members))):
-            return f"its sum would be of the micro-batches {members}, which is not their order"
         if members[-1] // self._micro_batches != step:
-            return f"its sum would mix training steps: micro-batches {members}"
+            return f"its sum would mix training steps: micro-batches {[*members]}"
         place = action.rank, action.stage
         self._sums[place] = members
         if len(members) == self._micro_batches:
@@ -120,18 +129,18 @@ class SumCheck:
         assert action.micro_batch is not None
         own = (action.micro_batch, action.stage)
         if action.stage in self._placement.lent:
-            members = [action.micro_batch] if own in self._own else []
+            members = _only(action.micro_batch) if own in self._own else _NONE
             self._own.discard(own)
         else:
-            members = self._sums.pop((action.rank, action.stage), [])
+            members = self._sums.pop((action.rank, action.stage), _NONE)
         if not members or members[-1] != action.micro_batch:
-            return f"the sum on its rank is of the micro-batches {members}"
+            return f"the sum on its rank is of the micro-batches {[*members]}"
         self.in_transit[action.peer, *action.message] = members
         return None
 
     def missing(self, rank: int, stage: int, version: int) -> str:
         """Say what the total of a version lacks on a rank."""
-        present = self._sums.get((rank, stage), [])
+        present = self._sums.get((rank, stage), _NONE)
         done = len([m for m in present if m // self._micro_batches == version - 1])
         return f"only {done} of {self._micro_batches} workers have completed their backward (on rank {rank})"
 

@@ -88,9 +88,11 @@ def add_sums_at_owners(slots: Iterable[Slot], placement: Placement) -> Iterator[
                 actions += _unless_here(Payload.GRADIENTS, action, owner)
                 arriving.append(Action(Op.ADD, action.stage, action.micro_batch, rank=owner))
         urgent = _read_next(following)
-        at_once = [add for add in arriving if following is None or _made_version(add, placement) in urgent]
-        actions += waiting + at_once
-        waiting = [add for add in arriving if add not in at_once]
+        actions += waiting
+        waiting = []
+        for add in arriving:
+            is_urgent = following is None or _made_version(add, placement) in urgent
+            (actions if is_urgent else waiting).append(add)
         yield Slot(slot.number, tuple(actions))
 
 
@@ -107,15 +109,13 @@ def _made_version(add: Action, placement: Placement) -> tuple[int, int | None]:
 
 def add_parameter_messages(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
     """Lend the parameters of a stage, from its owner to the rank that computes with them in the next slot."""
-    made: dict[tuple[int, int | None], int] = {}
     is_first = True
     for slot, following in with_next(slots):
-        made |= {(action.stage, action.version): slot.number for action in slot.actions if action.op is Op.UPDATE}
+        just_made = {(action.stage, action.version) for action in slot.actions if action.op is Op.UPDATE}
         early: list[Action] = list(_lending(slot, placement)) if is_first else []
         late: list[Action] = []
         for end in _lending(following, placement):
-            is_ready = made.get((end.stage, end.version), slot.number - 1) < slot.number
-            (early if is_ready else late).append(end)
+            (late if (end.stage, end.version) in just_made else early).append(end)
         is_first = False
         yield Slot(slot.number, (*early, *slot.actions, *late))
 

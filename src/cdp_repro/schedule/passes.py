@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from cdp_repro.schedule.actions import Op, Slot
+from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.placement import Placement
 
 
@@ -28,16 +28,14 @@ def order_slots(slots: Iterable[Slot], backward_first: bool) -> Iterator[Slot]:
 
 def place(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
     """Give each forward and backward its rank, and the parameter version that the rule asks for."""
-    mode = placement.mode
     for slot in slots:
-        yield Slot(
-            slot.number,
-            tuple(
-                action.at_version(mode.version_read(m, action.stage)).at_rank(placement.rank_of(m, action.stage))
-                for action in slot.actions
-                if (m := action.micro_batch) is not None
-            ),
-        )
+        yield Slot(slot.number, tuple(_placed(action, placement) for action in slot.actions))
+
+
+def _placed(action: Action, placement: Placement) -> Action:
+    m, stage = action.micro_batch, action.stage
+    assert m is not None
+    return Action(action.op, stage, m, placement.mode.version_read(m, stage), rank=placement.rank_of(m, stage))
 
 
 def with_next(slots: Iterable[Slot]) -> Iterator[tuple[Slot, Slot | None]]:

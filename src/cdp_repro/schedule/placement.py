@@ -6,7 +6,7 @@ That is all that a placement says. The passes derive from it what is sent, summe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, count, pairwise
@@ -21,7 +21,8 @@ from cdp_repro.schedule.rules import Mode
 class Placement(ABC):
     """Maps compute and state of a schedule to ranks (one rank is one process with one device).
 
-    To add one: write the three answers below in a subclass and enter it in `PLACEMENTS`.
+    Micro-batches take turns on the holders of a stage. To add a placement: say in a subclass how many ranks it has and
+    which of them hold a stage, and enter it in `PLACEMENTS`.
     """
 
     mode: Mode
@@ -33,21 +34,44 @@ class Placement(ABC):
         """Number of ranks."""
 
     @abstractmethod
-    def rank_of(self, micro_batch: int, stage: int) -> int:
-        """Return the rank that computes `stage`, forward and backward, on `micro_batch`."""
-
-    @abstractmethod
     def holders(self, stage: int) -> range:
-        """Return the ranks that hold the parameters, versions and optimizer state of `stage`.
-
-        Either every rank that computes the stage is one of them, or there is one holder, which lends its
-        parameters out and takes the gradients in.
-        """
+        """Return the ranks that hold the parameters, versions and optimizer state of `stage`."""
 
     def reads_from(self, micro_batch: int, stage: int) -> int:
         """Return the rank whose copy of the parameters of `stage` the micro-batch reads."""
-        rank, holders = self.rank_of(micro_batch, stage), self.holders(stage)
-        return rank if rank in holders else holders[0]
+        first, number = self._turns[stage]
+        return first + micro_batch % number
+
+    def next_reader(self, rank: int, stage: int, micro_batch: int) -> int:
+        """Return the first micro-batch from `micro_batch` on that reads `stage` from its holder `rank`."""
+        first, number = self._turns[stage]
+        return micro_batch + (rank - first - micro_batch) % number
+
+    @cached_property
+    def _turns(self) -> tuple[tuple[int, int], ...]:
+        """The first of the holders of each stage, and their number."""
+        holders = map(self.holders, range(self.mode.stages))
+        return tuple((ranks.start, len(ranks)) for ranks in holders)
+
+    def rank_of(self, micro_batch: int, stage: int) -> int:
+        """Return the rank that computes `stage`, forward and backward, on `micro_batch`.
+
+        That is the holder that it reads from, unless the stage has one holder, which lends its parameters out to other
+        ranks and takes their gradients in.
+        """
+        return self.reads_from(micro_batch, stage)
+
+    def is_shared(self, stage: int) -> bool:
+        """Whether several ranks hold the stage."""
+        return self._turns[stage][1] > 1
+
+    def held(self, sizes: Sequence[int]) -> list[int]:
+        """Return the sum of `sizes`, one a stage, over the stages that each rank holds."""
+        sums = [0] * self.ranks
+        for stage, size in enumerate(sizes):
+            for rank in self.holders(stage):
+                sums[rank] += size
+        return sums
 
     @cached_property
     def lent(self) -> frozenset[int]:
@@ -63,13 +87,13 @@ class Placement(ABC):
         """Whether `action` adds the last of a training step's gradients to the sum of its stage."""
         if action.micro_batch is None:
             return False
-        stage, worker = action.stage, action.micro_batch % self.mode.micro_batches
-        last = self.mode.micro_batches - 1
-        if stage in self.lent:
-            return action.op is Op.ADD and worker == last
+        stage, last = action.stage, self.mode.micro_batches - 1
+        missing = last - action.micro_batch % self.mode.micro_batches
+        if missing > 1:
+            return False
         if action.op is Op.ADD:
-            return worker == last - 1
-        is_last = action.op is Op.BACKWARD and worker == last
+            return missing == (0 if stage in self.lent else 1)
+        is_last = action.op is Op.BACKWARD and missing == 0 and stage not in self.lent
         return is_last and (last == 0 or self.rank_of(action.micro_batch - 1, stage) == action.rank)
 
     def versions_kept(self, rank: int, stage: int, step: int) -> range:
@@ -106,9 +130,9 @@ class Placement(ABC):
             self._delays[key] = self._delay_after(rank, stage, micro_batch)
         return max(0, step - self._delays[key])
 
-    def period(self, stage: int) -> int:  # noqa: ARG002 - the same for all stages, here
-        """Return after how many micro-batches the ranks of `stage` repeat, a multiple of M."""
-        return self.mode.micro_batches
+    def period(self, stage: int) -> int:
+        """Return after how many micro-batches both the workers and the ranks of `stage` repeat."""
+        return lcm(self.mode.micro_batches, self._turns[stage][1])
 
     @cached_property
     def _orders(self) -> dict[tuple[int, int], tuple[int, ...]]:
@@ -123,13 +147,12 @@ class Placement(ABC):
         micro_batches, latest = self.mode.micro_batches, self.mode.oldest(stage)
         step = micro_batch // micro_batches
         delay = None
-        for later in count(micro_batch + 1):
+        for later in count(self.next_reader(rank, stage, micro_batch + 1), self._turns[stage][1]):
             ahead = later // micro_batches - step
             if delay is not None and latest - ahead <= delay:  # nothing later can be older
                 return delay
-            if self.reads_from(later, stage) == rank:
-                behind = self.mode.staleness[later % micro_batches][stage] - ahead
-                delay = behind if delay is None else max(delay, behind)
+            behind = self.mode.staleness[later % micro_batches][stage] - ahead
+            delay = behind if delay is None else max(delay, behind)
         raise AssertionError("unreachable: `count` has no end")
 
 
@@ -153,10 +176,6 @@ class SingleDevice(Placement):
         """1."""
         return 1
 
-    def rank_of(self, micro_batch: int, stage: int) -> int:  # noqa: ARG002 - the same for all
-        """Return 0."""
-        return 0
-
     def holders(self, stage: int) -> range:  # noqa: ARG002 - the same for all
         """Return rank 0."""
         return range(1)
@@ -172,10 +191,6 @@ class Replicated(Placement):
         """N * R."""
         return self.mode.micro_batches
 
-    def rank_of(self, micro_batch: int, stage: int) -> int:  # noqa: ARG002 - a worker computes all stages
-        """Return the worker's rank."""
-        return micro_batch % self.mode.micro_batches
-
     def holders(self, stage: int) -> range:  # noqa: ARG002 - every rank holds all stages
         """Return all ranks."""
         return range(self.ranks)
@@ -185,6 +200,10 @@ class Zero(Replicated):
     """A worker a rank, and the state of each stage on one of them (ZeRO stage 3, FSDP)."""
 
     name = "zero"
+
+    def rank_of(self, micro_batch: int, stage: int) -> int:  # noqa: ARG002 - a worker computes all stages
+        """Return the worker's rank."""
+        return micro_batch % self.mode.micro_batches
 
     def holders(self, stage: int) -> range:
         """Return the one owner of the stage; stages are spread evenly over the ranks."""
@@ -202,12 +221,8 @@ class Pipeline(Placement):
         """N * R."""
         return self.mode.micro_batches
 
-    def rank_of(self, micro_batch: int, stage: int) -> int:
-        """Return the stage's rank in the micro-batch's replica of the pipeline."""
-        return self.holders(stage)[micro_batch % self.mode.replicas]
-
     def holders(self, stage: int) -> range:
-        """Return the R ranks of the stage."""
+        """Return the R ranks of the stage, one for each replica of the pipeline."""
         first = stage * self.mode.workers // self.mode.stages * self.mode.replicas
         return range(first, first + self.mode.replicas)
 
@@ -226,23 +241,14 @@ class ModelParallel(Placement):
         """N(N+1)/2 * R for the cyclic timeline with N = S, N * S * R for others."""
         return self.holders(self.mode.stages - 1).stop
 
-    def rank_of(self, micro_batch: int, stage: int) -> int:
-        """Return the stage's rank (j, m mod group) of the micro-batch's replica."""
-        position, replica = divmod(micro_batch, self.mode.replicas)
-        return self.holders(stage)[position * self.mode.replicas % len(self.holders(stage)) + replica]
-
     def holders(self, stage: int) -> range:
-        """Return the ranks of the stage's group."""
+        """Return the ranks of the stage's group, those of a micro-batch's replicas next to each other."""
         return self._holders[stage]
 
     @cached_property
     def _holders(self) -> list[range]:
         ends = accumulate(self._group(stage) * self.mode.replicas for stage in range(self.mode.stages))
         return [range(first, end) for first, end in pairwise((0, *ends))]
-
-    def period(self, stage: int) -> int:
-        """Return the common period of workers and ranks."""
-        return lcm(self.mode.workers, self._group(stage)) * self.mode.replicas
 
     def _group(self, stage: int) -> int:
         if self.mode.timeline != "cyclic":

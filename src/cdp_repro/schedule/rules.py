@@ -28,17 +28,17 @@ class Mode:
     replicas: int = 1
     """R: micro-batches that a worker's share is split into, which run in the same slots on R devices."""
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         """M = N * R: micro-batches in a training step."""
         return len(self.staleness)
 
-    @property
+    @cached_property
     def workers(self) -> int:
         """N."""
         return self.micro_batches // self.replicas
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """S."""
         return len(self.staleness[0])

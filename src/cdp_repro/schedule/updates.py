@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ def add_updates(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
         actions: list[Action] = []
         for action in slot.actions:
             actions.append(action)
-            if placement.completes_sum(action) and len(placement.holders(action.stage)) == 1:
+            if placement.completes_sum(action) and not placement.is_shared(action.stage):
                 version = _made_version(action, placement)
                 actions.append(Action(Op.UPDATE, action.stage, version=version, rank=action.rank))
         yield Slot(slot.number, tuple(actions))
@@ -31,12 +32,12 @@ def add_shared_updates(slots: Iterable[Slot], placement: Placement) -> Iterator[
     slot, and takes one, unless the next slot needs more; sums that can wait give way. After the last slot the sums
     reach the remaining holders.
     """
-    relays: dict[tuple[int, int], _Relay] = {}
+    relays: _Relays = {}
     number = 0
     for slot, following in with_next(slots):
         number = slot.number
         for action in slot.actions:
-            if placement.completes_sum(action) and len(placement.holders(action.stage)) > 1:
+            if placement.completes_sum(action) and placement.is_shared(action.stage):
                 version = _made_version(action, placement)
                 need = placement.in_order_of_need(action.stage, version)
                 relays[action.stage, version] = _Relay(action.stage, version, need, action.rank, number)
@@ -56,28 +57,26 @@ def _made_version(action: Action, placement: Placement) -> int:
     return action.micro_batch // placement.mode.micro_batches + 1
 
 
-def _first_reads(
-    following: Slot | None, placement: Placement, relays: dict[tuple[int, int], _Relay]
-) -> Iterator[tuple[int, int, int]]:
+def _first_reads(following: Slot | None, placement: Placement, relays: _Relays) -> Iterator[tuple[int, int, int]]:
     """Yield (stage, version, rank) of each update that a forward of the next slot asks for, in order of versions."""
+    versions: dict[int, list[int]] = defaultdict(list)
+    for stage, version in relays:
+        versions[stage].append(version)
     for action in following.actions if following else ():
-        if action.op is Op.FORWARD and len(placement.holders(action.stage)) > 1:
+        if action.op is Op.FORWARD and placement.is_shared(action.stage):
             assert action.version is not None
-            waiting = [version for stage, version in relays if stage == action.stage and version <= action.version]
-            for version in sorted(waiting):
-                if action.rank not in relays[action.stage, version].updated:
+            for version in sorted(versions.get(action.stage, ())):
+                if version <= action.version and action.rank not in relays[action.stage, version].updated:
                     yield action.stage, version, action.rank
 
 
-def _relayed(
-    relays: dict[tuple[int, int], _Relay], reads: Iterable[tuple[int, int, int]], slot: int
-) -> tuple[list[Action], list[Action]]:
+def _relayed(relays: _Relays, reads: Iterable[tuple[int, int, int]], slot: int) -> tuple[list[Action], list[Action]]:
     """Return the actions of `slot` before and after its compute, and forget the relays that are done."""
     early: list[Action] = []
     late: list[Action] = []
     for stage, version, rank in reads:
         relay = relays[stage, version]
-        while rank in relay.waiting:
+        while rank not in relay.reached:
             (early if relay.is_ready(before=slot) else late).extend(relay.hand_on())
         late.append(relay.update(rank, slot))
     sends = [action for action in (*early, *late) if action.op is Op.SEND]
@@ -105,12 +104,14 @@ class _Relay:
     """The rank that hands it on next: first the one that completes it."""
     ready: int | None
     """The slot in which that rank completes it, or updates with it; None as long as it does not."""
-    waiting: list[int] = field(init=False)
+    waiting: deque[int] = field(init=False)
     """The holders that it has not reached, in the order in which it does."""
+    reached: set[int] = field(init=False)
     updated: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.waiting = [rank for rank in self.need if rank != self.at]
+        self.waiting = deque(rank for rank in self.need if rank != self.at)
+        self.reached = {self.at}
 
     def is_ready(self, before: int) -> bool:
         """Whether it could be handed on before the compute of a slot."""
@@ -131,7 +132,8 @@ class _Relay:
 
     def hand_on(self) -> list[Action]:
         """Return what sends it to the next holder; a total that stayed for that is freed."""
-        source, self.at, self.ready = self.at, self.waiting.pop(0), None
+        source, self.at, self.ready = self.at, self.waiting.popleft(), None
+        self.reached.add(self.at)
         hop = send(Payload.TOTAL, self.stage, source, self.at, version=self.version)
         if source not in self.updated:
             return [*hop]
@@ -145,6 +147,10 @@ class _Relay:
             self.ready = slot
         payload = Payload.TOTAL if stays else None
         return Action(Op.UPDATE, self.stage, version=self.version, payload=payload, rank=rank)
+
+
+_Relays = dict[tuple[int, int], _Relay]
+"""By stage and version, in the order in which their sums were completed."""
 
 
 def add_frees(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
@@ -163,59 +169,68 @@ def add_frees(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
         yield Slot(slot.number, tuple(actions))
 
 
+@dataclass(slots=True)
+class _Copy:
+    """One rank's versions of one stage that are alive, oldest first, and how far their readers have come."""
+
+    alive: list[int]
+    next_reader: int
+    """The first micro-batch that will still read one of them."""
+    done_ahead: set[int] = field(default_factory=set)
+    """Micro-batches after it that have read for the last time."""
+
+
 class _Versions:
     """The versions that are alive on each rank, and how far each rank has come in reading them."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
-        self._alive: dict[tuple[int, int], list[int]] = {}
-        self._read_up_to: dict[tuple[int, int], int] = {}
-        self._read_beyond: dict[tuple[int, int], set[int]] = {}
+        self._copies: dict[tuple[int, int], _Copy] = {}
         self._lent_forward: set[tuple[int, int]] = set()
         self._started = False
 
     def _start(self, step: int) -> None:
         """Start from what a pipeline holds that has drained after `step` training steps."""
         self._started = True
-        for stage in range(self._placement.mode.stages):
-            for rank in self._placement.holders(stage):
-                self._alive[rank, stage] = list(self._placement.versions_kept(rank, stage, step))
-                self._read_up_to[rank, stage] = step * self._placement.mode.micro_batches - 1
-                self._read_beyond[rank, stage] = set()
+        placement, first = self._placement, step * self._placement.mode.micro_batches
+        for stage in range(placement.mode.stages):
+            for rank in placement.holders(stage):
+                kept = list(placement.versions_kept(rank, stage, step))
+                self._copies[rank, stage] = _Copy(kept, placement.next_reader(rank, stage, first))
 
     def freed_after(self, action: Action) -> Iterator[Action]:
         """Enter what has just run; yield the frees that it allows."""
         if not self._started and action.micro_batch is not None:
             self._start(action.micro_batch // self._placement.mode.micro_batches)
-        place = action.rank, action.stage
+        rank, stage = action.rank, action.stage
         if action.op is Op.UPDATE:
             assert action.version is not None
-            self._alive[place].append(action.version)
+            copy = self._copies[rank, stage]
+            copy.alive.append(action.version)
         elif self._ends_read(action):
             assert action.micro_batch is not None
-            self._advance(place, action.micro_batch)
+            copy = self._copies[rank, stage]
+            self._advance(copy, action, action.micro_batch)
         else:
             return
-        alive = self._alive[place]
-        oldest = min(alive[-1], self._placement.oldest_read_after(*place, self._read_up_to[place]))
+        alive = copy.alive
+        if len(alive) == 1:  # the newest stays
+            return
+        oldest = min(alive[-1], self._placement.oldest_read_after(rank, stage, copy.next_reader - 1))
         while alive[0] < oldest:
-            yield Action(Op.FREE, action.stage, version=alive.pop(0), rank=action.rank)
+            yield Action(Op.FREE, stage, version=alive.pop(0), rank=rank)
 
-    def _advance(self, place: tuple[int, int], micro_batch: int) -> None:
+    def _advance(self, copy: _Copy, action: Action, micro_batch: int) -> None:
         """Enter that a micro-batch has read for the last time; those of one slot may come in any order."""
-        rank, stage = place
-        done = self._read_beyond[place]
-        done.add(micro_batch)
-        following = self._read_up_to[place] + 1
-        while following in done or (done and self._placement.reads_from(following, stage) != rank):
-            done.discard(following)
-            self._read_up_to[place] = following
-            following += 1
+        copy.done_ahead.add(micro_batch)
+        while copy.next_reader in copy.done_ahead:
+            copy.done_ahead.remove(copy.next_reader)
+            copy.next_reader = self._placement.next_reader(action.rank, action.stage, copy.next_reader + 1)
 
     def _ends_read(self, action: Action) -> bool:
         """Whether a micro-batch has read a version of this rank for the last time."""
         if action.op is Op.BACKWARD:
-            return (action.rank, action.stage) in self._alive
+            return (action.rank, action.stage) in self._copies
         if action.op is not Op.SEND or action.payload is not Payload.PARAMETERS or action.micro_batch is None:
             return False
         key = action.micro_batch, action.stage

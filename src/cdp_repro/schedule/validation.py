@@ -15,6 +15,10 @@ from cdp_repro.schedule.checks import MessageCheck, SumCheck
 from cdp_repro.schedule.placement import Placement
 from cdp_repro.schedule.render import text_grid
 
+SHOWN_SLOTS = 128
+"""Slots before a fault that its error shows at most: who keeps those of a training step of 1024 workers holds
+millions of actions."""
+
 
 class ScheduleError(ValueError):
     """A schedule that cannot run, or would compute something other than its rule; shows the grid at the fault."""
@@ -43,7 +47,8 @@ class _State:
         self._first = 0
         self._in_flight: dict[int, _Progress] = {}
         self._made_in_slot: dict[tuple[int, int], dict[int, int]] = {}
-        self._busy: dict[str, int] = {}
+        self._busy: dict[tuple[str, int, int], int] = {}
+        self._updated: list[tuple[int, int]] = []
         self._checks = {
             Op.FORWARD: self._compute,
             Op.BACKWARD: self._compute,
@@ -76,12 +81,14 @@ class _State:
     def end_slot(self) -> str | None:
         """Close a slot; return what is wrong with what it leaves behind, or None."""
         self._busy.clear()
-        for (rank, stage), alive in self._made_in_slot.items():
+        for rank, stage in self._updated:
+            alive = self._made_in_slot[rank, stage]
             if len(alive) > self.mode.oldest(stage) + 1:
                 return (
                     f"rank {rank} keeps versions {sorted(alive)} of stage {stage}; "
                     f"its rule needs {self.mode.oldest(stage) + 1}"
                 )
+        self._updated.clear()
         return None
 
     def _compute(self, slot: int, action: Action) -> str | None:
@@ -100,13 +107,16 @@ class _State:
 
     def _exclusive(self, action: Action, micro_batch: int) -> str | None:
         """A worker computes one thing a slot; but for data parallelism, a stage has one user a slot and replica."""
-        places = [f"worker {micro_batch % self.micro_batches}"]
-        if self.mode.timeline != "simultaneous":
-            places.append(f"stage {action.stage} of replica {micro_batch % self.mode.replicas}")
-        for place in places:
-            user = self._busy.setdefault(place, micro_batch)
-            if user != micro_batch:
-                return f"micro-batches {user} and {micro_batch} use {place} in the same slot"
+        worker, replica = micro_batch % self.micro_batches, micro_batch % self.mode.replicas
+        user = self._busy.setdefault(("worker", worker, 0), micro_batch)
+        if user != micro_batch:
+            return f"micro-batches {user} and {micro_batch} use worker {worker} in the same slot"
+        if self.mode.timeline == "simultaneous":
+            return None
+        user = self._busy.setdefault(("stage", action.stage, replica), micro_batch)
+        if user != micro_batch:
+            place = f"stage {action.stage} of replica {replica}"
+            return f"micro-batches {user} and {micro_batch} use {place} in the same slot"
         return None
 
     def _version(self, slot: int, action: Action) -> str | None:
@@ -138,12 +148,12 @@ class _State:
     def _advance(self, slot: int, action: Action, micro_batch: int) -> str | None:
         progress = self._in_flight.setdefault(micro_batch, _Progress())
         expected = (
-            Action(Op.FORWARD, progress.forwards, micro_batch)
+            (Op.FORWARD, progress.forwards)
             if progress.forwards < self.stages
-            else Action(Op.BACKWARD, self.stages - 1 - progress.backwards, micro_batch)
+            else (Op.BACKWARD, self.stages - 1 - progress.backwards)
         )
-        if (action.op, action.stage) != (expected.op, expected.stage):
-            return f"micro-batch {micro_batch} is due for {expected}"
+        if (action.op, action.stage) != expected:
+            return f"micro-batch {micro_batch} is due for {Action(*expected, micro_batch)}"
         if slot <= progress.slot:
             return f"micro-batch {micro_batch} already computes in slot {progress.slot}"
         progress.slot = slot
@@ -177,7 +187,7 @@ class _State:
     def _add(self, _: int, action: Action) -> str | None:
         return self.sums.add(action, self._arrived(action))
 
-    def _arrived(self, action: Action) -> list[int] | None:
+    def _arrived(self, action: Action) -> range | None:
         """Return the micro-batches whose gradients an ADD has received; None if it has received none."""
         (key,) = consumed(action, self.micro_batches)
         return self.sums.in_transit.pop((action.rank, *key), None) if self.messages.take(action.rank, key) else None
@@ -218,6 +228,7 @@ class _State:
         if version - 1 not in alive or version in alive:
             return f"needs version {version - 1} alive and makes {version}; alive are {sorted(alive)}"
         alive[version] = slot
+        self._updated.append((rank, stage))
         if action.payload is None:
             self.sums.totals.remove((rank, stage, version))
         return None
@@ -262,7 +273,7 @@ def validated(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
     needs; at the end nothing is left over.
     """
     state = _State(placement)
-    recent: deque[Slot] = deque(maxlen=2 * state.stages)
+    recent: deque[Slot] = deque(maxlen=min(2 * state.stages, SHOWN_SLOTS))
     upcoming = iter(slots)
     for slot in upcoming:
         recent.append(slot)
