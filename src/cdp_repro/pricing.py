@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 
-from cdp_repro.schedule import Action, MessageKey, Op, Schedule, StageCosts, Trace, consumed, simulate_slots
+from cdp_repro.schedule import Action, MessageKey, Op, Schedule, Slot, StageCosts, consumed, simulate_totals
 
 SIMULATED_FORWARDS = 1024
 """Jobs of up to so many forwards in a training step (N R S) are simulated, in a second or so; others extrapolated."""
@@ -172,9 +172,19 @@ class _SelfTimedClock:
         """The slot in which each training step has started."""
         self._states: list[list[float]] = []
         """At the start of each training step: all times above, sorted, as ranks may take turns."""
+        self.busy: dict[int, list[float]] = defaultdict(list)
+        """By slot: the seconds of its actions."""
+        self.sent: dict[tuple[int, bool], int] = defaultdict(int)
+        """By slot and whether between hosts: bytes."""
 
-    def __call__(self, slot: int, action: Action) -> tuple[float, float]:
-        """Return start and end of the action, in seconds."""
+    def timed(self, slots: Iterable[Slot]) -> Iterator[Slot]:
+        """Yield `slots` unchanged, each when all of its actions have run."""
+        for slot in slots:
+            for action in slot.actions:
+                self._run(slot.number, action)
+            yield slot
+
+    def _run(self, slot: int, action: Action) -> None:
         rank = action.rank
         next_step = len(self._states) * self._micro_batches
         if action.op is Op.FORWARD and action.stage == 0 and action.micro_batch == next_step:
@@ -184,18 +194,19 @@ class _SelfTimedClock:
             if waiting := self._arrivals.get((rank, key)):
                 self._now[rank] = max(self._now[rank], waiting.popleft())
         if action.op is Op.SEND:
-            self._send(action)
-        start = self._now[rank]
-        self._now[rank] += self._cluster.seconds(action)
-        return start, self._now[rank]
+            self._send(slot, action)
+        if seconds := self._cluster.seconds(action):
+            self._now[rank] += seconds
+            self.busy[slot].append(seconds)
 
-    def _send(self, action: Action) -> None:
+    def _send(self, slot: int, action: Action) -> None:
         """Occupy the sender's outgoing and, a latency later, the receiver's incoming link."""
         assert action.payload is not None and action.peer is not None
         size = self._costs.sent_bytes(action.payload, action.stage)
         if not size:
             return
         crosses = self._cluster.crosses(action.rank, action.peer)
+        self.sent[slot, crosses] += size
         link = self._cluster.link(crosses)
         outgoing, incoming = (True, crosses, action.rank), (False, crosses, action.peer)
         start = max(self._now[action.rank], self._free[outgoing], self._free[incoming] - link.latency_seconds)
@@ -237,34 +248,19 @@ def price(schedule: Schedule, costs: StageCosts, cluster: Cluster, optimizer_sta
         )
     clock = _SelfTimedClock(schedule, costs, cluster)
     longest = max(map(schedule.mode.oldest, range(schedule.stages)))
-    endless = schedule.slots(count())
-    trace = simulate_slots(schedule, costs, takewhile(lambda _: not clock.is_done(longest + 4), endless), clock)
+    slots = takewhile(lambda _: not clock.is_done(longest + 4), schedule.slots(count()))
+    totals = list(simulate_totals(schedule, costs, clock.timed(slots), optimizer_states))
     steps = len(clock.starts) - 1 - (longest + 2)
-    begin, end = clock.starts[longest + 2], clock.starts[-1]  # filled, and repeating itself
-    messages = [message for message in trace.messages if begin <= message.slot < end]
-    crossing = sum(m.bytes for m in messages if cluster.crosses(m.source, m.destination))
-    busy = (cluster.seconds(a) for record in trace.records for a in record.actions if begin <= record.slot < end)
+    full = range(clock.starts[longest + 2], clock.starts[-1])  # and repeating itself
     return Price(
         devices=schedule.ranks,
         step_seconds=clock.period,
-        busy_seconds=math.fsum(busy) / steps,
-        within_host_bytes=(sum(m.bytes for m in messages) - crossing) / steps,
-        between_hosts_bytes=crossing / steps,
-        activation_bytes=trace.activation_peak_bytes_per_device,
-        state_bytes=_state_bytes(schedule, costs, trace, optimizer_states),
+        busy_seconds=math.fsum(chain.from_iterable(clock.busy.get(slot, ()) for slot in full)) / steps,
+        within_host_bytes=sum(clock.sent.get((slot, False), 0) for slot in full) / steps,
+        between_hosts_bytes=sum(clock.sent.get((slot, True), 0) for slot in full) / steps,
+        activation_bytes=max(slot.activation_bytes_per_device for slot in totals),
+        state_bytes=max(slot.state_bytes_per_device for slot in totals),
         method="simulated",
-    )
-
-
-def _state_bytes(schedule: Schedule, costs: StageCosts, trace: Trace, optimizer_states: int) -> int:
-    sizes = costs.parameter_bytes
-    held = [0] * schedule.ranks
-    for stage, size in enumerate(sizes):
-        for rank in schedule.placement.holders(stage):
-            held[rank] += optimizer_states * size
-    return max(
-        held[record.rank] + sum(n * size for n, size in zip(record.versions, sizes, strict=True))
-        for record in trace.records
     )
 
 
@@ -281,10 +277,10 @@ class Job:
     pipeline_schedule: str = "one_f_one_b"
 
     def schedule(self) -> Schedule:
-        """Return the validated schedule."""
+        """Return the schedule, which is validated as it runs."""
         return Schedule.build(
             self.mode, self.workers, self.stages, self.placement, self.slot_order,
-            replicas=self.replicas, pipeline_schedule=self.pipeline_schedule,
+            replicas=self.replicas, pipeline_schedule=self.pipeline_schedule, ahead=False,
         )  # fmt: skip
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count, takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from cdp_repro.report.costs import (
     SETTINGS,
+    SIMULATED_STEPS,
     Line,
     agreement_table,
     closed_form,
@@ -19,7 +21,7 @@ from cdp_repro.report.costs import (
     simulation_key,
     unit_costs,
 )
-from cdp_repro.schedule import StageCosts
+from cdp_repro.schedule import StageCosts, simulate_slots
 
 OURS = [setting for setting in SETTINGS if setting.baseline is None]
 
@@ -51,6 +53,31 @@ def test_every_closed_form_is_what_simulation_gives(setting, costs, states):
     found = simulated(setting, costs.stages, costs, states)
     assert {k: v for k, v in found.items() if k in closed} == pytest.approx(closed)
     assert set(found) - set(closed) <= {"messages_per_slot"}
+
+
+@pytest.mark.parametrize("setting", OURS, ids=simulation_key)
+@given(costs=stage_costs(), states=st.integers(0, 2))
+@settings(max_examples=6, deadline=None)
+def test_simulation_without_records_gives_what_a_trace_gives(setting, costs, states):
+    schedule = setting.schedule(costs.stages)
+    step, sizes, placement = schedule.mode.slots_per_step, costs.parameter_bytes, schedule.placement
+    slots = takewhile(lambda slot: slot.number < SIMULATED_STEPS * step, schedule.slots(count()))
+    trace = simulate_slots(schedule, costs, slots)
+    own = [sum(size for j, size in enumerate(sizes) if k in placement.holders(j)) for k in range(schedule.ranks)]
+    assert simulated(setting, costs.stages, costs, states) == {
+        "devices": schedule.ranks,
+        "activation_bytes_per_device": trace.activation_peak_bytes_per_device,
+        "activation_bytes_total": trace.activation_peak_bytes_total,
+        "parameter_bytes_per_device": max(
+            sum(n * size for n, size in zip(record.versions, sizes, strict=True)) for record in trace.records
+        ),
+        "optimizer_bytes_per_device": states * max(own),
+        "versions_kept": trace.versions_kept,
+        "sent_bytes_per_device": trace.bytes_sent_per_device_per_step(step),
+        "messages_per_slot": trace.max_messages_per_slot,
+        "chain": trace.max_chain_per_slot,
+        "idle_share": trace.idle_share(step),
+    }
 
 
 @pytest.mark.parametrize("n", [2, 5, 8])

@@ -14,7 +14,7 @@ from itertools import count, takewhile
 
 from cdp_repro.report.groups import Group
 from cdp_repro.report.tables import Table
-from cdp_repro.schedule import Schedule, StageCosts, Trace, simulate_slots
+from cdp_repro.schedule import Schedule, StageCosts, simulate_totals
 from cdp_repro.units import format_bytes
 
 QUANTITIES = (
@@ -41,8 +41,10 @@ class Setting:
     baseline: str | None = None
 
     def schedule(self, workers: int) -> Schedule:
-        """Return the validated schedule for N = S."""
-        return Schedule.build(self.mode, workers, placement=self.placement, pipeline_schedule=self.pipeline_schedule)
+        """Return the schedule for N = S, which is validated as it runs."""
+        return Schedule.build(
+            self.mode, workers, placement=self.placement, pipeline_schedule=self.pipeline_schedule, ahead=False
+        )
 
 
 PLACEMENT_NAMES = {
@@ -242,32 +244,26 @@ def _closed_form_of_peer(baseline: str, n: int, costs: StageCosts, optimizer_sta
 
 
 def simulated(setting: Setting, workers: int, costs: StageCosts, optimizer_states: int) -> Values:
-    """Return what `simulate` says of the full pipeline, fill included and drain not."""
+    """Return what simulation says of the full pipeline, fill included and drain not.
+
+    Peaks are those of all slots; what is sent and how long ranks idle is of the last training step.
+    """
     schedule = setting.schedule(workers)
     step = schedule.mode.slots_per_step
     full = takewhile(lambda slot: slot.number < SIMULATED_STEPS * step, schedule.slots(count()))
-    trace = simulate_slots(schedule, costs, full)
-    return _of_trace(trace, step, schedule, costs, optimizer_states)
-
-
-def _of_trace(trace: Trace, step: int, schedule: Schedule, costs: StageCosts, optimizer_states: int) -> Values:
-    sizes = costs.parameter_bytes
-    holders = [schedule.placement.holders(stage) for stage in range(schedule.stages)]
-    held = max(sum(n * size for n, size in zip(r.versions, sizes, strict=True)) for r in trace.records)
-    optimizer = [
-        sum(size for h, size in zip(holders, sizes, strict=True) if rank in h) for rank in range(schedule.ranks)
-    ]
+    totals = list(simulate_totals(schedule, costs, full))
+    last = totals[-step:]
     return {
         "devices": schedule.ranks,
-        "activation_bytes_per_device": trace.activation_peak_bytes_per_device,
-        "activation_bytes_total": trace.activation_peak_bytes_total,
-        "parameter_bytes_per_device": held,
-        "optimizer_bytes_per_device": optimizer_states * max(optimizer),
-        "versions_kept": trace.versions_kept,
-        "sent_bytes_per_device": trace.bytes_sent_per_device_per_step(step),
-        "messages_per_slot": trace.max_messages_per_slot,
-        "chain": trace.max_chain_per_slot,
-        "idle_share": trace.idle_share(step),
+        "activation_bytes_per_device": max(slot.activation_bytes_per_device for slot in totals),
+        "activation_bytes_total": max(slot.activation_bytes for slot in totals),
+        "parameter_bytes_per_device": max(slot.state_bytes_per_device for slot in totals),
+        "optimizer_bytes_per_device": optimizer_states * max(schedule.placement.held(costs.parameter_bytes)),
+        "versions_kept": max(slot.versions_kept for slot in totals),
+        "sent_bytes_per_device": sum(slot.bytes_sent for slot in last) / schedule.ranks,
+        "messages_per_slot": max(slot.messages for slot in totals),
+        "chain": max(slot.chain for slot in totals),
+        "idle_share": 1 - sum(slot.computing_ranks for slot in last) / (schedule.ranks * step),
     }
 
 

@@ -12,6 +12,7 @@ from cdp_repro.schedule.placement import PLACEMENTS, Placement
 from cdp_repro.schedule.rules import MODES, Mode, resolve_mode
 from cdp_repro.schedule.schedule import PIPELINE_SCHEDULES, SLOT_ORDERS, Schedule
 from cdp_repro.schedule.simulate import simulate, simulate_slots
+from cdp_repro.schedule.totals import SlotTotals, simulate_totals
 from cdp_repro.schedule.trace import Message, SlotRecord, Trace, TraceRecorder
 from cdp_repro.schedule.validation import ScheduleError
 
@@ -31,6 +32,7 @@ __all__ = [
     "ScheduleError",
     "Slot",
     "SlotRecord",
+    "SlotTotals",
     "StageCosts",
     "Trace",
     "TraceRecorder",
@@ -38,4 +40,5 @@ __all__ = [
     "resolve_mode",
     "simulate",
     "simulate_slots",
+    "simulate_totals",
 ]

@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 from cdp_repro.schedule.actions import Payload
 
+_SIZES = {
+    Payload.ACTIVATIONS: "output_bytes",
+    Payload.INPUT_GRADIENTS: "input_gradient_bytes",
+    Payload.GRADIENTS: "gradient_bytes",
+    Payload.TOTAL: "gradient_bytes",
+    Payload.PARAMETERS: "parameter_bytes",
+    Payload.BUFFERS: "buffer_bytes",
+}
+"""By what a message carries: which of the costs it has the bytes of."""
+
 
 @dataclass(frozen=True)
 class StageCosts:
@@ -63,15 +73,8 @@ class StageCosts:
 
     def sent_bytes(self, payload: Payload, stage: int) -> int:
         """Return the bytes of a message with `payload` of `stage`; one of 0 bytes is never sent."""
-        by_payload = {
-            Payload.ACTIVATIONS: self.output_bytes,
-            Payload.INPUT_GRADIENTS: self.input_gradient_bytes,
-            Payload.GRADIENTS: self.gradient_bytes,
-            Payload.TOTAL: self.gradient_bytes,
-            Payload.PARAMETERS: self.parameter_bytes,
-            Payload.BUFFERS: self.buffer_bytes,
-        }
-        return by_payload[payload][stage]
+        sizes: tuple[int, ...] = getattr(self, _SIZES[payload])
+        return sizes[stage]
 
     def received_bytes(self, stage: int) -> tuple[int, int]:
         """Return what forward and backward of `stage` take and release beyond the usual on a rank of their own.

@@ -46,11 +46,13 @@ class Schedule:
         *,
         replicas: int = 1,
         pipeline_schedule: str = "one_f_one_b",
+        ahead: bool = True,
     ) -> Schedule:
         """Return the validated schedule of `mode` (a name or a staleness matrix); `stages` defaults to `workers`.
 
         `replicas` is R, the devices that share a worker's micro-batches. `pipeline_schedule` is how data parallelism
-        runs on the placement `pipeline`: `one_f_one_b` or `gpipe`.
+        runs on the placement `pipeline`: `one_f_one_b` or `gpipe`. `ahead=False` leaves all validation to `slots`,
+        which validates what it yields in any case: for who only simulates, and does so at once.
 
         Raises:
             ValueError: arguments out of range, with a value that works.
@@ -74,7 +76,8 @@ class Schedule:
                 f"placement={placement}: use placement=single_device"
             )
         schedule = cls(resolved, PLACEMENTS[placement](resolved), slot_order)
-        schedule._validate_window()
+        if ahead:
+            schedule._validate_window()
         return schedule
 
     def __str__(self) -> str:
@@ -126,7 +129,7 @@ class Schedule:
         if placement.lent:
             slots = add_sums_at_owners(slots, placement)
         slots = add_updates(slots, placement)
-        if any(len(placement.holders(stage)) > 1 for stage in range(mode.stages)):
+        if any(map(placement.is_shared, range(mode.stages))):
             slots = add_shared_updates(slots, placement)
         if placement.lent:
             slots = add_parameter_messages(slots, placement)

@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from cdp_repro.schedule.actions import Action, Op, Payload, Slot
 from cdp_repro.schedule.costs import StageCosts
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.trace import Trace, TraceRecorder
 
-Span = tuple[float, float]
-"""Start and end of an action, in seconds."""
 
+class Effects:
+    """What an action changes on its rank, and what it sends."""
 
-class _Device:
-    """The state of one simulated rank: live activation bytes and live parameter versions."""
-
-    def __init__(self, rank: int, schedule: Schedule, costs: StageCosts) -> None:
-        self.recorder = TraceRecorder(rank, costs.stages)
+    def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
+        """Raise ValueError if `costs` has another number of stages than the schedule."""
+        if costs.stages != schedule.stages:
+            raise ValueError(f"the schedule has {schedule.stages} stages but the costs are of {costs.stages}")
         self._schedule = schedule
         self._costs = costs
-        self._live = 0
-        self._versions = [int(rank in schedule.placement.holders(stage)) for stage in range(costs.stages)]
 
-    def run(self, slot: int, action: Action, span: Span) -> None:
-        stage = action.stage
-        if action.op is Op.FORWARD:
-            self._live += self._costs.forward_bytes[stage] + self._received(action)[0]
-        elif action.op is Op.BACKWARD:
-            self._live -= self._costs.backward_bytes[stage] + self._received(action)[1]
-        elif action.op is Op.SEND and action.payload is Payload.ACTIVATIONS:
-            self._live -= self._costs.left_bytes(stage)
-        elif action.op is Op.UPDATE:
-            self._versions[stage] += 1
-        elif action.op is Op.FREE and action.payload is None:
-            self._versions[stage] -= 1
-        self.recorder.record(slot, action, self._live, self._versions, span)
-        if action.op is Op.SEND and (size := self._costs.sent_bytes(action.payload or Payload.TOTAL, stage)):
-            self.recorder.sent(slot, action, size)
+    def activation_bytes(self, action: Action) -> int:
+        """Return by how much the action changes the live activation bytes of its rank."""
+        op = action.op
+        if op is Op.FORWARD:
+            return self._costs.forward_bytes[action.stage] + self._received(action)[0]
+        if op is Op.BACKWARD:
+            return -self._costs.backward_bytes[action.stage] - self._received(action)[1]
+        if op is Op.SEND and action.payload is Payload.ACTIVATIONS:
+            return -self._costs.left_bytes(action.stage)
+        return 0
+
+    def versions(self, action: Action) -> int:
+        """Return by how much the action changes the live parameter versions of its stage on its rank."""
+        if action.op is Op.UPDATE:
+            return 1
+        return -1 if action.op is Op.FREE and action.payload is None else 0
+
+    def bytes_sent(self, action: Action) -> int:
+        """Return the bytes of the message that the action sends: 0 if it sends none."""
+        if action.op is not Op.SEND or action.payload is None:
+            return 0
+        return self._costs.sent_bytes(action.payload, action.stage)
 
     def _received(self, action: Action) -> tuple[int, int]:
         """Return what an input from another rank adds to the bytes that forward and backward take and release."""
@@ -47,9 +51,21 @@ class _Device:
         return self._costs.received_bytes(action.stage)
 
 
-def slot_clock(slot: int, action: Action) -> Span:  # noqa: ARG001 - the same for all actions of a slot
-    """Return the slot itself as the time of its actions: one second each."""
-    return float(slot), slot + 1.0
+class _Device:
+    """The state of one simulated rank: live activation bytes and live parameter versions."""
+
+    def __init__(self, rank: int, schedule: Schedule, effects: Effects) -> None:
+        self.recorder = TraceRecorder(rank, schedule.stages)
+        self._effects = effects
+        self._live = 0
+        self._versions = [int(rank in schedule.placement.holders(stage)) for stage in range(schedule.stages)]
+
+    def run(self, slot: int, action: Action) -> None:
+        self._live += self._effects.activation_bytes(action)
+        self._versions[action.stage] += self._effects.versions(action)
+        self.recorder.record(slot, action, self._live, self._versions, (float(slot), slot + 1.0))
+        if size := self._effects.bytes_sent(action):
+            self.recorder.sent(slot, action, size)
 
 
 def simulate(schedule: Schedule, costs: StageCosts, steps: int) -> Trace:
@@ -61,21 +77,15 @@ def simulate(schedule: Schedule, costs: StageCosts, steps: int) -> Trace:
     return simulate_slots(schedule, costs, schedule.slots(range(steps)))
 
 
-def simulate_slots(
-    schedule: Schedule, costs: StageCosts, slots: Iterable[Slot], clock: Callable[[int, Action], Span] = slot_clock
-) -> Trace:
-    """Run the first slots of the schedule and return the trace of all ranks.
-
-    `clock` is told each action of all ranks, with its slot, in an order in which nothing waits for what comes later,
-    and says when it runs; by default a slot is a second.
+def simulate_slots(schedule: Schedule, costs: StageCosts, slots: Iterable[Slot]) -> Trace:
+    """Run the first slots of the schedule and return the trace of all ranks, in which a slot is a second.
 
     Raises:
         ValueError: `costs` has another number of stages than the schedule.
     """
-    if costs.stages != schedule.stages:
-        raise ValueError(f"the schedule has {schedule.stages} stages but the costs are of {costs.stages}")
-    devices = [_Device(rank, schedule, costs) for rank in range(schedule.ranks)]
+    effects = Effects(schedule, costs)
+    devices = [_Device(rank, schedule, effects) for rank in range(schedule.ranks)]
     for slot in slots:
         for action in sorted(slot.actions, key=lambda action: action.op is not Op.RECEIVE):  # as in a rank's program
-            devices[action.rank].run(slot.number, action, clock(slot.number, action))
+            devices[action.rank].run(slot.number, action)
     return Trace.merged(schedule.micro_batches, schedule.stages, [device.recorder.finish() for device in devices])

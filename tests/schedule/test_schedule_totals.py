@@ -1,0 +1,85 @@
+"""Totals of slots, which keep no records, against the trace of the same slots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import count, takewhile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cdp_repro.schedule import (
+    PLACEMENTS,
+    Schedule,
+    ScheduleError,
+    StageCosts,
+    Trace,
+    simulate_slots,
+    simulate_totals,
+)
+
+STEPS = 4
+
+
+@st.composite
+def jobs(draw):
+    """Schedules of all placements, and costs of stages that are all different."""
+    n, c, r = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    s = n * c
+    matrix = [[1 + (2 * i + j) % 3 for j in range(s)] for i in range(n)]
+    mode = draw(st.sampled_from(["dp", "cdp_v1", "cdp_v2", "accumulation", matrix]))
+    placement = "single_device" if mode == "accumulation" else draw(st.sampled_from(sorted(PLACEMENTS)))
+    order = draw(st.sampled_from(["paper", "backward_first"]))
+    flush = draw(st.sampled_from(["gpipe", "one_f_one_b"]))
+    schedule = Schedule.build(mode, n, s, placement, order, replicas=r, pipeline_schedule=flush)
+    sizes = st.lists(st.integers(0, 9), min_size=s, max_size=s).map(tuple)
+    kept = draw(sizes)
+    costs = replace(
+        StageCosts.equal(s), forward_bytes=kept, backward_bytes=kept, parameter_bytes=draw(sizes),
+        gradient_bytes=draw(sizes), output_bytes=draw(sizes), input_gradient_bytes=draw(sizes),
+        buffer_bytes=draw(sizes), output_kept=(draw(st.booleans()),) * s, input_kept=(draw(st.booleans()),) * s,
+    )  # fmt: skip
+    return schedule, costs
+
+
+@given(job=jobs(), drains=st.booleans())
+@settings(max_examples=120, deadline=None)
+def test_totals_are_those_of_the_trace(job, drains):
+    schedule, costs = job
+    step = schedule.mode.slots_per_step
+    slots = list(
+        schedule.slots(range(STEPS))
+        if drains
+        else takewhile(lambda slot: slot.number < STEPS * step, schedule.slots(count()))
+    )
+    totals = list(simulate_totals(schedule, costs, slots))
+    trace = simulate_slots(schedule, costs, slots)
+    assert {t.slot: t.activation_bytes for t in totals} == trace.activation_bytes_per_slot
+    assert max(t.activation_bytes_per_device for t in totals) == trace.activation_peak_bytes_per_device
+    assert max(t.versions_kept for t in totals) == trace.versions_kept
+    messages = Counter(message.slot for message in trace.messages)
+    assert {t.slot: t.messages for t in totals if t.messages} == messages
+    for total in totals:
+        here = [record for record in trace.records if record.slot == total.slot]
+        sent = tuple(message for message in trace.messages if message.slot == total.slot)
+        held = [sum(n * size for n, size in zip(r.versions, costs.parameter_bytes, strict=True)) for r in here]
+        assert total.state_bytes_per_device == max(held)
+        assert total.activation_bytes_per_device == max(record.activation_bytes for record in here)
+        assert total.chain == Trace(schedule.micro_batches, schedule.stages, tuple(here), sent).max_chain_per_slot
+        assert total.bytes_sent == sum(message.bytes for message in sent)
+        assert total.computing_ranks == sum(any(a.op.is_compute for a in record.actions) for record in here)
+
+
+def test_costs_of_another_number_of_stages_are_refused():
+    with pytest.raises(ValueError, match=r"3 stages but the costs are of 2"):
+        list(simulate_totals(Schedule.build("dp", 3), StageCosts.equal(2), ()))
+
+
+def test_a_schedule_that_is_not_validated_ahead_is_validated_as_it_runs():
+    with pytest.raises(ScheduleError):
+        Schedule.build([[0, 0], [0, 0]], 2)
+    schedule = Schedule.build([[0, 0], [0, 0]], 2, ahead=False)
+    with pytest.raises(ScheduleError):
+        list(simulate_totals(schedule, StageCosts.equal(2), schedule.slots(range(3))))
