@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,14 +135,27 @@ def test_a_folder_that_cannot_be_made_stops_before_anything_is_written(results):
     assert sorted(path.name for path in results.iterdir()) == before
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_folder_is_explained(results):
-    results.chmod(0o555)
+def on_read_only(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
+    """Run a command that cannot write to a folder, not even as root, who gets it mounted read-only."""
+    if os.geteuid() == 0:
+        mount = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+        command = ("unshare", "--mount", "sh", "-c", mount, folder, *command)
+    folder.chmod(0o555)
     try:
-        with pytest.raises(RowError, match="it is read-only"):
-            write(build(results))
+        return subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     finally:
-        results.chmod(0o755)
+        folder.chmod(0o755)
+
+
+def test_a_read_only_folder_is_explained(results):
+    build_it = [sys.executable, "-m", "cdp_repro.cli.report", "build", f"--results={results}"]
+    before = sorted(path.name for path in results.iterdir())
+    done = on_read_only(results, *build_it)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"root cannot mount here: {done.stderr.strip()}")
+    assert done.returncode == 2
+    assert f"cannot write to {results}: it is read-only; nothing was written" in done.stderr
+    assert sorted(path.name for path in results.iterdir()) == before
 
 
 # --- the command ---------------------------------------------------------------------------------------------------
