@@ -12,7 +12,8 @@ import json
 import sys
 from pathlib import Path
 
-from cdp_repro.report.costs import SETTINGS, SIMULATED, simulated, simulation_key, unit_costs
+from cdp_repro.report.closed_forms import SETTINGS
+from cdp_repro.report.costs import SIMULATED, simulated, simulation_key, unit_costs
 from cdp_repro.training.run import versions
 
 RESULTS = Path(__file__).parents[1] / "results"

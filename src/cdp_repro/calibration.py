@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from cdp_repro.config import RunConfig
+from cdp_repro.engine.mailbox import directions
 from cdp_repro.launch import launch
 from cdp_repro.pricing import Collectives, Link
 from cdp_repro.process_group import process_group
@@ -18,6 +19,7 @@ from cdp_repro.stages import CutModel, autocast, loss_fn, sample
 
 _SMALL, _LARGE = 8, 2**23
 """Bytes of the two messages whose times give latency and bandwidth."""
+_IN_A_ROW = 4
 
 
 def measure_stages(config: RunConfig, cut: CutModel) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -57,34 +59,41 @@ def network_of(seconds: Mapping[str, float]) -> tuple[Link, Collectives]:
 def time_messages(rounds: int) -> dict[str, float]:
     """Return the median seconds of messages and collectives between two ranks. Run by both of them.
 
-    `small` and `large` are half a ping-pong of 8 bytes and of 8 MiB; collectives are of 8 MiB in all.
+    `small` and `large` are 8 bytes and 8 MiB, which both send to each other at once, as ranks of a full pipeline do;
+    collectives are of 8 MiB in all.
     """
     torch.set_num_threads(1)
-    with process_group(torch.device("cpu"), 2, timeout_seconds=60):
+    device = torch.device("cpu")
+    with process_group(device, 2, timeout_seconds=60):
+        groups = directions(device)
         small, large = (torch.zeros(size // 4) for size in (_SMALL, _LARGE))
         half = torch.zeros(_LARGE // 8)
         return {
-            "small": _median_seconds(lambda: _ping_pong(small), rounds) / 2,
-            "large": _median_seconds(lambda: _ping_pong(large), rounds) / 2,
+            "small": _median_seconds(lambda: _exchange(small, groups), rounds),
+            "large": _median_seconds(lambda: _exchange(large, groups), rounds),
             "all_reduce": _median_seconds(lambda: dist.all_reduce(large), rounds),
             "all_gather": _median_seconds(lambda: dist.all_gather_into_tensor(large, half), rounds),
             "reduce_scatter": _median_seconds(lambda: dist.reduce_scatter_tensor(half, large), rounds),
         }
 
 
-def _ping_pong(message: torch.Tensor) -> None:
-    for sender in (0, 1):
-        if dist.get_rank() == sender:
-            dist.send(message, 1 - sender)
-        else:
-            dist.recv(message, sender)
+def _exchange(message: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+    rank, received = dist.get_rank(), torch.empty_like(message)
+    for work in (
+        dist.irecv(received, 1 - rank, group=groups[rank == 1]),
+        dist.isend(message, 1 - rank, group=groups[rank == 0]),
+    ):
+        assert work is not None, "both are members"
+        work.wait()
 
 
 def _median_seconds(exchange: Callable[[], object], rounds: int) -> float:
+    """Return the median seconds of one of several exchanges in a row, which keep the ranks in step."""
     samples = []
     for _ in range(rounds + 1):
         dist.barrier()
         begin = time.perf_counter()
-        exchange()
-        samples.append(time.perf_counter() - begin)
+        for _ in range(_IN_A_ROW):
+            exchange()
+        samples.append((time.perf_counter() - begin) / _IN_A_ROW)
     return statistics.median(samples[1:])

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cdp_repro.report.closed_forms import SETTINGS, closed_form
 from cdp_repro.report.costs import (
-    SETTINGS,
-    SIMULATED_STEPS,
     Line,
     agreement_table,
-    closed_form,
     cost_table,
     large_lines,
     simulated,
@@ -23,6 +21,8 @@ from cdp_repro.report.costs import (
 )
 from cdp_repro.schedule import StageCosts, simulate_slots
 
+STEPS = 4
+"""After so many training steps every timeline repeats itself."""
 OURS = [setting for setting in SETTINGS if setting.baseline is None]
 
 
@@ -61,7 +61,7 @@ def test_every_closed_form_is_what_simulation_gives(setting, costs, states):
 def test_simulation_without_records_gives_what_a_trace_gives(setting, costs, states):
     schedule = setting.schedule(costs.stages)
     step, sizes, placement = schedule.mode.slots_per_step, costs.parameter_bytes, schedule.placement
-    slots = takewhile(lambda slot: slot.number < SIMULATED_STEPS * step, schedule.slots(count()))
+    slots = takewhile(lambda slot: slot.number < STEPS * step, schedule.slots(count()))
     trace = simulate_slots(schedule, costs, slots)
     own = [sum(size for j, size in enumerate(sizes) if k in placement.holders(j)) for k in range(schedule.ranks)]
     assert simulated(setting, costs.stages, costs, states) == {

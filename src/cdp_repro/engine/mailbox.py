@@ -23,7 +23,7 @@ class Mailbox:
         self._layouts = layouts
         self._device = device
         self._rank = dist.get_rank()
-        self._groups = _directions(device)
+        self._groups = directions(device)
         self._expected: dict[MessageKey, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._outgoing: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -77,7 +77,7 @@ class Mailbox:
             self._outgoing.popleft()
 
 
-def _directions(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def directions(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the groups for messages to lower and to higher ranks, which wait as long as the world's group does.
 
     One group moves the messages between two ranks one after the other, whatever their direction: with NCCL two could

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from cdp_repro.figures import timeline_figure
 from cdp_repro.report.accuracy import Comparison
-from cdp_repro.report.costs import PLACEMENT_NAMES
+from cdp_repro.report.closed_forms import PLACEMENT_NAMES
 from cdp_repro.report.groups import Group
 from cdp_repro.report.memory import CUTS, ORDERS, Case, curve, profiles, theory
 from cdp_repro.schedule import StageCosts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 
 class Op(StrEnum):
@@ -55,11 +56,6 @@ _NAMED_BY = {
 }
 """Whether a payload is named by a micro-batch, and whether by a version."""
 
-_VALID_SHAPES: set[tuple[Op, Payload | None, bool, bool, bool]] = set()
-"""What an action may name: op, payload, whether micro-batch, version and peer are missing.
-
-Filled as actions are made, of which a schedule makes millions with a few dozen shapes."""
-
 _TEXT = re.compile(
     r"(?P<op>[FBUXSRA])(?P<stage>\d+)(?:\.m(?P<micro_batch>\d+))?(?:@v(?P<version>\d+))?"
     r"(?::(?P<payload>[a-z_]+)(?:(?P<direction>[<>])(?P<peer>\d+))?)?"
@@ -97,31 +93,9 @@ class Action:
     """Where the action runs."""
 
     def __post_init__(self) -> None:
-        shape = self.op, self.payload, self.micro_batch is None, self.version is None, self.peer is None
-        if shape in _VALID_SHAPES:
-            return
-        fault = self._fault()
-        if fault is not None:
-            raise ValueError(f"{self.op.name} of stage {self.stage} {fault}")
-        _VALID_SHAPES.add(shape)
-
-    def _fault(self) -> str | None:
-        if self.op.is_message != (self.peer is not None) or (self.op.is_message and self.payload is None):
-            return f"names payload={self.payload} and peer={self.peer}; messages, and no other action, name both"
-        if self.payload is not None and not (self.op.is_message or self._concerns_total):
-            return f"names the payload {self.payload}: only messages do, and who keeps or frees a total"
-        batched, versioned = self.op.is_compute or self.op is Op.ADD, self.op in (Op.UPDATE, Op.FREE)
-        if self.op.is_message and self.payload is not None:
-            batched, versioned = _NAMED_BY[self.payload]
-        if batched != (self.micro_batch is not None):
-            return f"names micro_batch={self.micro_batch}: it names {'one' if batched else 'none'}"
-        if self.op.is_compute or versioned == (self.version is not None):
-            return None
-        return f"names version={self.version}: it names {'one' if versioned else 'none'}"
-
-    @property
-    def _concerns_total(self) -> bool:
-        return self.op in (Op.UPDATE, Op.FREE) and self.payload is Payload.TOTAL
+        names = self.micro_batch is not None, self.version is not None, self.peer is not None
+        if fault := _misnamed(self.op, self.payload, *names):
+            raise ValueError(f"{self.op.name} of stage {self.stage} {fault}: {self}")
 
     def __str__(self) -> str:
         micro_batch = "" if self.micro_batch is None else f".m{self.micro_batch}"
@@ -157,6 +131,23 @@ class Action:
         """What tells the message of a SEND or RECEIVE from all others on their way between the same two ranks."""
         assert self.payload is not None
         return self.payload, self.stage, self.micro_batch, self.version
+
+
+@cache  # a schedule makes millions of actions of a few dozen kinds
+def _misnamed(op: Op, payload: Payload | None, batched: bool, versioned: bool, peered: bool) -> str | None:
+    """Return what is wrong with the things that an action names, or None."""
+    if op.is_message != peered or (op.is_message and payload is None):
+        return "must name both payload and peer if it is a message, and no peer otherwise"
+    if payload is not None and not (op.is_message or (op in (Op.UPDATE, Op.FREE) and payload is Payload.TOTAL)):
+        return f"names the payload {payload}: only messages do, and who keeps or frees a total"
+    needs_batch, needs_version = op.is_compute or op is Op.ADD, op in (Op.UPDATE, Op.FREE)
+    if op.is_message and payload is not None:
+        needs_batch, needs_version = _NAMED_BY[payload]
+    if needs_batch != batched:
+        return f"must name {'a' if needs_batch else 'no'} micro-batch"
+    if op.is_compute or needs_version == versioned:
+        return None
+    return f"must name {'a' if needs_version else 'no'} version"
 
 
 MessageKey = tuple[Payload, int, int | None, int | None]
