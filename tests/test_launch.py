@@ -188,15 +188,26 @@ def test_a_signal_lets_the_ranks_finish(tmp_path, command, number, send):
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, -signal.SIGTERM)])
-def test_a_second_signal_ends_them(tmp_path, command, number, code):
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_after_a_signal_ends_them(tmp_path, command, first):
     process = command("finish_when_asked", "60")
     wait_for_both(tmp_path)
-    os.killpg(process.pid, number)
+    os.killpg(process.pid, first)
     wait_for_both(tmp_path, "asked")
-    os.killpg(process.pid, number)
-    assert process.wait(LONG) == code
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(LONG) == -signal.SIGINT
     wait_until(lambda: not any(map(is_running, pids(tmp_path))))
+
+
+def test_ranks_finish_that_get_sigterm_both_themselves_and_from_the_launching_process(tmp_path, command):
+    process = command("finish_when_asked", "0.5")
+    wait_for_both(tmp_path)
+    for pid in (*pids(tmp_path), process.pid):  # as SLURM does, to all processes of a job
+        os.kill(pid, signal.SIGTERM)
+    wait_for_both(tmp_path, "asked")
+    process.terminate()
+    assert process.communicate(timeout=LONG) == ("rank 0 got signal 15\n", "")
+    assert process.returncode == 0
 
 
 def test_signals_end_ranks_that_do_not_expect_them_and_the_launching_process_with_them(tmp_path, command):

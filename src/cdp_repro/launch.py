@@ -68,7 +68,7 @@ def launch(function: Callable[..., Any], arguments: Sequence[Any], processes: in
 
     Under torchrun or srun this process is one of the ranks and runs it itself, as it does if there is but one.
     Otherwise the ranks are started here. SIGINT and SIGTERM are then passed on to them, once, and they end as they see
-    fit; a second signal ends them. No rank outlives this process.
+    fit; a second SIGINT ends them. No rank outlives this process.
 
     Args:
         function: Of a module's top level.

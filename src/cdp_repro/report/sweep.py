@@ -386,7 +386,7 @@ def _failure(name: str, code: int, log: Path) -> str:
 _SCRIPT = r"""#!/bin/bash
 # Trains @runs@ runs, one a job of the array. Submit it in the folder in which it was written: sbatch @file@
 # Submit it again to go on: jobs whose run is done end at once. Add what your cluster asks for (--partition, --time,
-# --gres) here, or give it to sbatch.
+# --gres, fewer --cpus-per-task where a node has fewer) here, or give it to sbatch.
 #SBATCH --job-name=@name@
 #SBATCH --array=0-@last@
 #SBATCH --nodes=1
@@ -409,7 +409,7 @@ child=$!
 # The run writes a checkpoint and ends with 143. USR2 comes before the time limit: the job then queues again, and goes
 # on from there. TERM comes from scancel, which means it, or from a pre-emption, after which SLURM itself requeues.
 stop() {
-    trap '' USR2 TERM  # a second signal would end the run before its checkpoint is written
+    trap '' USR2 TERM  # a second signal would end this script before the run has written its checkpoint
     kill -TERM "$child" 2>/dev/null
     wait "$child"
     code=$?

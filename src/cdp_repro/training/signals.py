@@ -10,7 +10,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM only sets `signal`; a second one acts as usual.
+    """While entered, the first SIGINT or SIGTERM only sets `signal`; after it SIGINT acts as usual.
+
+    More SIGTERMs are the same request again: SLURM and others send one to every process of a job, and so those that
+    pass it on make a second of it. What insists on an end sends SIGKILL next.
 
     Outside the main thread, where Python allows no handlers, signals act as usual from the start.
     """
@@ -27,13 +30,10 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._restore()
+        for previous in self._previous.items():
+            signal.signal(*previous)  # type: ignore[arg-type]
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self.signal = number
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        self._previous = {}
+        if self.signal is None:
+            self.signal = number
+        signal.signal(signal.SIGINT, self._previous[signal.SIGINT])  # type: ignore[arg-type]
