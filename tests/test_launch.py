@@ -269,7 +269,10 @@ def test_srun_has_started_this_rank(environment):
         "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu007", "OMP_NUM_THREADS": None
     }  # fmt: skip
     assert 1024 < port < 32768 and "RANK" not in os.environ
-    with pytest.raises(LaunchError, match=r"^8 processes .* needs 4: use\nsrun --ntasks=4 python -m cdp_repro"):
+    environment.setattr(sys, "orig_argv", ["python", "/bin/cdp-verify", "mode=dp"])
+    with pytest.raises(
+        LaunchError, match=r"\(SLURM_NTASKS\), .* 4: use\nsrun --ntasks=4 python /bin/cdp-verify mode=dp$"
+    ):
         launch(own_rank, [], 4)
 
 
@@ -280,6 +283,20 @@ def test_srun_has_started_this_rank(environment):
 def test_the_first_host_of_a_list_is_that_of_rank_0(environment, nodes, first):
     under_srun(environment, STEP_NODELIST=nodes)
     assert launch(own_rank, [], 8)["MASTER_ADDR"] == first
+
+
+@pytest.mark.parametrize(
+    ("visible", "on_node", "chosen"),
+    [("0,1", "2", "1"), ("1", "2", "0"), ("0", "1", "1"), ("0", None, "1"), (None, "2", "1")],
+)
+def test_a_rank_takes_the_gpu_that_srun_has_given_to_it_alone(environment, visible, on_node, chosen):
+    under_srun(environment)
+    for name, value in {"CUDA_VISIBLE_DEVICES": visible, "SLURM_GPUS_ON_NODE": on_node}.items():
+        if value is None:
+            environment.delenv(name, raising=False)
+        else:
+            environment.setenv(name, value)
+    assert launch(own_rank, [], 8)["LOCAL_RANK"] == chosen
 
 
 def test_slurm_without_several_tasks_starts_no_ranks(environment):

@@ -109,12 +109,18 @@ def _variables_of_starter(environ: Mapping[str, str]) -> dict[str, str] | None:
         job, step = (int(environ.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         return {
             "RANK": environ["SLURM_PROCID"],
-            "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+            "LOCAL_RANK": "0" if _has_own_gpu(environ) else environ.get("SLURM_LOCALID", "0"),  # it chooses the GPU
             "WORLD_SIZE": environ["SLURM_NTASKS"],
             "MASTER_ADDR": environ.get("MASTER_ADDR", _first_host(environ["SLURM_STEP_NODELIST"])),
             "MASTER_PORT": environ.get("MASTER_PORT", str(20_000 + (8 * job + step) % 12_000)),  # below ephemeral ones
         }
     return None
+
+
+def _has_own_gpu(environ: Mapping[str, str]) -> bool:
+    """Return whether SLURM shows this task but one of several GPUs, as it does for `--gpus-per-task=1`."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
+    return visible != "" and "," not in visible and int(environ.get("SLURM_GPUS_ON_NODE", 0)) > 1
 
 
 def _first_host(node_list: str) -> str:
@@ -128,16 +134,17 @@ def _first_host(node_list: str) -> str:
 def _check_world_size(started: Mapping[str, str], processes: int) -> None:
     if int(started["WORLD_SIZE"]) == processes:
         return
-    command = shlex.join(["-m", "cdp_repro.cli.train", *sys.argv[1:]])
     if "RANK" in os.environ:
+        counted = "WORLD_SIZE"
         works = (
-            f"torchrun --nproc-per-node={processes} {command}\n"
+            f"torchrun --nproc-per-node={processes} {shlex.join(['-m', 'cdp_repro.cli.train', *sys.argv[1:]])}\n"
             "or unset RANK and WORLD_SIZE, and the processes are started here"
         )
     else:
-        works = f"srun --ntasks={processes} python {command}"
+        counted = "SLURM_NTASKS"
+        works = f"srun --ntasks={processes} {shlex.join(sys.orig_argv)}"
     raise LaunchError(
-        f"{started['WORLD_SIZE']} processes have been started (WORLD_SIZE), but the run needs {processes}: use\n{works}"
+        f"{started['WORLD_SIZE']} processes have been started ({counted}), but the run needs {processes}: use\n{works}"
     )
 
 
