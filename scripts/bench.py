@@ -259,9 +259,12 @@ def draw_links(measured: dict[str, Any]) -> Figure:
             )
         axis.axhline(1, color="#555555", linestyle="--", linewidth=1)
         axis.set(xscale="log", title=curve["model"], xlabel="time of all gradients on the link / compute time")
+        ticks = [tick for tick in (0.05, 0.1, 0.2, 0.5, 1, 2, 5) if x[0] / 1.5 < tick < 1.5 * x[-1]]
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
         axis.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("throughput over DistributedDataParallel")
-    figure.axes[-1].legend(frameon=False, fontsize="small")
+    figure.axes[0].set_ylabel("throughput over torch's DDP")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from cdp_repro.cli.compose import compose_config
 from cdp_repro.report.rows import label_of_mode, settings_of
-from cdp_repro.report.studies import STUDIES
+from cdp_repro.report.studies import STUDIES, Cell
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -26,3 +26,9 @@ def test_runs_come_seed_by_seed():
     runs = [(label_of_mode(cell.settings), seed) for cell, seed in STUDIES["cifar10"].runs()]
     assert runs[:4] == [("dp", 0), ("cdp_v1", 0), ("cdp_v2", 0), ("dp", 1)] and len(runs) == 15
     assert STUDIES["cifar10"].cells[0].command(3).endswith(" seed=3")
+
+
+def test_a_cell_knows_how_many_processes_it_needs():
+    four = Cell(("mode=dp", "placement=model_parallel", "workers=2"))
+    assert four.config.ranks == 4
+    assert Cell(("mode=dp", "baseline=ddp", "workers=2")).config.ranks == 2

@@ -84,11 +84,15 @@ class Row:
 
     @property
     def file_name(self) -> str:
-        """Name of the row's file: readable, and different for different runs."""
-        config = self.config
-        parts = [config["dataset.name"], config["model.name"], label_of_mode(config), config["placement.name"]]
-        parts[-1] = config["baseline"] or parts[-1]
-        return f"{'-'.join(parts)}-N{config['workers']}-seed{self.seed}-{self.cell}.json"
+        """Name of the row's file."""
+        return f"{run_name(self.config, self.cell, self.seed)}.json"
+
+
+def run_name(settings: Mapping[str, Any], cell: str, seed: int) -> str:
+    """Return the name of a run: readable, and different for different runs."""
+    where = settings["baseline"] or settings["placement.name"]
+    parts = [settings["dataset.name"], settings["model.name"], label_of_mode(settings), where]
+    return "-".join([*parts, f"N{settings['workers']}", f"seed{seed}", cell]).replace("/", "-")
 
 
 def label_of_mode(config: Mapping[str, Any]) -> str:

@@ -35,9 +35,14 @@ class Cell:
         return " ".join(["cdp-train", *self.arguments(seed)])
 
     @property
+    def config(self) -> RunConfig:
+        """What Hydra would compose, of seed 0."""
+        return _composed(self.overrides)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The settings by dotted key, of seed 0."""
-        return _composed(self.overrides)
+        return settings_of(self.config.to_dict())
 
     @property
     def hash(self) -> str:
@@ -46,14 +51,14 @@ class Cell:
 
 
 @cache
-def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Return what Hydra would compose; it is asked only for the groups that bring other settings with them."""
+def _composed(overrides: tuple[str, ...]) -> RunConfig:
+    """Return the configuration; Hydra is asked only for the groups that bring other settings with them."""
     groups = tuple(text for text in overrides if text.partition("=")[0] in ("dataset", "model", "optim", "experiment"))
     others = [written for text in overrides if text not in groups for written in _by_name(text)]
     composed = OmegaConf.merge(OmegaConf.structured(RunConfig), _base(groups), OmegaConf.from_dotlist(others))
     config = OmegaConf.to_object(composed)
     assert isinstance(config, RunConfig)
-    return settings_of(config.to_dict())
+    return config
 
 
 @cache

@@ -1,7 +1,7 @@
 """Trains the runs of studies that have no row yet: what `scripts/accuracy.py` and its neighbours do.
 
-<runs>/<study>/<dataset>-<model>-<mode>-<placement>-N<workers>-<cell>-seed<k>/      a run directory
-<runs>/<study>/<dataset>-<model>-<mode>-<placement>-N<workers>-<cell>-seed<k>.log   what its processes printed
+<runs>/<study>/<dataset>-<model>-<mode>-<placement>-N<workers>-seed<k>-<cell>/      a run directory
+<runs>/<study>/<dataset>-<model>-<mode>-<placement>-N<workers>-seed<k>-<cell>.log   what its processes printed
 
 Who works on a run holds a lock on its log, and so does, by inheritance, the process that trains. So a sweep may be
 killed and repeated while a run of it still goes on, and two sweeps may share their work: each waits for the other.
@@ -34,9 +34,8 @@ from cdp_repro.cli.compose import compose_config
 from cdp_repro.cli.train import CHANGEABLE
 from cdp_repro.config import ConfigError, nearest
 from cdp_repro.files import replace_file
-from cdp_repro.report.rows import ROWS, Row, RowError, collect, label_of_mode, read_rows, write_row
+from cdp_repro.report.rows import ROWS, Row, RowError, collect, read_rows, run_name, write_row
 from cdp_repro.report.studies import STUDIES, Cell
-from cdp_repro.schedule import Schedule
 from cdp_repro.training.run import versions
 from cdp_repro.training.signals import StopRequest
 from cdp_repro.training.tracking import COMMAND, CONFIG, RunDirectory, RunDirectoryError
@@ -139,11 +138,7 @@ def main(study_names: Sequence[str], arguments: Sequence[str], script: str) -> i
 
 def run_directory(root: Path, study: str, cell: Cell, seed: int) -> Path:
     """Return the directory of a run: readable, and another for other settings."""
-    settings = cell.settings
-    where = settings["baseline"] or settings["placement.name"]
-    parts = [settings["dataset.name"], settings["model.name"], label_of_mode(settings), where]
-    name = "-".join([*parts, f"N{settings['workers']}", cell.hash, f"seed{seed}"])
-    return root / study / name.replace("/", "-")
+    return root / study / run_name(cell.settings, cell.hash, seed)
 
 
 def log_path(directory: Path) -> Path:
@@ -293,7 +288,7 @@ def _complete(run: Run, options: Options, stop: StopRequest, label: str) -> str 
                 verb = "finished"
                 arguments = _arguments(run, directory, options)
                 logger.info("%s %s", label, shlex.join(["cdp-train", *arguments]))
-                code = run_cell(arguments, stop, _threads(run.cell.settings, options.jobs), log)
+                code = run_cell(arguments, stop, _threads(run.cell, options.jobs), log)
             if code:
                 return None if stop.signal is not None else _failure(name, code, log_path(directory))
             row = collect(directory, run.study)
@@ -350,27 +345,11 @@ def _remove_half_made(directory: Path) -> None:
             folder.rmdir()
 
 
-def _threads(settings: Mapping[str, Any], jobs: int) -> dict[str, str]:
+def _threads(cell: Cell, jobs: int) -> dict[str, str]:
     """Return the environment in which the processes of several runs share the cores; one run finds its own way."""
     if jobs == 1 or "OMP_NUM_THREADS" in os.environ:
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // jobs // ranks(settings)))}
-
-
-def ranks(settings: Mapping[str, Any]) -> int:
-    """Return how many processes a run needs, from its settings by dotted key."""
-    if settings["baseline"] is not None:
-        return int(settings["workers"])
-    schedule = Schedule.build(
-        settings["mode.staleness"] or settings["mode.name"],
-        settings["workers"],
-        settings["stages"] or settings["workers"],
-        settings["placement.name"],
-        settings["slot_order"],
-        replicas=settings["replicas"],
-        pipeline_schedule=settings["pipeline_schedule"],
-    )
-    return schedule.ranks
+    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // jobs // cell.config.ranks))}
 
 
 def _failure(name: str, code: int, log: Path) -> str:
@@ -449,7 +428,7 @@ def _script(options: Options, script: str, path: Path, output: Path) -> str:
     arguments = [script, *options.studies, *options.overrides, f"--runs={options.runs}", f"--results={options.results}"]
     if options.seeds is not None:
         arguments.append(f"--seeds={options.seeds}")
-    most = max(ranks(cell.settings) for cell in {run.cell for run in runs})
+    most = max(cell.config.ranks for cell in {run.cell for run in runs})
     values = {
         "runs": str(len(runs)),
         "file": path.name,
