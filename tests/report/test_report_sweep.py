@@ -304,15 +304,21 @@ def test_kills_of_a_run_and_of_a_sweep_cost_nothing_but_time(caplog):
     assert len(rows(LONG)) == 1
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="SLURM")
-def test_a_job_of_the_array_trains_its_run_and_queues_again_before_the_time_is_up(tmp_path, quick, capsys):
-    script = Path("scripts/long.py")
+def script_of(study: Study) -> Path:
+    """Write a script, in this folder, that sweeps the study as `scripts/` do theirs."""
+    script = Path(f"scripts/{study.name}.py")
     script.parent.mkdir()
     script.write_text(
         "import sys\nfrom cdp_repro.report.studies import STUDIES, Cell, Study\n"
         "from cdp_repro.report.sweep import main\n"
-        f"STUDIES['long'] = {LONG!r}\nsys.exit(main(['long'], sys.argv[1:], script=__file__))\n"
+        f"STUDIES[{study.name!r}] = {study!r}\nsys.exit(main([{study.name!r}], sys.argv[1:], script=__file__))\n"
     )
+    return script
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="SLURM")
+def test_a_job_of_the_array_trains_its_run_and_queues_again_before_the_time_is_up(tmp_path, quick, capsys):
+    script = script_of(LONG)
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "scontrol").write_text('#!/bin/bash\necho "$@" > requeued.txt\n')
