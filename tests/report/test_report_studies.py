@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from report_rows import row_of
 
 from cdp_repro.cli.compose import compose_config
-from cdp_repro.report.rows import label_of_mode, settings_of
-from cdp_repro.report.studies import STUDIES, Cell
+from cdp_repro.report.accuracy import tuning_table
+from cdp_repro.report.groups import grouped
+from cdp_repro.report.rows import ROWS, label_of_mode, read_rows, settings_of
+from cdp_repro.report.studies import STALENESS_LR, STUDIES, TUNED_LR, Cell
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -32,3 +39,23 @@ def test_a_cell_knows_how_many_processes_it_needs():
     four = Cell(("mode=dp", "placement=model_parallel", "workers=2"))
     assert four.config.ranks == 4
     assert Cell(("mode=dp", "baseline=ddp", "workers=2")).config.ranks == 2
+
+
+def test_the_learning_rates_of_the_studies_are_those_that_the_runs_choose():
+    """Of every mode whose runs are all there; the others are still to be chosen."""
+    study = STUDIES["cifar10-tuning"]
+    groups = grouped(read_rows(ROOT / "results" / ROWS / study.name), study.varied)
+    used = {"dp": TUNED_LR, **{f"staleness{delay}": rate for delay, rate in STALENESS_LR.items()}}
+    chosen = {row[1]: float(row[2]) for row in tuning_table(groups, study).rows if row[-1] == "yes"}
+    assert "dp" in chosen and chosen == {mode: used[mode] for mode in chosen}
+
+
+def test_nothing_is_chosen_of_a_mode_with_a_learning_rate_that_was_not_run():
+    study = STUDIES["cifar10-tuning"]
+    dp = [cell for cell in study.cells if cell.settings["mode.name"] == "dp"]
+    by_cell = zip(dp, (1.4, 1.005, 1.0, 1.1), strict=True)
+    rows = [row_of(cell, study=study.name, **{"train/loss": loss}) for cell, loss in by_cell]
+    found = {row[2]: row for row in tuning_table(grouped(rows, study.varied), study).rows if row[1] == "dp"}
+    assert [row[2] for row in found.values() if row[-1]] == ["0.1"], "the smallest within 1 % of the lowest"
+    found = [row for row in tuning_table(grouped(rows[:3], study.varied), study).rows if row[1] == "dp"]
+    assert not any(row[-1] for row in found) and found[-1][4].startswith("not run: `cdp-train mode=dp")

@@ -89,14 +89,23 @@ def chosen_rate(groups: Sequence[Group]) -> float:
     return min(rate for rate, loss in losses.items() if loss <= 1.01 * lowest)
 
 
-def tuning_table(groups: Sequence[Group]) -> Table:
+def tuning_table(groups: Sequence[Group], study: Study) -> Table:
     """Return the training loss by mode and learning rate, from which those of the studies are chosen."""
-    chosen = {group.mode: chosen_rate([g for g in groups if g.mode == group.mode]) for group in groups}
+    present = {row.cell for group in groups for row in group.rows}
+    missing = [cell for cell in study.cells if cell.hash not in present]
+    unfinished = {label_of_mode(cell.settings) for cell in missing}
+    members = [[group for group in groups if group.mode == mode] for mode in {g.mode for g in groups} - unfinished]
+    chosen = {same[0].mode: chosen_rate(same) for same in members}
     rows = [
         [group.config["model.name"], group.mode, f"{group.config['optim.lr']:g}", str(group.config["epochs"]),
          group.sample("train/loss").text(4), group.sample(TOP1).text(),
-         "yes" if group.config["optim.lr"] == chosen[group.mode] else ""]
+         "yes" if group.config["optim.lr"] == chosen.get(group.mode) else ""]
         for group in sorted(groups, key=lambda group: (group.mode, group.config["optim.lr"]))
+    ]  # fmt: skip
+    rows += [
+        [cell.settings["model.name"], label_of_mode(cell.settings), f"{cell.settings['optim.lr']:g}",
+         str(cell.settings["epochs"]), f"not run: `{cell.command(0)}`", "", ""]
+        for cell in missing
     ]  # fmt: skip
     notes = ["Chosen is the smallest learning rate whose training loss is within 1 % of the lowest; the test set has "
              "no say. The paper's modes all run with that of data parallelism.",

@@ -112,7 +112,7 @@ class Report:
         found = [
             claim_table(claims(self.cases, self.lines, self.comparisons, self.rows)),
             accuracy_table(self.comparisons, read_paper_values(self._results / PAPER_VALUES)),
-            tuning_table(self.groups.get("cifar10-tuning", ())),
+            tuning_table(self.groups.get("cifar10-tuning", ()), STUDIES["cifar10-tuning"]),
             memory_table(self.cases),
             *(cost_table(self.lines, n, self._cost_notes(n)) for n in EXECUTED_WORKERS),
             agreement_table(self.lines),
