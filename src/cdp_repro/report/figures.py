@@ -172,6 +172,8 @@ def accuracy_curves(found: Sequence[Comparison]) -> Figure | None:
     axes = figure.subplots(1, len(studies), squeeze=False)[0]
     for axis, study in zip(axes, studies, strict=True):
         members = [each.group for each in found if each.study == study]
+        if all(group.mode != "dp" for group in members):
+            members = [*_data_parallel_of(members[0], found), *members]
         names = _names(members)
         others = [name for name in names if name not in _MODES]
         for name, group in zip(names, members, strict=True):
@@ -181,6 +183,13 @@ def accuracy_curves(found: Sequence[Comparison]) -> Figure | None:
         axis.legend(frameon=False, fontsize="small", loc="lower right")
         _plain(axis)
     return figure
+
+
+def _data_parallel_of(group: Group, found: Sequence[Comparison]) -> list[Group]:
+    """Return the group of data parallelism on the same data and model, if there is one."""
+    keys = ("dataset.name", "model.name", "epochs")
+    groups = (each.group for each in found if each.group.mode == "dp")
+    return [other for other in groups if all(other.config[key] == group.config[key] for key in keys)][:1]
 
 
 def _names(groups: Sequence[Group]) -> list[str]:
@@ -219,7 +228,9 @@ def staleness(found: Sequence[Comparison]) -> Figure | None:
     figure = Figure(figsize=(5, 3.4), layout="constrained")
     axis = figure.subplots()
     for name, look in _DELAY_STYLES.items():
-        by_delay = dict(sorted(points.get(name, {}).items()))
+        if name not in points:
+            continue
+        by_delay = dict(sorted(points[name].items()))
         axis.plot(list(by_delay), [statistics.fmean(values) for values in by_delay.values()], label=name, **look)
         for delay, values in by_delay.items():
             axis.plot([delay] * len(values), values, ".", color=look["color"], alpha=0.6, markersize=4)
