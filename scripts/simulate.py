@@ -1,6 +1,6 @@
 """Simulate every setting of the cost table with many workers; write results/simulated.json.
 
-Usage: python scripts/simulate.py [N ...]        (default: 8 16 32 64 128; longer than all trainings from 256 on)
+Usage: python scripts/simulate.py [N ...]        (default: 8 16 32 64 128 256, minutes; four times as long for twice N)
 
 Equal stages; the very programs that would run. `cdp-report build` compares the numbers with the closed forms. What is
 in the file for other N stays.
@@ -17,7 +17,7 @@ from cdp_repro.report.costs import SIMULATED, simulated, simulation_key, unit_co
 from cdp_repro.training.run import versions
 
 RESULTS = Path(__file__).parents[1] / "results"
-WORKERS = (8, 16, 32, 64, 128)
+WORKERS = (8, 16, 32, 64, 128, 256)
 
 
 def main(sizes: list[int]) -> None:
