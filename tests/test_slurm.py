@@ -52,6 +52,7 @@ ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
+FirstJobId={ports[0]}
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
@@ -67,7 +68,9 @@ SchedulerParameters=sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 CPUs=8
 PartitionName=all Nodes=ALL Default=YES
-"""  # cred_expire: a job that is queued again waits no longer; config_overrides: the node need not have 8 cores
+"""
+# FirstJobId: ranks meet at a port made of it, another for each SLURM of this machine. cred_expire: a job that is queued
+# again waits no longer. config_overrides: the node need not have 8 cores.
 
 
 def wait_until(condition, what: str, seconds: float = SECONDS) -> None:
@@ -112,11 +115,11 @@ def slurm():
         patch.setenv("PYTHON", sys.executable)
         files = {"socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "munge.seed"}
         options = [f"--{option}={folder / name}" for option, name in files.items()]
-        stack.enter_context(daemon(folder, "munged", "--foreground", f"--key-file={key}", *options))
-        wait_until((folder / "munge.socket").exists, "munged")
-        stack.enter_context(daemon(folder, "slurmctld", "-D"))
-        stack.enter_context(daemon(folder, "slurmd", "-D", "-N", "localhost"))
         try:
+            stack.enter_context(daemon(folder, "munged", "--foreground", f"--key-file={key}", *options))
+            wait_until((folder / "munge.socket").exists, "munged", 30)
+            stack.enter_context(daemon(folder, "slurmctld", "-D"))
+            stack.enter_context(daemon(folder, "slurmd", "-D", "-N", "localhost"))
             wait_until(lambda: ask("sinfo", "--noheader", "--format=%t") == "idle\n", "an idle node", 30)
         except TimeoutError as error:
             said = "".join(path.read_text()[-500:] for path in folder.glob("*.txt"))

@@ -111,7 +111,7 @@ def _constant(delay: int, workers: int) -> str:
 CIFAR10 = "dataset=cifar10 channels_last=true optim.lr={}"
 TUNED_LR = 0.2
 """Of data parallelism, for all modes; by `accuracy.chosen_rate` from the study of tuning, as are the following."""
-STALENESS_LR = {2: 0.1, 3: 0.05, 5: 0.05}
+STALENESS_LR = {2: 0.1, 3: 0.025, 5: 0.025}
 """By delay: the learning rate that suits it."""
 
 _NETWORKS = {"resnet18": 10, "resnet50": 18, "vit_b_16": 14}
