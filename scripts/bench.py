@@ -219,8 +219,6 @@ def tables() -> str:
 
 def _link_tables() -> list[str]:
     """Return the curves over link rates as tables, and their picture."""
-    if not (RESULTS / "links.json").exists():
-        return []
     measured = json.loads((RESULTS / "links.json").read_text())
     lines = [
         "",

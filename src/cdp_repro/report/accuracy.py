@@ -13,7 +13,7 @@ import yaml
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Difference, Group, Sample, compared
 from cdp_repro.report.rows import Row, RowError, label_of_mode
-from cdp_repro.report.studies import STUDIES, Study
+from cdp_repro.report.studies import STUDIES, Cell, Study
 from cdp_repro.report.tables import Table
 
 TOP1 = "eval/top1_percent"
@@ -52,13 +52,14 @@ def comparisons(groups: Mapping[str, Sequence[Group]]) -> list[Comparison]:
             continue
         others = groups.get(study.reference, ()) if study and study.reference else ()
         for group in members:
-            reference = _data_parallel([*members, *others], group)
+            reference = data_parallel([*members, *others], group)
             difference = compared(group, reference, TOP1) if reference and reference is not group else None
             found.append(Comparison(name, group, difference))
     return found
 
 
-def _data_parallel(groups: Iterable[Group], like: Group) -> Group | None:
+def data_parallel(groups: Iterable[Group], like: Group) -> Group | None:
+    """Return the first group of data parallelism on the data and the model of another, if there is one."""
     key = ("dataset.name", "model.name")
     same = (g for g in groups if g.mode == "dp" and all(g.config[k] == like.config[k] for k in key))
     return next(same, None)
@@ -70,7 +71,7 @@ def accuracy_table(found: Sequence[Comparison], paper: Mapping[str, float]) -> T
     present = {(each.study, row.cell) for each in found for row in each.group.rows}
     for study in STUDIES.values():
         if study.kind == "accuracy":
-            rows += [_missing(study, cell.settings, cell.command(0)) for cell in study.cells
+            rows += [_missing(study, cell) for cell in study.cells
                      if (study.name, cell.hash) not in present]  # fmt: skip
     notes = [
         "Mean ± standard deviation over seeds, number of runs in brackets; differences are paired by seed, p is of the "
@@ -104,7 +105,7 @@ def tuning_table(groups: Sequence[Group], study: Study) -> Table:
     ]  # fmt: skip
     rows += [
         [cell.settings["model.name"], label_of_mode(cell.settings), f"{cell.settings['optim.lr']:g}",
-         str(cell.settings["epochs"]), f"not run: `{cell.command(0)}`", "", ""]
+         str(cell.settings["epochs"]), _not_run(cell), "", ""]
         for cell in missing
     ]  # fmt: skip
     notes = ["Chosen is the smallest learning rate whose training loss is within 1 % of the lowest; the test set has "
@@ -158,11 +159,16 @@ def _p_text(difference: Difference | None) -> str:
     return "< 0.001" if difference.p_value < 0.001 else f"{difference.p_value:.3f}"
 
 
-def _missing(study: Study, settings: Mapping[str, Any], command: str) -> list[str]:
+def _missing(study: Study, cell: Cell) -> list[str]:
+    settings = cell.settings
     return [
         study.name, settings["model.name"], label_of_mode(settings), f"{settings['optim.lr']:g}",
-        str(settings["epochs"]), f"not run: `{command}`", *[""] * (len(COLUMNS) - 6),
+        str(settings["epochs"]), _not_run(cell), *[""] * (len(COLUMNS) - 6),
     ]  # fmt: skip
+
+
+def _not_run(cell: Cell) -> str:
+    return f"not run: `{cell.command(0)}`"
 
 
 def read_paper_values(path: Path) -> dict[str, float]:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from cdp_repro.figures import timeline_figure
-from cdp_repro.report.accuracy import Comparison
+from cdp_repro.report.accuracy import Comparison, data_parallel
 from cdp_repro.report.closed_forms import PLACEMENT_NAMES
 from cdp_repro.report.groups import Group
 from cdp_repro.report.memory import CUTS, ORDERS, Case, curve, profiles, theory
@@ -173,7 +173,9 @@ def accuracy_curves(found: Sequence[Comparison]) -> Figure | None:
     for axis, study in zip(axes, studies, strict=True):
         members = [each.group for each in found if each.study == study]
         if all(group.mode != "dp" for group in members):
-            members = [*_data_parallel_of(members[0], found), *members]
+            alike = [each.group for each in found if each.group.config["epochs"] == members[0].config["epochs"]]
+            reference = data_parallel(alike, like=members[0])
+            members = [reference, *members] if reference else members
         names = _names(members)
         others = [name for name in names if name not in _MODES]
         for name, group in zip(names, members, strict=True):
@@ -183,13 +185,6 @@ def accuracy_curves(found: Sequence[Comparison]) -> Figure | None:
         axis.legend(frameon=False, fontsize="small", loc="lower right")
         _plain(axis)
     return figure
-
-
-def _data_parallel_of(group: Group, found: Sequence[Comparison]) -> list[Group]:
-    """Return the group of data parallelism on the same data and model, if there is one."""
-    keys = ("dataset.name", "model.name", "epochs")
-    groups = (each.group for each in found if each.group.mode == "dp")
-    return [other for other in groups if all(other.config[key] == group.config[key] for key in keys)][:1]
 
 
 def _names(groups: Sequence[Group]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from typing import Any
 
@@ -39,12 +39,12 @@ class Cell:
         """What Hydra would compose, of seed 0."""
         return _composed(self.overrides)
 
-    @property
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """The settings by dotted key, of seed 0."""
         return settings_of(self.config.to_dict())
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """As `Row.cell` of its runs."""
         return cell_hash(self.settings)
