@@ -55,6 +55,30 @@ def test_a_flush_costs_its_slots(n, forward, backward):
         assert found.step_seconds == pytest.approx((2 * n - 1) * (forward + backward))
 
 
+@pytest.mark.parametrize("devices_per_host", [1, 2])
+@pytest.mark.parametrize("n", [2, 4])
+def test_collectives_of_free_compute_take_their_rings_one_after_the_other(n, devices_per_host):
+    """An all-reduce a stage is 2(n-1) rounds of 1/n of its bytes; a broadcast or a reduction is piped round once."""
+    links = linked(Cluster.equal(n, 0.0, 0.0), 1.0, 2.0, devices_per_host)
+    rings = replace(links, collectives=Collectives(all_reduce=1.5))
+    costs = StageCosts.equal(n, 6, 8)
+    replicated = priced("dp", "replicated", n, rings, costs, collectives=True)
+    crosses = n > devices_per_host
+    assert replicated.step_seconds == pytest.approx(n * 1.5 * 2 * (n - 1) * (1.0 + 8 / n / 2.0) if crosses else 0.0)
+    assert replicated.sent_bytes_per_device == pytest.approx(2 * n * 8 * (n - 1) / n)
+    zero = priced("dp", "zero", n, rings, costs, collectives=True)
+    assert zero.step_seconds == pytest.approx(3 * n * (n - 1 + 8 / 2.0) if crosses else 0.0)
+    assert zero.sent_bytes_per_device == pytest.approx(3 * n * 8 * (n - 1) / n)
+
+
+def test_an_all_reduce_is_hidden_behind_compute_but_for_the_last():
+    """As DDP's (Li et al. 2020): two stages, each 2 + 3 s, each all-reduce 2 x 0.5 s; the first hides, the last not."""
+    cluster = linked(Cluster.equal(2, 2.0, 3.0), 0.0, 4.0)
+    found = priced("dp", "replicated", 2, cluster, StageCosts.equal(2, 6, 4), collectives=True)
+    assert found.step_seconds == 2 * (2 + 3) + 1
+    assert price_ddp(StageCosts.equal(2, 6, 4), cluster, 2).step_seconds == found.step_seconds
+
+
 @given(data=st.data(), n=st.integers(2, 5), latency=SECONDS)
 @few
 def test_a_cyclic_pipeline_takes_its_longest_round_trip(data, n, latency):

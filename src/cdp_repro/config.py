@@ -169,6 +169,9 @@ class RunConfig:
     (fully_shard), `torch_gpipe` or `torch_1f1b` (torch.distributed.pipelining)."""
     pipeline_schedule: str = "one_f_one_b"
     """How mode=dp runs on placement=pipeline: `one_f_one_b` or `gpipe`."""
+    collectives: bool = False
+    """Run mode=dp on placement=replicated or zero by collectives of the library (all-reduce; broadcast and reduction)
+    in place of our ordered messages: what it adds, it adds in an order of its own."""
     partition: str = "flops"
     """What the cut balances: `flops`, `parameters`, `activations` (bytes) or `time` (measured)."""
     slot_order: str = "paper"
@@ -250,6 +253,7 @@ class RunConfig:
             self.slot_order,
             replicas=self.replicas,
             pipeline_schedule=self.pipeline_schedule,
+            collectives=self.collectives,
         )
 
 
@@ -288,7 +292,7 @@ _OPTIONAL_MINIMA = {
 
 _SCHEDULE_KEYS = {
     "workers", "stages", "replicas", "batch_size", "slot_order", "mode.name", "mode.staleness", "placement.name",
-    "pipeline_schedule",
+    "pipeline_schedule", "collectives",
 }  # fmt: skip
 
 NO_INFLUENCE = (

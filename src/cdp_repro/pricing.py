@@ -2,9 +2,9 @@
 
 `price` times the very programs that run. Each rank runs its actions in program order, compute takes its stage's time,
 a SEND takes none but occupies links, and an action waits for the messages that it consumes; nothing else is a
-barrier. Links serve messages in the order of the schedule, so that every time is a maximum of sums of the cluster's
-numbers (a max-plus linear system): slower links never make a step shorter, and the steps become periodic. The period
-is the price.
+barrier. A collective begins when all ranks take part, and occupies the links of a ring. Links serve messages in the
+order of the schedule, so that every time is a maximum of sums of the cluster's numbers (a max-plus linear system):
+slower links never make a step shorter, and the steps become periodic. The period is the price.
 
 `estimate` does the same for jobs too large to simulate, by extrapolation from three small ones (see there), and
 `price_ddp` and `price_fsdp2` are the published schedules of two libraries on one timeline, as their ranks are alike.
@@ -18,7 +18,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, takewhile
 
-from cdp_repro.schedule import Action, MessageKey, Op, Schedule, Slot, StageCosts, consumed, simulate_totals
+from cdp_repro.schedule import (
+    Action,
+    MessageKey,
+    Op,
+    Payload,
+    Schedule,
+    Slot,
+    StageCosts,
+    consumed,
+    result_of,
+    ring_bytes,
+    simulate_totals,
+)
+from cdp_repro.schedule.collectives import awaits_result, next_in_ring
 
 SIMULATED_FORWARDS = 1024
 """Jobs of up to so many forwards in a training step (N R S) are simulated, in a second or so; others extrapolated."""
@@ -163,11 +176,14 @@ class _SelfTimedClock:
     def __init__(self, schedule: Schedule, costs: StageCosts, cluster: Cluster) -> None:
         self._costs = costs
         self._cluster = cluster
+        self._placement = schedule.placement
         self._micro_batches = schedule.micro_batches
         self._now = [0.0] * schedule.ranks
         self._free: dict[tuple[bool, bool, int], float] = defaultdict(float)
         """By (whether outgoing, whether between hosts, rank): when the link has sent or received all so far."""
         self._arrivals: dict[tuple[int, MessageKey], deque[float]] = defaultdict(deque)
+        self._joined: dict[Action, tuple[tuple[bool, bool, int], ...]] = {}
+        """Parts in the collective that has begun, with the links that each uses."""
         self.starts: list[int] = []
         """The slot in which each training step has started."""
         self._states: list[list[float]] = []
@@ -195,6 +211,8 @@ class _SelfTimedClock:
                 self._now[rank] = max(self._now[rank], waiting.popleft())
         if action.op is Op.SEND:
             self._send(slot, action)
+        elif action.op is Op.COLLECTIVE:
+            self._join(slot, action)
         if seconds := self._cluster.seconds(action):
             self._now[rank] += seconds
             self.busy[slot].append(seconds)
@@ -213,6 +231,31 @@ class _SelfTimedClock:
         self._free[outgoing] = start + link.seconds(size)
         self._free[incoming] = self._free[outgoing] + link.latency_seconds
         self._arrivals[action.peer, action.message].append(self._free[incoming])
+
+    def _join(self, slot: int, action: Action) -> None:
+        """Run a collective as soon as all ranks, which come one after the other, take part, on the links of a ring."""
+        assert action.payload is not None
+        size, ranks = self._costs.sent_bytes(action.payload, action.stage), len(self._now)
+        if not size:
+            return
+        crosses = self._cluster.crosses(action.rank, next_in_ring(action.rank, ranks))
+        self.sent[slot, crosses] += ring_bytes(action, size, self._placement)
+        self._joined[action] = (True, crosses, action.rank), (False, crosses, next_in_ring(action.rank, ranks))
+        if len(self._joined) < ranks:
+            return
+        links = [*chain.from_iterable(self._joined.values())]
+        end = max(*self._now, *(self._free[link] for link in links)) + self._seconds(action, size)
+        self._free |= dict.fromkeys(links, end)
+        for part in self._joined:
+            if awaits_result(part, self._placement.holders(part.stage).start):
+                self._arrivals[part.rank, result_of(part, self._micro_batches)].append(end)
+        self._joined.clear()
+
+    def _seconds(self, collective: Action, size: int) -> float:
+        """Return for how long a collective occupies the links."""
+        if collective.payload is Payload.TOTAL:
+            return 2 * self._cluster.collectives.all_reduce * _ring(self._cluster, len(self._now), size)
+        return _once_around(self._cluster, len(self._now), size)
 
     def is_done(self, at_least: int) -> bool:
         """Whether `at_least` steps have run, and all times grew by the same in the last two, or there is no use."""
@@ -275,12 +318,13 @@ class Job:
     replicas: int = 1
     slot_order: str = "paper"
     pipeline_schedule: str = "one_f_one_b"
+    collectives: bool = False
 
     def schedule(self) -> Schedule:
         """Return the schedule, which is validated as it runs."""
         return Schedule.build(
             self.mode, self.workers, self.stages, self.placement, self.slot_order,
-            replicas=self.replicas, pipeline_schedule=self.pipeline_schedule, ahead=False,
+            replicas=self.replicas, pipeline_schedule=self.pipeline_schedule, collectives=self.collectives, ahead=False,
         )  # fmt: skip
 
     @property
@@ -400,9 +444,21 @@ def _ring(cluster: Cluster, devices: int, size: float) -> float:
     """
     if devices == 1:
         return 0.0
+    return (devices - 1) * max(
+        link.latency_seconds + link.seconds(size / devices) for link in _links_of_ring(cluster, devices)
+    )
+
+
+def _once_around(cluster: Cluster, devices: int, size: float) -> float:
+    """Return the seconds of a broadcast of `size` bytes, or of a reduction to one device, piped round a ring."""
+    links = _links_of_ring(cluster, devices)
+    return (devices - 1) * max(link.latency_seconds for link in links) + max(link.seconds(size) for link in links)
+
+
+def _links_of_ring(cluster: Cluster, devices: int) -> list[Link]:
+    """Return the kinds of links between neighbours, of two or more devices."""
     per_host = cluster.devices_per_host
-    links = [cluster.within_host] * (per_host > 1) + [cluster.between_hosts] * (devices > per_host)
-    return (devices - 1) * max(link.latency_seconds + link.seconds(size / devices) for link in links)
+    return [cluster.within_host] * (per_host > 1) + [cluster.between_hosts] * (devices > per_host)
 
 
 def _data_parallel_price(

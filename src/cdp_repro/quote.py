@@ -11,7 +11,7 @@ from cdp_repro.calibration import measure_network, measure_stages
 from cdp_repro.config import OptimConfig, RunConfig
 from cdp_repro.plan import table
 from cdp_repro.pricing import Cluster, Collectives, Job, Link, Price, estimate, price_ddp, price_fsdp2
-from cdp_repro.schedule import MODES, PLACEMENTS
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, MODES, PLACEMENTS
 from cdp_repro.stages import CutModel, cut_model
 from cdp_repro.units import format_bytes
 
@@ -87,7 +87,7 @@ def prices_of(config: RunConfig, cut: CutModel, cluster: Cluster) -> dict[str, P
 def _job(config: RunConfig, rule: str | list[list[int]], placement: str) -> Job:
     return Job(
         rule, placement, config.workers, config.stage_count, config.replicas, config.slot_order,
-        config.pipeline_schedule,
+        config.pipeline_schedule, config.collectives and rule == "dp" and placement in COLLECTIVE_PLACEMENTS,
     )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ from cdp_repro.process_group import process_group
 from cdp_repro.stages import cut_model, parameter_dtype
 from cdp_repro.training.run import build_engine, load_data
 
-BASELINE_TOLERANCE = 1e-9
-"""For baselines, whose libraries add gradients in an order of their own: difference over the largest value, float64."""
+LIBRARY_TOLERANCE = 1e-9
+"""Where a library adds gradients in an order of its own: difference over the largest value, float64."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,22 @@ class Comparison:
 def verify(config: RunConfig, steps: int) -> Comparison:
     """Train `steps` steps, with a drain in the middle, on the placement of `config` and on one device; compare.
 
-    The tolerance is 0 for our placements on CPUs. For baselines it is BASELINE_TOLERANCE; on GPUs, whose kernels may
-    depend on what else runs, too.
+    The tolerance is 0 for our own sums on CPUs. For baselines and collectives it is LIBRARY_TOLERANCE; on GPUs, whose
+    kernels may depend on what else runs, too.
     """
     alone = copy.deepcopy(config)
-    alone.placement.name, alone.baseline = "single_device", None
+    alone.placement.name, alone.baseline, alone.collectives = "single_device", None, False
     blocks = [len(names) for names in cut_model(alone).block_names]  # once: a cut by time may differ from the next
     expected = _train(alone, steps, blocks)
     found = launch(_train, (config, steps, blocks), config.ranks)
-    is_exact = config.baseline is None and config.torch_device.type == "cpu"
+    by_library = config.baseline is not None or config.collectives
+    is_exact = not by_library and config.torch_device.type == "cpu"
     return Comparison(
         losses=_difference(torch.tensor(found.losses), torch.tensor(expected.losses)),
         stages=[_largest(mine, theirs) for mine, theirs in zip(found.stages, expected.stages, strict=True)],
         ranks=config.ranks,
         steps=steps,
-        tolerance=0.0 if is_exact else BASELINE_TOLERANCE,
+        tolerance=0.0 if is_exact else LIBRARY_TOLERANCE,
     )
 
 

@@ -21,6 +21,11 @@ def test_a_placement_and_a_baseline_agree(capsys, what):
     assert f"they agree {'bitwise' if 'placement' in what[1] else 'within 1e-09'}" in out
 
 
+def test_collectives_agree_within_the_tolerance_of_a_library(capsys):
+    assert command.main([*SMALL, "mode=dp", "placement=zero", "collectives=true"]) == 0
+    assert "they agree within 1e-09" in capsys.readouterr().out
+
+
 def test_a_difference_is_told_by_stage(capsys, monkeypatch):
     def other(function, arguments, processes):
         assert processes == 2

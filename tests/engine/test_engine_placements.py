@@ -12,7 +12,7 @@ from cdp_repro import Engine
 from cdp_repro.models import build_model, cut
 from cdp_repro.partition import partition
 from cdp_repro.profiling import profile_stages
-from cdp_repro.schedule import Schedule, simulate
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Schedule, simulate
 
 PLACEMENTS = ("replicated", "zero", "model_parallel", "pipeline")
 STEPS, DRAIN = 5, 3
@@ -122,21 +122,49 @@ def check(tmp_path, kind, mode, placement, n, s, r=1, settings=None):
     return schedule, outcomes
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2", MATRIX])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_placement_computes_what_one_device_computes(tmp_path, placement, mode, n):
-    schedule, outcomes = check(tmp_path, "linear", mode, placement, n, n)
-    stages, batches = make_stages("linear", n), make_batches("linear", n)
+def check_trace(trace, schedule, n, s, r=1):
+    """Every record and message of the first steps is as simulated."""
+    stages, batches = make_stages("linear", s), make_batches("linear", n * r)
     costs = profile_stages(stages, F.cross_entropy, *(part[:3].clone() for part in batches[0]))
     simulated = simulate(schedule, costs, DRAIN)
-    trace = outcomes[0][2]
     end = max(record.slot for record in simulated.records)
     assert [m for m in trace.messages if m.slot <= end] == list(simulated.messages)
     records = [record for record in trace.records if record.slot <= end]
     assert records == list(simulated.records), next(
         (a, b) for a, b in zip(records, simulated.records, strict=False) if a != b
     )
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2", MATRIX])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_placement_computes_what_one_device_computes(tmp_path, placement, mode, n):
+    schedule, outcomes = check(tmp_path, "linear", mode, placement, n, n)
+    check_trace(outcomes[0][2], schedule, n, n)
+
+
+def close(mine, theirs):
+    """A library adds gradients in an order of its own: float64, values of about 1."""
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        torch.testing.assert_close(mine[name], theirs[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("n", "s", "r"), [(2, 2, 1), (3, 3, 1), (4, 4, 1), (2, 4, 2)])
+@pytest.mark.parametrize("placement", COLLECTIVE_PLACEMENTS)
+def test_collectives_compute_what_one_device_computes_but_for_the_order_of_sums(tmp_path, placement, n, s, r):
+    schedule = Schedule.build("dp", n, s, placement, replicas=r, collectives=True)
+    outcomes = run_ranks(
+        train, schedule.ranks, "linear", "dp", placement, n, s, r, {"collectives": True}, folder=tmp_path
+    )
+    losses, model, _, reads, state = train("linear", "dp", "single_device", n, s, r)
+    torch.testing.assert_close(torch.tensor(outcomes[0][0]), torch.tensor(losses), rtol=1e-10, atol=1e-12)
+    for _, theirs, *_ in outcomes:
+        close(theirs, model)
+        same(theirs, outcomes[0][1])  # what ranks hold never drifts apart
+    assert sum(outcome[3] for outcome in outcomes) == reads
+    close(flat(outcomes[0][4]), flat(state))
+    check_trace(outcomes[0][2], schedule, n, s, r)
 
 
 @pytest.mark.parametrize("kind", ["resnet8", VIT])

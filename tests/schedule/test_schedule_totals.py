@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdp_repro.schedule import (
+    COLLECTIVE_PLACEMENTS,
     PLACEMENTS,
     Schedule,
     ScheduleError,
@@ -33,7 +34,10 @@ def jobs(draw):
     placement = "single_device" if mode == "accumulation" else draw(st.sampled_from(sorted(PLACEMENTS)))
     order = draw(st.sampled_from(["paper", "backward_first"]))
     flush = draw(st.sampled_from(["gpipe", "one_f_one_b"]))
-    schedule = Schedule.build(mode, n, s, placement, order, replicas=r, pipeline_schedule=flush)
+    collectives = mode == "dp" and placement in COLLECTIVE_PLACEMENTS and draw(st.booleans())
+    schedule = Schedule.build(
+        mode, n, s, placement, order, replicas=r, pipeline_schedule=flush, collectives=collectives
+    )
     sizes = st.lists(st.integers(0, 9), min_size=s, max_size=s).map(tuple)
     kept = draw(sizes)
     costs = replace(

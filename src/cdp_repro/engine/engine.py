@@ -44,6 +44,8 @@ class Engine:
         workers: N, micro-batches per mini-batch; the number of stages must be a multiple; default: that number.
         replicas: R, ranks that share each worker's micro-batch.
         pipeline_schedule: how mode "dp" runs on the placement "pipeline": "one_f_one_b" or "gpipe".
+        collectives: mode "dp" on the placements "replicated" and "zero" by the library's collectives (all-reduce;
+            broadcast and reduction), whose sums are in an order of their own, in place of our ordered messages.
         slot_order: "paper" or "backward_first": the order of the actions of a slot that share a device.
         device: where the stages are moved.
         seed: of what the stages draw in training (dropout), with step, worker and stage.
@@ -68,6 +70,7 @@ class Engine:
         workers: int | None = None,
         replicas: int = 1,
         pipeline_schedule: str = "one_f_one_b",
+        collectives: bool = False,
         slot_order: str = "paper",
         device: torch.device | str = "cpu",
         seed: int = 0,
@@ -86,6 +89,7 @@ class Engine:
             slot_order,
             replicas=replicas,
             pipeline_schedule=pipeline_schedule,
+            collectives=collectives,
         )
         self._device = torch.device(device)
         self.team = Team(self.schedule.ranks, self._device, str(self.schedule))
@@ -160,7 +164,7 @@ class Engine:
         """Learn from the first batch what messages look like; then drop the parameters that other ranks hold."""
         if self._mailbox is None and (first := feed.first()) is not None:
             layouts = stage_layouts([*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast)
-            self._mailbox = Mailbox(layouts, self._device)
+            self._mailbox = Mailbox(layouts, self.schedule.micro_batches, self._device)
         for number, stage in enumerate(self._stages):
             if number not in self._states:
                 for parameter in stage.parameters():

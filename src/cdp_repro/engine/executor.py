@@ -21,7 +21,7 @@ from cdp_repro.engine.parameters import StageState, WorkerBuffers
 from cdp_repro.engine.positions import Positions
 from cdp_repro.engine.randomness import seeded
 from cdp_repro.engine.tracing import Tracer
-from cdp_repro.schedule import Action, MessageKey, Op, Payload, Schedule, Slot, consumed
+from cdp_repro.schedule import Action, MessageKey, Op, Payload, Schedule, Slot, consumed, ring_bytes
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ class Executor:
             Op.FREE: self._free,
             Op.SEND: self._send,
             Op.RECEIVE: self._receive,
+            Op.COLLECTIVE: self._collective,
         }
 
     def execute(self, slot: Slot) -> list[StepResult]:
@@ -229,14 +230,31 @@ class Executor:
             return {} if gradient is None else {VALUE: gradient}
         if action.payload is Payload.BUFFERS:
             return self._buffers[stage].of[m % self._micro_batches]
-        if stage in self._schedule.placement.lent:
-            return self._for_owner.pop((m, stage))
-        return self._states[stage].take_sum()
+        return self._gradients_of(m, stage)
 
     def _receive(self, action: Action) -> Action:
         assert self._mailbox is not None
         self._mailbox.post(action)
         return action
+
+    def _collective(self, action: Action) -> Action:
+        assert self._mailbox is not None and action.micro_batch is not None
+        placement, stage = self._schedule.placement, action.stage
+        brought: Mapping[str, Tensor] | None
+        if action.payload is not Payload.PARAMETERS:
+            brought = self._gradients_of(action.micro_batch, stage)
+        else:
+            brought = self._states[stage].read(_version_of(action)).tensors if stage in self._states else None
+        size = self._mailbox.join(action, brought, placement.holders(stage).start)
+        if self._tracer.active and (sent := ring_bytes(action, size, placement)):
+            self._tracer.sent(action, sent)
+        return action
+
+    def _gradients_of(self, micro_batch: int, stage: int) -> Gradients:
+        """Return the gradients of a micro-batch, or the sum up to it, which are not kept."""
+        if stage in self._schedule.placement.lent:
+            return self._for_owner.pop((micro_batch, stage))
+        return self._states[stage].take_sum()
 
     def _take(self, key: MessageKey) -> dict[str, Tensor] | None:
         return None if self._mailbox is None else self._mailbox.take(key)

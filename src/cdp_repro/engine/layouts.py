@@ -40,7 +40,7 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a message by name, largest elements first, so that each is aligned."""
+    """The tensors of a message by name, largest elements first, so that each is aligned, those of one type together."""
 
     tensors: Mapping[str, TensorLayout]
 
@@ -48,7 +48,7 @@ class Layout:
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
         """Return the layout of named tensors."""
         layouts = {name: TensorLayout.of(tensor) for name, tensor in tensors.items()}
-        return cls(dict(sorted(layouts.items(), key=lambda item: -item[1].dtype.itemsize)))
+        return cls(dict(sorted(layouts.items(), key=lambda item: (-item[1].dtype.itemsize, str(item[1].dtype)))))
 
     @property
     def nbytes(self) -> int:
@@ -63,6 +63,14 @@ class Layout:
             name: buffer[start : start + size].view(layout.dtype).as_strided(layout.shape, layout.stride)
             for (name, layout), start, size in zip(self.tensors.items(), starts, sizes, strict=False)
         }
+
+    def values(self, buffer: Tensor) -> list[Tensor]:
+        """Return what a buffer of `nbytes` bytes holds as one vector for each type, views of it."""
+        sizes: dict[torch.dtype, int] = {}
+        for layout in self.tensors.values():
+            sizes[layout.dtype] = sizes.get(layout.dtype, 0) + layout.nbytes
+        parts = torch.split(buffer, [*sizes.values()])
+        return [part.view(dtype) for part, dtype in zip(parts, sizes, strict=True)]
 
     def pack(self, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """Return a new buffer that holds copies of the tensors.

@@ -1,16 +1,44 @@
-"""Messages between ranks: sends that do not block, and receives that are posted before they are needed."""
+"""Messages between ranks: sends that do not block, and receives that are posted before they are needed.
+
+And collectives of all ranks, which do not block either: their result is a message to who waits for it.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cdp_repro.engine.layouts import Layout, StageLayouts
-from cdp_repro.schedule import Action, MessageKey
+from cdp_repro.schedule import Action, MessageKey, Payload, result_of
+from cdp_repro.schedule.collectives import awaits_result
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """What is on its way, in its buffer."""
+
+    works: Sequence[dist.Work]
+    buffer: Tensor
+
+    @classmethod
+    def of(cls, buffer: Tensor, *works: dist.Work | None) -> _Transfer:
+        """Return what torch has started; it starts nothing (None) only where a rank is no member of a group."""
+        assert all(works), "the process group is the world's, so every rank is a member"
+        return cls([work for work in works if work], buffer)
+
+    @property
+    def is_done(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.buffer
 
 
 class Mailbox:
@@ -19,13 +47,15 @@ class Mailbox:
     A message without bytes (gradients of a stage without parameters) is neither sent nor awaited.
     """
 
-    def __init__(self, layouts: Sequence[StageLayouts], device: torch.device) -> None:
+    def __init__(self, layouts: Sequence[StageLayouts], micro_batches: int, device: torch.device) -> None:
+        """`micro_batches` is M, those of a training step."""
         self._layouts = layouts
+        self._micro_batches = micro_batches
         self._device = device
         self._rank = dist.get_rank()
         self._groups = directions(device)
-        self._expected: dict[MessageKey, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
-        self._outgoing: deque[tuple[dist.Work, Tensor]] = deque()
+        self._expected: dict[MessageKey, deque[_Transfer]] = defaultdict(deque)
+        self._outgoing: deque[_Transfer] = deque()
 
     def send(self, action: Action, tensors: Mapping[str, Tensor]) -> int:
         """Start to send copies of `tensors`, the payload of a SEND; return their bytes."""
@@ -33,7 +63,7 @@ class Mailbox:
         if layout.nbytes:
             buffer = layout.pack(tensors, self._device)
             group = self._groups[action.peer > self._rank]  # type: ignore[operator]  # messages have a peer
-            self._outgoing.append((_started(dist.isend(buffer, action.peer, group=group)), buffer))
+            self._outgoing.append(_Transfer.of(buffer, dist.isend(buffer, action.peer, group=group)))
             self._reap()
         return layout.nbytes
 
@@ -43,17 +73,41 @@ class Mailbox:
         if layout.nbytes:
             buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
             group = self._groups[action.peer < self._rank]  # type: ignore[operator]  # messages have a peer
-            self._expected[action.message].append((_started(dist.irecv(buffer, action.peer, group=group)), buffer))
+            received = _Transfer.of(buffer, dist.irecv(buffer, action.peer, group=group))
+            self._expected[action.message].append(received)
+
+    def join(self, action: Action, tensors: Mapping[str, Tensor] | None, owner: int) -> int:
+        """Start this rank's part in a COLLECTIVE, to which it brings copies of `tensors`; return the bytes of these.
+
+        `owner` is the rank that broadcasts, or that gets the sum of a reduction.
+        """
+        layout = self._layout(action.message)
+        if not layout.nbytes:
+            return 0
+        if tensors is None:
+            buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        else:
+            buffer = layout.pack(tensors, self._device)
+        if action.payload is Payload.PARAMETERS:
+            works = [dist.broadcast(buffer, owner, async_op=True)]
+        elif action.payload is Payload.GRADIENTS:
+            works = [dist.reduce(values, owner, async_op=True) for values in layout.values(buffer)]
+        else:
+            works = [dist.all_reduce(values, async_op=True) for values in layout.values(buffer)]
+        result = result_of(action, self._micro_batches)
+        transfers = self._expected[result] if awaits_result(action, owner) else self._outgoing
+        transfers.append(_Transfer.of(buffer, *works))
+        self._reap()
+        return layout.nbytes
 
     def take(self, key: MessageKey) -> dict[str, Tensor] | None:
         """Wait for a message that a RECEIVE has announced; return its tensors by name, or None without one."""
         if not self._expected.get(key):
             return None
-        work, buffer = self._expected[key].popleft()
+        transfer = self._expected[key].popleft()
         if not self._expected[key]:
             del self._expected[key]
-        work.wait()
-        return self._layout(key).views(buffer)
+        return self._layout(key).views(transfer.wait())
 
     def announced(self) -> list[MessageKey]:
         """Return the messages that were announced and not taken yet."""
@@ -62,7 +116,7 @@ class Mailbox:
     def flush(self) -> None:
         """Wait until everything has been sent."""
         while self._outgoing:
-            self._outgoing.popleft()[0].wait()
+            self._outgoing.popleft().wait()
 
     def requires_grad(self, stage: int) -> bool:
         """Whether the activations that `stage` sends take a gradient."""
@@ -73,7 +127,7 @@ class Mailbox:
 
     def _reap(self) -> None:
         """Let go of the buffers that have been sent."""
-        while self._outgoing and self._outgoing[0][0].is_completed():
+        while self._outgoing and self._outgoing[0].is_done:
             self._outgoing.popleft()
 
 
@@ -89,8 +143,3 @@ def directions(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGro
     down, up = dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)
     assert isinstance(down, dist.ProcessGroup) and isinstance(up, dist.ProcessGroup), "every rank is a member"
     return down, up
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "the process group is the world's, so every rank is a member"
-    return work

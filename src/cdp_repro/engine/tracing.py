@@ -19,7 +19,7 @@ class Tracer:
         self._schedule = schedule
         self._device = device
         self._end_step = steps
-        self._recorder = TraceRecorder(team.rank, schedule.stages)
+        self._recorder = TraceRecorder(team.rank, schedule.ranks, schedule.stages)
         self._meter = ActivationMeter()
         self._origin = team.share(time.perf_counter()) - team.clock_offset() if steps > 0 else 0.0
         self.active = steps > 0
@@ -51,7 +51,7 @@ class Tracer:
         self._recorder.record(slot, action, self._meter.live_bytes, versions, (begin, self.now()))
 
     def sent(self, action: Action, size: int) -> None:
-        """Record that a SEND of this slot has sent `size` bytes."""
+        """Record that a SEND, or the part in a COLLECTIVE, of this slot has sent `size` bytes."""
         self._recorder.sent(self._slot, action, size)
 
     def recorded(self) -> tuple[tuple[SlotRecord, ...], tuple[Message, ...]]:

@@ -1,22 +1,24 @@
 """Schedules as data: pure Python, no torch.
 
 `generators` write which worker computes what in which slot; a `placement` says on which rank, and who owns what;
-`passes`, `communication` and `updates` add versions, messages, updates and frees; `validation` proves the result;
-`Schedule` chains them into one lazy program per rank, which `simulate` interprets with costs and the engine's
-executor interprets with tensors.
+`passes`, `communication`, `collectives` and `updates` add versions, messages, updates and frees; `validation` proves
+the result; `Schedule` chains them into one lazy program per rank, which `simulate` interprets with costs and the
+engine's executor interprets with tensors.
 """
 
-from cdp_repro.schedule.actions import Action, MessageKey, Op, Payload, Slot, consumed
+from cdp_repro.schedule.actions import Action, MessageKey, Op, Payload, Slot, consumed, result_of
+from cdp_repro.schedule.collectives import ring_bytes
 from cdp_repro.schedule.costs import StageCosts
 from cdp_repro.schedule.placement import PLACEMENTS, Placement
 from cdp_repro.schedule.rules import MODES, Mode, resolve_mode
-from cdp_repro.schedule.schedule import PIPELINE_SCHEDULES, SLOT_ORDERS, Schedule
+from cdp_repro.schedule.schedule import COLLECTIVE_PLACEMENTS, PIPELINE_SCHEDULES, SLOT_ORDERS, Schedule
 from cdp_repro.schedule.simulate import simulate, simulate_slots
 from cdp_repro.schedule.totals import SlotTotals, simulate_totals
 from cdp_repro.schedule.trace import Message, SlotRecord, Trace, TraceRecorder
 from cdp_repro.schedule.validation import ScheduleError
 
 __all__ = [
+    "COLLECTIVE_PLACEMENTS",
     "MODES",
     "PIPELINE_SCHEDULES",
     "PLACEMENTS",
@@ -38,6 +40,8 @@ __all__ = [
     "TraceRecorder",
     "consumed",
     "resolve_mode",
+    "result_of",
+    "ring_bytes",
     "simulate",
     "simulate_slots",
     "simulate_totals",

@@ -18,6 +18,7 @@ class Op(StrEnum):
     SEND = "S"
     RECEIVE = "R"
     ADD = "A"
+    COLLECTIVE = "C"
 
     is_compute: bool
     """Whether the action is a forward or a backward, which occupy a slot of their worker."""
@@ -54,10 +55,13 @@ _NAMED_BY = {
     Payload.PARAMETERS: (True, True),
     Payload.BUFFERS: (True, False),
 }
-"""Whether a payload is named by a micro-batch, and whether by a version."""
+"""Whether a message is named by a micro-batch, and whether by a version."""
+
+_COLLECTIVES = {Payload.TOTAL: (True, True), Payload.PARAMETERS: (True, True), Payload.GRADIENTS: (True, False)}
+"""The same of a collective, which is of one of these: an all-reduce, a broadcast, a reduction to one rank."""
 
 _TEXT = re.compile(
-    r"(?P<op>[FBUXSRA])(?P<stage>\d+)(?:\.m(?P<micro_batch>\d+))?(?:@v(?P<version>\d+))?"
+    r"(?P<op>[FBUXSRAC])(?P<stage>\d+)(?:\.m(?P<micro_batch>\d+))?(?:@v(?P<version>\d+))?"
     r"(?::(?P<payload>[a-z_]+)(?:(?P<direction>[<>])(?P<peer>\d+))?)?"
 )
 
@@ -76,6 +80,9 @@ class Action:
     | `S2.m5:activations>3` | send the output of stage 2 on micro-batch 5 to rank 3 |
     | `R2.m5:activations<0` | get ready to receive it from rank 0; whoever needs it waits for it |
     | `A2.m5` | add the gradients of micro-batch 5, or the sum up to it that was received, to the sum of stage 2 |
+    | `C2.m5@v3:total` | take part in the all-reduce of the gradients of stage 2 with those of micro-batch 5 |
+    | `C2.m5:gradients` | take part in their reduction to the owner of stage 2 |
+    | `C2.m5@v1:parameters` | take part in the broadcast of version 1 of stage 2, to compute micro-batch 5 with it |
 
     Version v of a stage is theta[v], its parameters after v updates. Micro-batch m = tM + i is the i-th of the M of
     training step t; with one replica a worker that is worker i's. `version` is None only in compute that no pass
@@ -111,7 +118,7 @@ class Action:
         direction = {"S": ">", "R": "<"}.get(text[:1])
         if match is None or match["direction"] != direction or (match["payload"] or "total") not in list(Payload):
             raise ValueError(f"not an action: {text!r}; actions look like F2.m5@v1, B2.m5@v1, U2@v3, X2@v1, "
-                             "S2.m5:activations>3, R2.m5:activations<0, A2.m5")  # fmt: skip
+                             "S2.m5:activations>3, R2.m5:activations<0, A2.m5, C2.m5@v3:total")  # fmt: skip
         numbers = {
             name: None if match[name] is None else int(match[name]) for name in ("micro_batch", "version", "peer")
         }
@@ -128,7 +135,8 @@ class Action:
 
     @property
     def message(self) -> MessageKey:
-        """What tells the message of a SEND or RECEIVE from all others on their way between the same two ranks."""
+        """What tells the message of a SEND or RECEIVE from all others on their way between the same two ranks, and
+        what a rank brings to a COLLECTIVE from all else."""
         assert self.payload is not None
         return self.payload, self.stage, self.micro_batch, self.version
 
@@ -138,11 +146,14 @@ def _misnamed(op: Op, payload: Payload | None, batched: bool, versioned: bool, p
     """Return what is wrong with the things that an action names, or None."""
     if op.is_message != peered or (op.is_message and payload is None):
         return "must name both payload and peer if it is a message, and no peer otherwise"
-    if payload is not None and not (op.is_message or (op in (Op.UPDATE, Op.FREE) and payload is Payload.TOTAL)):
-        return f"names the payload {payload}: only messages do, and who keeps or frees a total"
+    if op is Op.COLLECTIVE and payload not in _COLLECTIVES:
+        return f"must name one of the payloads {', '.join(_COLLECTIVES)}"
+    keeps_total = op in (Op.UPDATE, Op.FREE) and payload is Payload.TOTAL
+    if payload is not None and not (op.is_message or op is Op.COLLECTIVE or keeps_total):
+        return f"names the payload {payload}: only messages and collectives do, and who keeps or frees a total"
     needs_batch, needs_version = op.is_compute or op is Op.ADD, op in (Op.UPDATE, Op.FREE)
-    if op.is_message and payload is not None:
-        needs_batch, needs_version = _NAMED_BY[payload]
+    if payload is not None and not keeps_total:
+        needs_batch, needs_version = (_NAMED_BY if op.is_message else _COLLECTIVES)[payload]
     if needs_batch != batched:
         return f"must name {'a' if needs_batch else 'no'} micro-batch"
     if op.is_compute or needs_version == versioned:
@@ -183,6 +194,20 @@ def consumed(action: Action, micro_batches: int) -> tuple[MessageKey, ...]:
     if action.op is Op.UPDATE or (action.op is Op.SEND and action.payload is Payload.TOTAL):
         return ((Payload.TOTAL, stage, None, version),)
     return ()
+
+
+def result_of(collective: Action, micro_batches: int) -> MessageKey:
+    """Return the message that a COLLECTIVE is to the rank that waits for its result.
+
+    `micro_batches` is M, the number of micro-batches in a training step: a reduction brings the gradients of all.
+    """
+    payload, stage, m, version = collective.message
+    assert m is not None
+    if payload is Payload.TOTAL:
+        return payload, stage, None, version
+    if payload is Payload.GRADIENTS:
+        return payload, stage, m - m % micro_batches + micro_batches - 1, None
+    return collective.message
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""The two halves of validation that concern many ranks: messages, and the sums of gradients."""
+"""The parts of validation that concern many ranks: messages, collectives, and the sums of gradients."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from cdp_repro.schedule.actions import Action, MessageKey, Op, Payload
+from cdp_repro.schedule.actions import Action, MessageKey, Op, Payload, result_of
 from cdp_repro.schedule.placement import Placement
 
 _NONE = range(0)
@@ -41,6 +41,10 @@ class MessageCheck:
         self._received[action.rank, action.message] += 1
         return None
 
+    def arrive(self, rank: int, key: MessageKey) -> None:
+        """Enter what a collective brings to a rank."""
+        self._received[rank, key] += 1
+
     def has(self, rank: int, key: MessageKey) -> bool:
         """Whether a message was received and not used yet."""
         return bool(self._received.get((rank, key)))
@@ -61,6 +65,27 @@ class MessageCheck:
         return f"the program ends with messages sent {sent} and unused {unused}" if sent or unused else None
 
 
+class CollectiveCheck:
+    """All ranks take part in every collective, and in the same order: else they would wait for each other forever."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._joined: dict[int, list[tuple[Payload | None, int, int | None]]] = defaultdict(list)
+
+    def join(self, action: Action) -> None:
+        """Enter a COLLECTIVE."""
+        self._joined[action.rank].append((action.payload, action.stage, action.version))
+
+    def end_slot(self) -> str | None:
+        """Close a slot; return what is wrong with its collectives, or None."""
+        joined = {rank: self._joined[rank] for rank in range(self._ranks)} if self._joined else {}
+        self._joined.clear()
+        for rank, order in joined.items():
+            if order != joined[0]:
+                return f"rank 0 takes part in the collectives {joined[0]}, rank {rank} in {order}"
+        return None
+
+
 class SumCheck:
     """The gradients of a stage are added in the order of the micro-batches, and all of them."""
 
@@ -70,6 +95,8 @@ class SumCheck:
         self._sums: dict[tuple[int, int], range] = {}
         self._own: set[tuple[int, int]] = set()
         self._last: dict[int, int] = {}
+        self._collected: dict[int, int] = {}
+        """By stage: the next micro-batch whose gradients a collective that has begun waits for."""
         self.in_transit: dict[tuple[object, ...], range] = {}
         """By receiving rank and message: the micro-batches in a sum."""
         self.totals: set[tuple[int, int, int]] = set()
@@ -119,6 +146,33 @@ class SumCheck:
             self.totals.add((*place, step + 1))
         return None
 
+    def collect(self, action: Action) -> str | None:
+        """Enter what a rank brings to a collective of gradients; with the last of them, that the sum is complete."""
+        m, stage = action.micro_batch, action.stage
+        assert m is not None
+        if stage in self._placement.lent:
+            is_there = (m, stage) in self._own
+            self._own.discard((m, stage))
+        else:
+            is_there = self._sums.pop((action.rank, stage), _NONE) == _only(m)
+        if not is_there or self._collected.setdefault(stage, m - m % self._micro_batches) != m:
+            return "the gradients that it brings are not there, or not the next"
+        self._collected[stage] += 1
+        if (m + 1) % self._micro_batches == 0:
+            first = self._collected.pop(stage) - self._micro_batches
+            self._complete(result_of(action, self._micro_batches), range(first, m + 1))
+        return None
+
+    def _complete(self, result: MessageKey, members: range) -> None:
+        """Enter the result of a collective of gradients where it is needed."""
+        payload, stage, _, version = result
+        for holder in self._placement.holders(stage):
+            if payload is Payload.GRADIENTS:
+                self.in_transit[holder, *result] = members
+            elif version is not None:
+                self._last[stage] = version
+                self.totals.add((holder, stage, version))
+
     def send(self, action: Action) -> str | None:
         """Enter that a sum leaves its rank."""
         if action.payload is Payload.TOTAL:
@@ -149,6 +203,7 @@ class SumCheck:
         unused = {stage: members[0] // self._micro_batches + 1 for (_, stage), members in self._sums.items()}
         unused |= {stage: version for _, stage, version in self.totals}
         unused |= {stage: micro_batch // self._micro_batches + 1 for micro_batch, stage in self._own}
+        unused |= {stage: micro_batch // self._micro_batches + 1 for stage, micro_batch in self._collected.items()}
         if unused:
             missing = ", ".join(str(Action(Op.UPDATE, stage, version=v)) for stage, v in sorted(unused.items()))
             return f"the program ends without the updates {missing}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from cdp_repro.schedule.actions import Action, Op, Payload, Slot, send
-from cdp_repro.schedule.passes import with_next
+from cdp_repro.schedule.passes import before_use, with_next
 from cdp_repro.schedule.placement import Placement
 
 
@@ -73,25 +73,34 @@ def _partial_sum(backward: Action, placement: Placement) -> Iterator[Action]:
 
 
 def add_sums_at_owners(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
-    """Send the gradients of each stage that is lent to its owner, which adds them in the order of the micro-batches.
-
-    It adds them a slot later, or at once if the next slot reads the version that is made from the sum.
-    """
-    waiting: list[Action] = []
-    for slot, following in with_next(slots):
+    """Send the gradients of each stage that is lent to its owner, which adds them in the order of the micro-batches."""
+    for slot in slots:
         actions: list[Action] = []
-        arriving: list[Action] = []
         for action in slot.actions:
             actions.append(action)
             if action.op is Op.BACKWARD and action.stage in placement.lent:
                 (owner,) = placement.holders(action.stage)
                 actions += _unless_here(Payload.GRADIENTS, action, owner)
-                arriving.append(Action(Op.ADD, action.stage, action.micro_batch, rank=owner))
+                actions.append(Action(Op.ADD, action.stage, action.micro_batch, rank=owner))
+        yield Slot(slot.number, tuple(actions))
+
+
+def put_off_sums_at_owners(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
+    """Have the owner of a stage that is lent add gradients a slot later, when they have arrived.
+
+    At once only if the next slot reads the version that is made from the sum.
+    """
+    waiting: list[Action] = []
+    for slot, following in with_next(slots):
+        arriving = [action for action in slot.actions if action.op is Op.ADD and action.stage in placement.lent]
+        actions = [action for action in slot.actions if action not in arriving]
         urgent = _read_next(following)
         actions += waiting
         waiting = []
         for add in arriving:
-            is_urgent = following is None or _made_version(add, placement) in urgent
+            assert add.micro_batch is not None
+            made = add.stage, placement.mode.version_made(add.micro_batch)
+            is_urgent = following is None or made in urgent
             (actions if is_urgent else waiting).append(add)
         yield Slot(slot.number, tuple(actions))
 
@@ -101,28 +110,14 @@ def _read_next(following: Slot | None) -> set[tuple[int, int | None]]:
     return {(action.stage, action.version) for action in following.actions} if following else set()
 
 
-def _made_version(add: Action, placement: Placement) -> tuple[int, int | None]:
-    """Return (stage, version) of what is made from the gradients of this action's training step."""
-    assert add.micro_batch is not None
-    return add.stage, add.micro_batch // placement.mode.micro_batches + 1
-
-
 def add_parameter_messages(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
     """Lend the parameters of a stage, from its owner to the rank that computes with them in the next slot."""
-    is_first = True
-    for slot, following in with_next(slots):
-        just_made = {(action.stage, action.version) for action in slot.actions if action.op is Op.UPDATE}
-        early: list[Action] = list(_lending(slot, placement)) if is_first else []
-        late: list[Action] = []
-        for end in _lending(following, placement):
-            (late if (end.stage, end.version) in just_made else early).append(end)
-        is_first = False
-        yield Slot(slot.number, (*early, *slot.actions, *late))
+    return before_use(slots, lambda slot: _lending(slot, placement))
 
 
-def _lending(slot: Slot | None, placement: Placement) -> Iterator[Action]:
+def _lending(slot: Slot, placement: Placement) -> Iterator[Action]:
     """Yield both ends of each message with parameters that the compute of `slot` needs."""
-    for action in slot.actions if slot else ():
+    for action in slot.actions:
         if action.op.is_compute and action.stage in placement.lent:
             (owner,) = placement.holders(action.stage)
             if action.rank != owner:

@@ -5,7 +5,7 @@ None looks further ahead than one slot, so that a schedule of any length needs n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.placement import Placement
@@ -36,6 +36,22 @@ def _placed(action: Action, placement: Placement) -> Action:
     m, stage = action.micro_batch, action.stage
     assert m is not None
     return Action(action.op, stage, m, placement.mode.version_read(m, stage), rank=placement.rank_of(m, stage))
+
+
+def before_use(slots: Iterable[Slot], needed: Callable[[Slot], Iterable[Action]]) -> Iterator[Slot]:
+    """Add what hands out the parameters that the compute of a slot needs, which `needed` returns, a slot earlier.
+
+    There it goes before the compute, or after it where the version is made only then; before the first slot, into it.
+    """
+    is_first = True
+    for slot, following in with_next(slots):
+        just_made = {(action.stage, action.version) for action in slot.actions if action.op is Op.UPDATE}
+        early: list[Action] = [*needed(slot)] if is_first else []
+        late: list[Action] = []
+        for end in needed(following) if following else ():
+            (late if (end.stage, end.version) in just_made else early).append(end)
+        is_first = False
+        yield Slot(slot.number, (*early, *slot.actions, *late))
 
 
 def with_next(slots: Iterable[Slot]) -> Iterator[tuple[Slot, Slot | None]]:

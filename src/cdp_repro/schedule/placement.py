@@ -13,7 +13,7 @@ from itertools import accumulate, count, pairwise
 from math import lcm
 from typing import ClassVar
 
-from cdp_repro.schedule.actions import Action, Op
+from cdp_repro.schedule.actions import Action, Op, Payload
 from cdp_repro.schedule.rules import Mode
 
 
@@ -91,6 +91,8 @@ class Placement(ABC):
         missing = last - action.micro_batch % self.mode.micro_batches
         if missing > 1:
             return False
+        if action.op is Op.COLLECTIVE:
+            return missing == 0 and action.payload is Payload.TOTAL
         if action.op is Op.ADD:
             return missing == (0 if stage in self.lent else 1)
         is_last = action.op is Op.BACKWARD and missing == 0 and stage not in self.lent

@@ -57,6 +57,10 @@ class Mode:
         step, row = divmod(micro_batch, self.micro_batches)
         return max(0, step - self.staleness[row][stage])
 
+    def version_made(self, micro_batch: int) -> int:
+        """Return the version that is made from the gradients of the micro-batch's training step."""
+        return micro_batch // self.micro_batches + 1
+
     def oldest(self, stage: int) -> int:
         """Return the largest staleness that any worker has on `stage`, in training steps."""
         return self._oldest[stage]

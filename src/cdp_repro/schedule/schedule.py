@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cdp_repro.schedule.actions import Slot
+from cdp_repro.schedule.collectives import add_all_reduces, add_broadcasts, add_reductions_to_owners
 from cdp_repro.schedule.communication import (
     add_boundary_messages,
     add_buffer_messages,
     add_parameter_messages,
     add_partial_sums,
     add_sums_at_owners,
+    put_off_sums_at_owners,
 )
 from cdp_repro.schedule.generators import TIMELINES
 from cdp_repro.schedule.passes import order_slots, place
@@ -22,6 +24,8 @@ from cdp_repro.schedule.validation import validated
 
 SLOT_ORDERS = ("paper", "backward_first")
 PIPELINE_SCHEDULES = ("one_f_one_b", "gpipe")
+COLLECTIVE_PLACEMENTS = ("replicated", "zero")
+"""Where each worker is a rank, so that a collective of all ranks is one of all workers."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Schedule:
     mode: Mode
     placement: Placement
     slot_order: str
+    collectives: bool = False
+    """Whether the library's collectives take the place of messages."""
 
     @classmethod
     def build(
@@ -46,12 +52,15 @@ class Schedule:
         *,
         replicas: int = 1,
         pipeline_schedule: str = "one_f_one_b",
+        collectives: bool = False,
         ahead: bool = True,
     ) -> Schedule:
         """Return the validated schedule of `mode` (a name or a staleness matrix); `stages` defaults to `workers`.
 
         `replicas` is R, the devices that share a worker's micro-batches. `pipeline_schedule` is how data parallelism
-        runs on the placement `pipeline`: `one_f_one_b` or `gpipe`. `ahead=False` leaves all validation to `slots`,
+        runs on the placement `pipeline`: `one_f_one_b` or `gpipe`. `collectives`: data parallelism on `replicated` or
+        `zero` by collectives of the library, whose sums are in an order of their own, in place of ordered messages.
+        `ahead=False` leaves all validation to `slots`,
         which validates what it yields in any case: for who only simulates, and does so at once.
 
         Raises:
@@ -75,7 +84,13 @@ class Schedule:
                 f"mode={resolved.name} runs one worker after the other, which needs one device, not "
                 f"placement={placement}: use placement=single_device"
             )
-        schedule = cls(resolved, PLACEMENTS[placement](resolved), slot_order)
+        if collectives and (resolved.timeline != "simultaneous" or placement not in COLLECTIVE_PLACEMENTS):
+            raise ValueError(
+                f"collectives=true needs workers that compute the same stage at once, as mode=dp does on placement="
+                f"{' or '.join(COLLECTIVE_PLACEMENTS)}, not mode={resolved.name} on placement={placement}: drop it, or "
+                f"use mode=dp placement={COLLECTIVE_PLACEMENTS[0]}"
+            )
+        schedule = cls(resolved, PLACEMENTS[placement](resolved), slot_order, collectives)
         if ahead:
             schedule._validate_window()
         return schedule
@@ -89,8 +104,9 @@ class Schedule:
     def data_parallel(self) -> Schedule:
         """Return data parallelism on the same sizes, placement and slot order: what this schedule is compared with."""
         return Schedule.build(
-            "dp", self.workers, self.stages, self.placement.name, self.slot_order, replicas=self.mode.replicas
-        )
+            "dp", self.workers, self.stages, self.placement.name, self.slot_order, replicas=self.mode.replicas,
+            collectives=self.collectives,
+        )  # fmt: skip
 
     @property
     def workers(self) -> int:
@@ -125,14 +141,15 @@ class Schedule:
         if placement.ranks > 1:
             slots = add_boundary_messages(slots, placement)
             slots = add_buffer_messages(slots, placement)
-            slots = add_partial_sums(slots, placement)
+            slots = (add_all_reduces if self.collectives else add_partial_sums)(slots, placement)
         if placement.lent:
-            slots = add_sums_at_owners(slots, placement)
+            slots = (add_reductions_to_owners if self.collectives else add_sums_at_owners)(slots, placement)
+            slots = put_off_sums_at_owners(slots, placement)
         slots = add_updates(slots, placement)
         if any(map(placement.is_shared, range(mode.stages))):
             slots = add_shared_updates(slots, placement)
         if placement.lent:
-            slots = add_parameter_messages(slots, placement)
+            slots = (add_broadcasts if self.collectives else add_parameter_messages)(slots, placement)
         slots = add_frees(slots, placement)
         return validated(slots, placement)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cdp_repro.schedule.actions import Action, Op, Payload, Slot
+from cdp_repro.schedule.collectives import ring_bytes
 from cdp_repro.schedule.costs import StageCosts
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.trace import Trace, TraceRecorder
@@ -38,10 +39,17 @@ class Effects:
         return -1 if action.op is Op.FREE and action.payload is None else 0
 
     def bytes_sent(self, action: Action) -> int:
-        """Return the bytes of the message that the action sends: 0 if it sends none."""
-        if action.op is not Op.SEND or action.payload is None:
+        """Return the bytes that the action sends, by a message or by its part in a collective: 0 if it sends none."""
+        if action.payload is None or not self.is_sent(action):
             return 0
-        return self._costs.sent_bytes(action.payload, action.stage)
+        size = self._costs.sent_bytes(action.payload, action.stage)
+        return size if action.op is Op.SEND else ring_bytes(action, size, self._schedule.placement)
+
+    def is_sent(self, action: Action) -> bool:
+        """Whether the action is the sending of, or a part in a collective of, more than 0 bytes."""
+        if action.payload is None or action.op not in (Op.SEND, Op.COLLECTIVE):
+            return False
+        return self._costs.sent_bytes(action.payload, action.stage) > 0
 
     def _received(self, action: Action) -> tuple[int, int]:
         """Return what an input from another rank adds to the bytes that forward and backward take and release."""
@@ -55,7 +63,7 @@ class _Device:
     """The state of one simulated rank: live activation bytes and live parameter versions."""
 
     def __init__(self, rank: int, schedule: Schedule, effects: Effects) -> None:
-        self.recorder = TraceRecorder(rank, schedule.stages)
+        self.recorder = TraceRecorder(rank, schedule.ranks, schedule.stages)
         self._effects = effects
         self._live = 0
         self._versions = [int(rank in schedule.placement.holders(stage)) for stage in range(schedule.stages)]

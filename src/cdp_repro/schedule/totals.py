@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from cdp_repro.schedule.actions import Action, MessageKey, Slot, consumed
+from cdp_repro.schedule.actions import Action, MessageKey, Op, Slot, consumed, result_of
+from cdp_repro.schedule.collectives import ring_hops
 from cdp_repro.schedule.costs import StageCosts
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.simulate import Effects
@@ -124,12 +125,21 @@ def _longest_chain(slot: Slot, effects: Effects, micro_batches: int) -> int:
     """Return the longest chain among the messages of a slot, whose order has nothing wait for what comes later."""
     depth: dict[tuple[int, MessageKey], int] = {}
     waited: dict[int, int] = {}
+    joined: list[Action] = []
     for action in slot.actions:
         rank = action.rank
         for key in consumed(action, micro_batches) if depth else ():
             if (found := depth.get((rank, key), 0)) > waited.get(rank, 0):
                 waited[rank] = found
-        if effects.bytes_sent(action):
+        if not effects.is_sent(action):
+            continue
+        if action.op is Op.COLLECTIVE:
+            joined.append(action)
+            if len(joined) == micro_batches:  # of all ranks, one after the other
+                reached = max(waited.get(part.rank, 0) for part in joined) + ring_hops(action, micro_batches)
+                depth |= {(part.rank, result_of(part, micro_batches)): reached for part in joined}
+                joined.clear()
+        else:
             assert action.peer is not None
             depth[action.peer, action.message] = waited.get(rank, 0) + 1
     return max(depth.values(), default=0)

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cdp_repro.schedule.actions import Action, MessageKey, Op, Payload, consumed
+from cdp_repro.schedule.actions import Action, MessageKey, Op, Payload, consumed, result_of
+from cdp_repro.schedule.collectives import next_in_ring, ring_hops
 from cdp_repro.schedule.costs import StageCosts
 
 
@@ -30,7 +31,7 @@ class SlotRecord:
 
 @dataclass(frozen=True)
 class Message:
-    """One message from rank to rank."""
+    """One message from rank to rank, or all that a rank sends to the next one in the ring of a collective."""
 
     slot: int
     source: int
@@ -108,7 +109,8 @@ class Trace:
         for record in self.records:
             by_slot[record.slot].append(record)
         sent = {message.slot for message in self.messages}
-        sizes = {(m.slot, m.source, m.destination, *m.key) for m in self.messages}
+        sizes: set[tuple[object, ...]] = {(m.slot, m.source, m.destination, *m.key) for m in self.messages}
+        sizes |= {(m.slot, m.kind, m.stage) for m in self.messages}  # a collective may leave nothing to one rank
         return max((_longest_chain(by_slot[slot], self.workers, sizes) for slot in sent), default=0)
 
     def bytes_sent_per_device_per_step(self, slots_per_step: int) -> float:
@@ -152,9 +154,11 @@ class Trace:
 def _longest_chain(records: Sequence[SlotRecord], micro_batches: int, sent: Container[tuple[object, ...]]) -> int:
     """Return the longest chain among the messages of one slot.
 
-    A message waits for all that its sender has waited for before, in the order of the sender's program.
+    A message waits for all that its sender has waited for before, in the order of the sender's program; a collective
+    for all that any rank has waited for.
     """
     depth: dict[tuple[int, MessageKey], int] = {}
+    reached: dict[MessageKey, int] = {}
     while True:
         before = dict(depth)
         for record in records:
@@ -164,6 +168,11 @@ def _longest_chain(records: Sequence[SlotRecord], micro_batches: int, sent: Cont
                 if action.op is Op.SEND and (record.slot, record.rank, action.peer, *action.message) in sent:
                     assert action.peer is not None
                     depth[action.peer, action.message] = waited + 1
+                elif action.op is Op.COLLECTIVE and (record.slot, action.payload, action.stage) in sent:
+                    assert action.payload is not None
+                    hops, whole = ring_hops(action, micro_batches), (action.payload, action.stage, None, action.version)
+                    reached[whole] = max(reached.get(whole, 0), waited + hops)
+                    depth[record.rank, result_of(action, micro_batches)] = reached[whole]
         if depth == before:
             return max(depth.values(), default=0)
 
@@ -171,8 +180,9 @@ def _longest_chain(records: Sequence[SlotRecord], micro_batches: int, sent: Cont
 class TraceRecorder:
     """Collects the events of one rank into slot records."""
 
-    def __init__(self, rank: int, stages: int) -> None:
+    def __init__(self, rank: int, ranks: int, stages: int) -> None:
         self._rank = rank
+        self._neighbour = next_in_ring(rank, ranks)
         self._stages = stages
         self._records: list[SlotRecord] = []
         self._messages: list[Message] = []
@@ -204,11 +214,10 @@ class TraceRecorder:
         self._versions = tuple(versions)
 
     def sent(self, slot: int, action: Action, size: int) -> None:
-        """Add the message of a SEND that has just run, of `size` bytes."""
-        assert action.peer is not None and action.payload is not None
-        sent = Message(
-            slot, self._rank, action.peer, action.payload, action.stage, size, action.micro_batch, action.version
-        )
+        """Add the message of a SEND that has just run, or what its part in a COLLECTIVE sends, of `size` bytes."""
+        assert action.payload is not None
+        peer = self._neighbour if action.peer is None else action.peer
+        sent = Message(slot, self._rank, peer, action.payload, action.stage, size, action.micro_batch, action.version)
         self._messages.append(sent)
 
     def _close(self) -> None:

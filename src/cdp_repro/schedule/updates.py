@@ -18,7 +18,8 @@ def add_updates(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
         for action in slot.actions:
             actions.append(action)
             if placement.completes_sum(action) and not placement.is_shared(action.stage):
-                version = _made_version(action, placement)
+                assert action.micro_batch is not None
+                version = placement.mode.version_made(action.micro_batch)
                 actions.append(Action(Op.UPDATE, action.stage, version=version, rank=action.rank))
         yield Slot(slot.number, tuple(actions))
 
@@ -38,9 +39,11 @@ def add_shared_updates(slots: Iterable[Slot], placement: Placement) -> Iterator[
         number = slot.number
         for action in slot.actions:
             if placement.completes_sum(action) and placement.is_shared(action.stage):
-                version = _made_version(action, placement)
+                assert action.micro_batch is not None
+                version = placement.mode.version_made(action.micro_batch)
                 need = placement.in_order_of_need(action.stage, version)
-                relays[action.stage, version] = _Relay(action.stage, version, need, action.rank, number)
+                everywhere = action.op is Op.COLLECTIVE
+                relays[action.stage, version] = _Relay(action.stage, version, need, action.rank, number, everywhere)
         early, late = _relayed(relays, list(_first_reads(following, placement, relays)), number)
         yield Slot(number, (*early, *slot.actions, *late))
     while relays:
@@ -49,12 +52,6 @@ def add_shared_updates(slots: Iterable[Slot], placement: Placement) -> Iterator[
         reads = [(stage, version, relays[stage, version].next_in_need) for stage, version in sorted(oldest.items())]
         early, late = _relayed(relays, reads, number)
         yield Slot(number, (*early, *late))
-
-
-def _made_version(action: Action, placement: Placement) -> int:
-    """Return the version that is made from the gradients of this action's training step."""
-    assert action.micro_batch is not None
-    return action.micro_batch // placement.mode.micro_batches + 1
 
 
 def _first_reads(following: Slot | None, placement: Placement, relays: _Relays) -> Iterator[tuple[int, int, int]]:
@@ -104,14 +101,16 @@ class _Relay:
     """The rank that hands it on next: first the one that completes it."""
     ready: int | None
     """The slot in which that rank completes it, or updates with it; None as long as it does not."""
+    everywhere: bool
+    """Whether all holders have it from the start, by a collective."""
     waiting: deque[int] = field(init=False)
     """The holders that it has not reached, in the order in which it does."""
     reached: set[int] = field(init=False)
     updated: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.waiting = deque(rank for rank in self.need if rank != self.at)
-        self.reached = {self.at}
+        self.reached = {*self.need} if self.everywhere else {self.at}
+        self.waiting = deque(rank for rank in self.need if rank not in self.reached)
 
     def is_ready(self, before: int) -> bool:
         """Whether it could be handed on before the compute of a slot."""
@@ -203,6 +202,8 @@ class _Versions:
         if not self._started and action.micro_batch is not None:
             self._start(action.micro_batch // self._placement.mode.micro_batches)
         rank, stage = action.rank, action.stage
+        if action.op is Op.COLLECTIVE:
+            rank = self._placement.holders(stage).start  # a broadcast reads the owner's copy for all
         if action.op is Op.UPDATE:
             assert action.version is not None
             copy = self._copies[rank, stage]
@@ -210,7 +211,7 @@ class _Versions:
         elif self._ends_read(action):
             assert action.micro_batch is not None
             copy = self._copies[rank, stage]
-            self._advance(copy, action, action.micro_batch)
+            self._advance(copy, rank, stage, action.micro_batch)
         else:
             return
         alive = copy.alive
@@ -220,18 +221,20 @@ class _Versions:
         while alive[0] < oldest:
             yield Action(Op.FREE, stage, version=alive.pop(0), rank=rank)
 
-    def _advance(self, copy: _Copy, action: Action, micro_batch: int) -> None:
+    def _advance(self, copy: _Copy, rank: int, stage: int, micro_batch: int) -> None:
         """Enter that a micro-batch has read for the last time; those of one slot may come in any order."""
         copy.done_ahead.add(micro_batch)
         while copy.next_reader in copy.done_ahead:
             copy.done_ahead.remove(copy.next_reader)
-            copy.next_reader = self._placement.next_reader(action.rank, action.stage, copy.next_reader + 1)
+            copy.next_reader = self._placement.next_reader(rank, stage, copy.next_reader + 1)
 
     def _ends_read(self, action: Action) -> bool:
-        """Whether a micro-batch has read a version of this rank for the last time."""
+        """Whether a micro-batch has read a version of the stage's holder for the last time."""
+        is_own = (action.rank, action.stage) in self._copies
         if action.op is Op.BACKWARD:
-            return (action.rank, action.stage) in self._copies
-        if action.op is not Op.SEND or action.payload is not Payload.PARAMETERS or action.micro_batch is None:
+            return is_own
+        is_lent = action.op is Op.SEND or (action.op is Op.COLLECTIVE and not is_own)
+        if action.payload is not Payload.PARAMETERS or not is_lent or action.micro_batch is None:
             return False
         key = action.micro_batch, action.stage
         if key in self._lent_forward:

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
-from cdp_repro.schedule.actions import Action, Op, Payload, Slot, consumed
-from cdp_repro.schedule.checks import MessageCheck, SumCheck
+from cdp_repro.schedule.actions import Action, Op, Payload, Slot, consumed, result_of
+from cdp_repro.schedule.checks import CollectiveCheck, MessageCheck, SumCheck
+from cdp_repro.schedule.collectives import awaits_result
 from cdp_repro.schedule.placement import Placement
 from cdp_repro.schedule.render import text_grid
 
@@ -42,6 +43,7 @@ class _State:
         self.micro_batches = self.mode.micro_batches
         self.stages = self.mode.stages
         self.messages = MessageCheck()
+        self.collectives = CollectiveCheck(placement.ranks)
         self.sums = SumCheck(placement)
         self._started = False
         self._first = 0
@@ -57,6 +59,7 @@ class _State:
             Op.SEND: self._send,
             Op.RECEIVE: self._receive,
             Op.ADD: self._add,
+            Op.COLLECTIVE: self._collective,
         }
 
     def _start(self, step: int) -> None:
@@ -89,7 +92,7 @@ class _State:
                     f"its rule needs {self.mode.oldest(stage) + 1}"
                 )
         self._updated.clear()
-        return None
+        return self.collectives.end_slot()
 
     def _compute(self, slot: int, action: Action) -> str | None:
         m, stage = action.micro_batch, action.stage
@@ -187,6 +190,18 @@ class _State:
     def _add(self, _: int, action: Action) -> str | None:
         return self.sums.add(action, self._arrived(action))
 
+    def _collective(self, slot: int, action: Action) -> str | None:
+        m, owner = action.micro_batch, self.placement.holders(action.stage).start
+        self.collectives.join(action)
+        result = result_of(action, self.micro_batches)
+        if action.payload is Payload.PARAMETERS:
+            if awaits_result(action, owner):
+                self.messages.arrive(action.rank, result)
+            return self._alive(slot, owner, action)
+        if action.payload is Payload.GRADIENTS and result[2] == m:  # the last of the step
+            self.messages.arrive(owner, result)
+        return self.sums.collect(action)
+
     def _arrived(self, action: Action) -> range | None:
         """Return the micro-batches whose gradients an ADD has received; None if it has received none."""
         (key,) = consumed(action, self.micro_batches)
@@ -267,8 +282,9 @@ def validated(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
     Checked: each micro-batch runs its stages forward, then backward, one a slot, on the rank of its placement; a
     worker computes one thing a slot, and but for data parallelism a stage has one user a slot; a forward and its
     backward read the version that the mode asks for, made in an earlier slot and not freed; what comes from another
-    rank was sent before it is waited for, and received in the order in which it was sent (so nothing can deadlock:
-    the slots are an order in which one process could run all ranks); gradients are summed in the order of the
+    rank was sent before it is waited for, and received in the order in which it was sent, and all ranks take part in
+    the same collectives in the same order (so nothing can deadlock: the slots are an order in which one process could
+    run all ranks); gradients are summed in the order of the
     micro-batches, and a stage is updated once a step from the whole sum; no more versions are kept than the rule
     needs; at the end nothing is left over.
     """

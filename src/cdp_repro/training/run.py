@@ -163,6 +163,7 @@ def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | 
         config.placement.name,
         replicas=config.replicas,
         pipeline_schedule=config.pipeline_schedule,
+        collectives=config.collectives,
         slot_order=config.slot_order,
         traced_steps=config.traced_steps,
         **common,
