@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cdp_repro.cli.compose import compose_config
-from cdp_repro.report.rows import RowError, collect, read_row, read_rows, write_row
+from cdp_repro.report.rows import RowError, cell_hash, collect, read_row, read_rows, settings_of, write_row
 from cdp_repro.schedule import Schedule, simulate
 from cdp_repro.training.run import train
 
@@ -119,3 +119,12 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, row):
     (tmp_path / "mine").write_text("a file")
     with pytest.raises(RowError, match="cannot write"):
         write_row(row, tmp_path)
+
+
+def test_a_setting_at_its_default_does_not_enter_the_hash_of_a_cell():
+    """So that a setting that is added to the configuration changes no cell."""
+    settings = settings_of({"mode": {"name": "dp"}})
+    assert cell_hash({**settings, "collectives": False}) == cell_hash(
+        {key: value for key, value in settings.items() if key != "collectives"}
+    )
+    assert cell_hash({**settings, "collectives": True}) != cell_hash(settings)

@@ -14,8 +14,8 @@ from cdp_repro.report.rows import IRRELEVANT, Row, RowError, label_of_mode
 from cdp_repro.schedule import MODES
 
 LABELS = (
-    "dataset.name", "model.name", "placement.name", "baseline", "pipeline_schedule", "workers", "replicas",
-    "partition", "slot_order",
+    "dataset.name", "model.name", "placement.name", "baseline", "pipeline_schedule", "collectives", "workers",
+    "replicas", "partition", "slot_order",
 )  # fmt: skip
 """Settings that, with the mode, tell the groups of a study apart; all others must be the same in a group."""
 

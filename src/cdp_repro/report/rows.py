@@ -105,8 +105,12 @@ def label_of_mode(config: Mapping[str, Any]) -> str:
 
 
 def cell_hash(config: Mapping[str, Any]) -> str:
-    """Return a hash of the settings, by dotted key, that matter to the numbers of a run, without the seed."""
-    relevant = {key: value for key, value in config.items() if key not in IRRELEVANT}
+    """Return a hash of the settings, by dotted key, that matter to the numbers of a run, without the seed.
+
+    Those at their default do not enter, so that a setting that is new changes no hash.
+    """
+    defaults = _defaults()
+    relevant = {key: value for key, value in config.items() if key not in IRRELEVANT and value != defaults.get(key)}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -187,7 +187,7 @@ STUDIES = {
             _cells(["mode=dp"], [f"{CIFAR10.format(lr)} epochs=3" for lr in (0.05, 0.1, 0.2, 0.4)])
             + _cells(
                 [_constant(delay, 4) for delay in STALENESS_LR],
-                [f"{CIFAR10.format(lr)} epochs=3" for lr in (0.025, 0.05, 0.1, 0.2)],
+                [f"{CIFAR10.format(lr)} epochs=3" for lr in (0.0125, 0.025, 0.05, 0.1, 0.2)],
             ),
             varied=("optim.lr",),
         ),
