@@ -380,7 +380,7 @@ def _steady_step_seconds(engine: Engine | Baseline, batch: tuple[torch.Tensor, t
 LINK_NETWORKS = {"resnet18": (32, 6), "vit_tiny_patch16_224": (64, 8)}
 """Pixels and stages. Most parameters of the first network are in two of ten blocks; the second has equal blocks."""
 LINK_MODES = ("cdp_v1", "cdp_v2")
-RATES_MBIT = (250, 500, 1000, 2000, None)
+RATES_MBIT = (100, 250, 500, 1000, 2000, None)
 LINK_ROUNDS, LINK_STEPS = 3, 2
 
 

@@ -29,6 +29,6 @@ def test_the_wheel_trains_in_an_empty_folder(tmp_path):
     assert [path.name for path in empty.iterdir()] == ["run"]
 
 
-def test_the_schedule_and_the_partition_import_no_torch():
-    code = "import sys, cdp_repro.schedule, cdp_repro.partition; assert not {'torch', 'numpy'} & set(sys.modules)"
+def test_schedule_partition_and_pricing_import_no_torch():
+    code = "import sys, cdp_repro.schedule, cdp_repro.partition, cdp_repro.pricing; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,18 @@
+"""What a training step costs on a cluster: seconds, idle share, bytes, for each mode, placement and baseline."""
+
+from cdp_repro.pricing.cluster import Cluster, Collectives, Link
+from cdp_repro.pricing.extrapolated import Job, estimate
+from cdp_repro.pricing.libraries import price_ddp, price_fsdp2
+from cdp_repro.pricing.simulated import Price, price
+
+__all__ = [
+    "Cluster",
+    "Collectives",
+    "Job",
+    "Link",
+    "Price",
+    "estimate",
+    "price",
+    "price_ddp",
+    "price_fsdp2",
+]

@@ -1,0 +1,121 @@
+"""A cluster in numbers: seconds of stages, links, and what collectives take over them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from cdp_repro.schedule import Action, Op
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of the connection of a device."""
+
+    latency_seconds: float = 0.0
+    bandwidth_bytes_per_second: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.latency_seconds < math.inf and self.bandwidth_bytes_per_second > 0):
+            raise ValueError(
+                f"a link of latency_seconds={self.latency_seconds} and "
+                f"bandwidth_bytes_per_second={self.bandwidth_bytes_per_second}: use 0 or more, and more than 0, "
+                "e.g. 1e-5 and 1e10"
+            )
+
+    def seconds(self, size: float) -> float:
+        """Return for how long `size` bytes occupy the link."""
+        return size / self.bandwidth_bytes_per_second
+
+    def faster(self, factor: float) -> Link:
+        """Return a link of the same latency and a multiple of the bandwidth."""
+        return replace(self, bandwidth_bytes_per_second=factor * self.bandwidth_bytes_per_second)
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """How many times as long as a ring over the same links the libraries' collectives take; 1 is the ring."""
+
+    all_reduce: float = 1.0
+    all_gather: float = 1.0
+    reduce_scatter: float = 1.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The seconds of each stage on one micro-batch, and the links. Tuples have one entry a stage.
+
+    Devices 0..D-1 are on host 0, the next D on host 1, and so on. Every device has two links of its own, to devices
+    on its host and to those on others, and sends and receives on each at the same time, one message after the other.
+    """
+
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    update_seconds: tuple[float, ...] = ()
+    """Of one update of the whole stage; unless given: 0."""
+    within_host: Link = Link()
+    between_hosts: Link = Link()
+    devices_per_host: int = 1
+    collectives: Collectives = Collectives()
+
+    def __post_init__(self) -> None:
+        if not self.update_seconds:
+            object.__setattr__(self, "update_seconds", (0.0,) * self.stages)
+        times = (self.forward_seconds, self.backward_seconds, self.update_seconds)
+        if len({len(each) for each in times}) != 1:
+            raise ValueError(f"forward, backward and update need one time a stage; got {[len(each) for each in times]}")
+        if not all(0 <= seconds < math.inf for each in times for seconds in each):
+            raise ValueError("every stage needs a finite number of seconds, 0 or more, e.g. 0.01")
+        if self.devices_per_host < 1:
+            raise ValueError(f"devices_per_host={self.devices_per_host}: use 1 or more")
+
+    @classmethod
+    def equal(cls, stages: int, forward: float = 1.0, backward: float = 1.0, update: float = 0.0) -> Cluster:
+        """Return a cluster on which all stages take the same seconds, and messages none."""
+        return cls((forward,) * stages, (backward,) * stages, (update,) * stages)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.forward_seconds)
+
+    def crosses(self, source: int, destination: int) -> bool:
+        """Whether the two ranks are on different hosts."""
+        return source // self.devices_per_host != destination // self.devices_per_host
+
+    def link(self, crosses: bool) -> Link:
+        """Return a link within a host or between two."""
+        return self.between_hosts if crosses else self.within_host
+
+    def seconds(self, action: Action) -> float:
+        """Return for how long an action keeps its device busy."""
+        by_op = {
+            Op.FORWARD: self.forward_seconds,
+            Op.BACKWARD: self.backward_seconds,
+            Op.UPDATE: self.update_seconds,
+        }
+        return by_op[action.op][action.stage] if action.op in by_op else 0.0
+
+
+def ring_seconds(cluster: Cluster, devices: int, size: float) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter of `size` bytes in a ring (Patarasuk and Yuan 2009).
+
+    Each of D-1 rounds sends 1/D of the bytes to the next device, at the pace of the slowest link.
+    """
+    if devices == 1:
+        return 0.0
+    return (devices - 1) * max(
+        link.latency_seconds + link.seconds(size / devices) for link in _links_of_ring(cluster, devices)
+    )
+
+
+def once_around_seconds(cluster: Cluster, devices: int, size: float) -> float:
+    """Return the seconds of a broadcast of `size` bytes, or of a reduction to one device, piped round a ring."""
+    links = _links_of_ring(cluster, devices)
+    return (devices - 1) * max(link.latency_seconds for link in links) + max(link.seconds(size) for link in links)
+
+
+def _links_of_ring(cluster: Cluster, devices: int) -> list[Link]:
+    """Return the kinds of links between neighbours, of two or more devices."""
+    per_host = cluster.devices_per_host
+    return [cluster.within_host] * (per_host > 1) + [cluster.between_hosts] * (devices > per_host)

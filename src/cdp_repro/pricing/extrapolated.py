@@ -1,0 +1,144 @@
+"""`estimate`: the price of a job of any size, from three small ones if it is too large to simulate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cdp_repro.pricing.cluster import Cluster, Link
+from cdp_repro.pricing.simulated import Price, price
+from cdp_repro.schedule import Schedule, StageCosts
+
+SIMULATED_FORWARDS = 1024
+"""Jobs of up to so many forwards in a training step (N R S) are simulated, in a second or so; others extrapolated."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `Schedule.build` takes, for sizes that it would take too long to build."""
+
+    mode: str | Sequence[Sequence[int]]
+    placement: str
+    workers: int
+    stages: int
+    replicas: int = 1
+    slot_order: str = "paper"
+    pipeline_schedule: str = "one_f_one_b"
+    collectives: bool = False
+
+    def schedule(self) -> Schedule:
+        """Return the schedule, which is validated as it runs."""
+        return Schedule.build(
+            self.mode, self.workers, self.stages, self.placement, self.slot_order,
+            replicas=self.replicas, pipeline_schedule=self.pipeline_schedule, collectives=self.collectives, ahead=False,
+        )  # fmt: skip
+
+    @property
+    def forwards(self) -> int:
+        """Forwards in a training step: N R S."""
+        return self.workers * self.replicas * self.stages
+
+
+def estimate(
+    job: Job, costs: StageCosts, cluster: Cluster, optimizer_states: int = 0, simulated: int = SIMULATED_FORWARDS
+) -> Price:
+    """Return the price of a job of any size: simulated if it has up to `simulated` forwards a step, else extrapolated.
+
+    Extrapolated is first the number of replicas R, with the stages as they are, then that of workers N, with S/N as it
+    is. Three jobs with 2n, 3n and 4n of it are simulated. What is exact about it, and what is not:
+
+    - devices and bytes are polynomials of degree 2 in N and in R, which three points determine: exact for equal
+      stages if n is a multiple of `devices_per_host`, as it is up to 8; larger hosts count as n devices, with too many
+      borders between them. On `model_parallel` hosts and stages never align, and the larger has the links of the
+      smaller in the same shares: not exact;
+    - seconds are a maximum of such terms, linear but for `zero` in the simultaneous timeline, where the owner of a
+      stage serves all others. The last points determine the one that is largest there: exact unless another overtakes
+      it later, which makes `step_seconds` too low. So it comes with bounds, extrapolated from the same job with free
+      links and with free compute, where terms compete less: a step is at least the longer, at most the sum of the two;
+    - a job of fewer workers has fewer stages, each the mean of neighbours: exact for equal stages only. But no
+      estimate is below what the mean device computes, or the busiest of a pipeline.
+    """
+    found = _extrapolated(job, costs, cluster, optimizer_states, simulated)
+    if found.method == "simulated":
+        return found
+    nothing = (0.0,) * cluster.stages
+    free_links = replace(cluster, within_host=Link(), between_hosts=Link())
+    free_compute = replace(cluster, forward_seconds=nothing, backward_seconds=nothing, update_seconds=nothing)
+    alone = [_extrapolated(job, costs, each, 0, simulated).step_seconds for each in (free_links, free_compute)]
+    step_seconds = max(found.step_seconds, *alone)
+    return replace(found, step_seconds=step_seconds, at_most_seconds=max(step_seconds, sum(alone)))
+
+
+def _extrapolated(job: Job, costs: StageCosts, cluster: Cluster, optimizer_states: int, simulated: int) -> Price:
+    """Return the price without bounds."""
+    axis = "replicas" if job.replicas > 4 * _unit(cluster, "replicas", job) else "workers"
+    unit, size = _unit(cluster, axis, job), getattr(job, axis)
+    if job.forwards <= simulated or size <= 4 * unit or (axis == "workers" and not isinstance(job.mode, str)):
+        return price(job.schedule(), costs, cluster, optimizer_states)
+    at_least = _busiest_rank_seconds(job, cluster)
+    growth = unit * job.replicas if axis == "workers" else unit
+    if growth % cluster.devices_per_host and job.workers * job.replicas > cluster.devices_per_host:
+        cluster = replace(cluster, devices_per_host=growth)
+    small = [_resized(job, axis, k * unit, costs, cluster) for k in (2, 3, 4)]
+    prices = [_extrapolated(*each, optimizer_states, simulated) for each in small]
+    names = ("devices", "busy_seconds", "within_host_bytes", "between_hosts_bytes", "activation_bytes")
+    found = {name: _through([getattr(each, name) for each in prices], size / unit) for name in names}
+    if job.placement == "model_parallel":
+        sent = found["within_host_bytes"] + found["between_hosts_bytes"]
+        found["between_hosts_bytes"] = sent * prices[-1].between_hosts_share
+        found["within_host_bytes"] = sent - found["between_hosts_bytes"]
+    least, _, most = (each.state_bytes for each in prices)  # versions come in whole numbers
+    found["state_bytes"] = least + (most - least) / 2 * (size / unit - 2)
+    seconds = [each.step_seconds for each in prices]
+    if not (axis == "workers" and job.placement == "zero" and job.mode == "dp"):
+        seconds[0] = 2 * seconds[1] - seconds[2]  # the last two decide
+    step_seconds = max(at_least, found["busy_seconds"] / found["devices"], _through(seconds, size / unit))
+    found["devices"] = round(found["devices"])
+    return Price(**found, step_seconds=step_seconds, method="extrapolated")  # type: ignore[arg-type]
+
+
+def _unit(cluster: Cluster, axis: str, job: Job) -> int:
+    """Return n, such that hosts are full where that is possible with few devices."""
+    shared = math.gcd(cluster.devices_per_host, job.replicas) if axis == "workers" else 1
+    least = 2 if axis == "workers" and job.replicas > 1 else 4
+    return min(8, math.lcm(least, cluster.devices_per_host // shared))
+
+
+def _busiest_rank_seconds(job: Job, cluster: Cluster) -> float:
+    """Return what the busiest rank of a pipeline computes in a training step; 0 of other placements."""
+    if job.placement != "pipeline":
+        return 0.0
+    per_stage = [
+        job.workers * (forward + backward) + update
+        for forward, backward, update in zip(
+            cluster.forward_seconds, cluster.backward_seconds, cluster.update_seconds, strict=True
+        )
+    ]
+    per_rank = job.stages // job.workers
+    return max(sum(per_stage[first : first + per_rank]) for first in range(0, job.stages, per_rank))
+
+
+def _resized(job: Job, axis: str, size: int, costs: StageCosts, cluster: Cluster) -> tuple[Job, StageCosts, Cluster]:
+    """Return the same job with `size` replicas, or workers: then with fewer stages, each the mean of neighbours."""
+    if axis == "replicas":
+        return replace(job, replicas=size), costs, cluster
+    stages = size * job.stages // job.workers
+    groups = [range(stage * job.stages // stages, (stage + 1) * job.stages // stages) for stage in range(stages)]
+
+    def mean(values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(math.fsum(values[stage] for stage in group) / len(group) for group in groups)
+
+    sizes = {name: [round(size) for size in mean(values)] for name, values in vars(costs).items()}
+    sizes["backward_bytes"][-1] += sum(sizes["forward_bytes"]) - sum(sizes["backward_bytes"])  # of the rounding
+    smaller = StageCosts(**{name: tuple(values) for name, values in sizes.items()})  # type: ignore[arg-type]
+    times = (cluster.forward_seconds, cluster.backward_seconds, cluster.update_seconds)
+    forward, backward, update = map(mean, times)
+    cluster = replace(cluster, forward_seconds=forward, backward_seconds=backward, update_seconds=update)
+    return replace(job, workers=size, stages=stages), smaller, cluster
+
+
+def _through(values: Sequence[float], at: float) -> float:
+    """Return at `at` the polynomial of degree 2 that has the three values at 2, 3 and 4."""
+    two, three, four = values
+    return two * (at - 3) * (at - 4) / 2 - three * (at - 2) * (at - 4) + four * (at - 2) * (at - 3) / 2
