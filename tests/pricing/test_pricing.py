@@ -278,3 +278,20 @@ def test_slow_collectives_make_the_baselines_dear_and_nothing_else():
     assert price_fsdp2(costs, ring, 2).step_seconds < price_fsdp2(costs, slow, 2).step_seconds
     schedule = Schedule.build("cdp_v2", 2, placement="zero")
     assert price(schedule, costs, ring) == price(schedule, costs, slow)
+
+
+@pytest.mark.parametrize(("mode", "place"), [("dp", "replicated"), ("cdp_v1", "zero"), ("cdp_v2", "replicated")])
+def test_extrapolated_bytes_of_unequal_stages_are_those_of_the_whole_model(mode, place):
+    """A first stage as large as all others together, such as of a perceptron on images."""
+    n = 20
+    sizes = (1000 * n, *range(900, 900 + n - 1))
+    costs = replace(
+        StageCosts.equal(n), forward_bytes=sizes, backward_bytes=sizes, parameter_bytes=sizes, gradient_bytes=sizes
+    )
+    cluster = linked(Cluster.equal(n, 1.0, 2.0), 0.01, 1e5)
+    found, exact = (estimate(Job(mode, place, n, n), costs, cluster, 1, simulated) for simulated in (1, 10**6))
+    assert (found.method, exact.method) == ("extrapolated", "simulated")
+    assert found.activation_bytes == pytest.approx(exact.activation_bytes, rel=0.001)
+    assert found.sent_bytes_per_device == pytest.approx(exact.sent_bytes_per_device, rel=0.02)
+    assert found.step_seconds <= exact.step_seconds * 1.05
+    assert exact.step_seconds <= found.at_most_seconds * 1.05

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
+from typing import TypeVar
 
 from cdp_repro.pricing.cluster import Cluster, Link
-from cdp_repro.pricing.simulated import Price, price
+from cdp_repro.pricing.simulated import Price, price, price_on_each
 from cdp_repro.schedule import Schedule, StageCosts
+
+N = TypeVar("N", int, float)
 
 SIMULATED_FORWARDS = 1024
 """Jobs of up to so many forwards in a training step (N R S) are simulated, in a second or so; others extrapolated."""
@@ -56,44 +60,70 @@ def estimate(
       stage serves all others. The last points determine the one that is largest there: exact unless another overtakes
       it later, which makes `step_seconds` too low. So it comes with bounds, extrapolated from the same job with free
       links and with free compute, where terms compete less: a step is at least the longer, at most the sum of the two;
-    - a job of fewer workers has fewer stages, each the mean of neighbours: exact for equal stages only. But no
-      estimate is below what the mean device computes, or the busiest of a pipeline.
+    - a job of fewer workers has fewer stages, each the mean of its share of the stages: exact for equal stages, and
+      for what is a sum over all stages. But no estimate is below what the mean device computes, or the busiest of a
+      pipeline.
     """
-    found = _extrapolated(job, costs, cluster, optimizer_states, simulated)
-    if found.method == "simulated":
-        return found
+    if not _is_too_large(job, cluster, simulated):
+        return price(job.schedule(), costs, cluster, optimizer_states)
     nothing = (0.0,) * cluster.stages
     free_links = replace(cluster, within_host=Link(), between_hosts=Link())
     free_compute = replace(cluster, forward_seconds=nothing, backward_seconds=nothing, update_seconds=nothing)
-    alone = [_extrapolated(job, costs, each, 0, simulated).step_seconds for each in (free_links, free_compute)]
-    step_seconds = max(found.step_seconds, *alone)
-    return replace(found, step_seconds=step_seconds, at_most_seconds=max(step_seconds, sum(alone)))
+    clusters = (cluster, free_links, free_compute)
+    found, *alone = _extrapolated(job, costs, clusters, optimizer_states, simulated)
+    seconds = [each.step_seconds for each in alone]
+    step_seconds = max(found.step_seconds, *seconds)
+    return replace(found, step_seconds=step_seconds, at_most_seconds=max(step_seconds, sum(seconds)))
 
 
-def _extrapolated(job: Job, costs: StageCosts, cluster: Cluster, optimizer_states: int, simulated: int) -> Price:
-    """Return the price without bounds."""
-    axis = "replicas" if job.replicas > 4 * _unit(cluster, "replicas", job) else "workers"
-    unit, size = _unit(cluster, axis, job), getattr(job, axis)
-    if job.forwards <= simulated or size <= 4 * unit or (axis == "workers" and not isinstance(job.mode, str)):
-        return price(job.schedule(), costs, cluster, optimizer_states)
-    at_least = _busiest_rank_seconds(job, cluster)
+def _axis(job: Job, cluster: Cluster) -> str:
+    """Return what of a job is extrapolated first."""
+    return "replicas" if job.replicas > 4 * _unit(cluster, "replicas", job) else "workers"
+
+
+def _is_too_large(job: Job, cluster: Cluster, simulated: int) -> bool:
+    """Whether a job is extrapolated: there are smaller ones, and it has more than `simulated` forwards."""
+    axis = _axis(job, cluster)
+    has_smaller = getattr(job, axis) > 4 * _unit(cluster, axis, job)
+    return job.forwards > simulated and has_smaller and (axis == "replicas" or isinstance(job.mode, str))
+
+
+def _extrapolated(
+    job: Job, costs: StageCosts, clusters: Sequence[Cluster], optimizer_states: int, simulated: int
+) -> list[Price]:
+    """Return the price on each of some clusters that differ in seconds only, without bounds."""
+    hosts = clusters[0]
+    if not _is_too_large(job, hosts, simulated):
+        return price_on_each(job.schedule(), costs, clusters, optimizer_states)
+    axis = _axis(job, hosts)
+    unit = _unit(hosts, axis, job)
     growth = unit * job.replicas if axis == "workers" else unit
-    if growth % cluster.devices_per_host and job.workers * job.replicas > cluster.devices_per_host:
-        cluster = replace(cluster, devices_per_host=growth)
-    small = [_resized(job, axis, k * unit, costs, cluster) for k in (2, 3, 4)]
-    prices = [_extrapolated(*each, optimizer_states, simulated) for each in small]
+    at_least = [_busiest_rank_seconds(job, cluster) for cluster in clusters]
+    if growth % hosts.devices_per_host and job.workers * job.replicas > hosts.devices_per_host:
+        clusters = [replace(cluster, devices_per_host=growth) for cluster in clusters]
+    small = [
+        _extrapolated(*_resized(job, axis, k * unit, costs, clusters), optimizer_states, simulated) for k in (2, 3, 4)
+    ]
+    return [
+        _from_three(job, axis, getattr(job, axis) / unit, prices, least)
+        for prices, least in zip(zip(*small, strict=True), at_least, strict=True)
+    ]
+
+
+def _from_three(job: Job, axis: str, size: float, prices: Sequence[Price], at_least: float) -> Price:
+    """Return the price at `size` from those at 2, 3 and 4; its seconds are at least `at_least`."""
     names = ("devices", "busy_seconds", "within_host_bytes", "between_hosts_bytes", "activation_bytes")
-    found = {name: _through([getattr(each, name) for each in prices], size / unit) for name in names}
+    found = {name: _through([getattr(each, name) for each in prices], size) for name in names}
     if job.placement == "model_parallel":
         sent = found["within_host_bytes"] + found["between_hosts_bytes"]
         found["between_hosts_bytes"] = sent * prices[-1].between_hosts_share
         found["within_host_bytes"] = sent - found["between_hosts_bytes"]
     least, _, most = (each.state_bytes for each in prices)  # versions come in whole numbers
-    found["state_bytes"] = least + (most - least) / 2 * (size / unit - 2)
+    found["state_bytes"] = least + (most - least) / 2 * (size - 2)
     seconds = [each.step_seconds for each in prices]
     if not (axis == "workers" and job.placement == "zero" and job.mode == "dp"):
         seconds[0] = 2 * seconds[1] - seconds[2]  # the last two decide
-    step_seconds = max(at_least, found["busy_seconds"] / found["devices"], _through(seconds, size / unit))
+    step_seconds = max(at_least, found["busy_seconds"] / found["devices"], _through(seconds, size))
     found["devices"] = round(found["devices"])
     return Price(**found, step_seconds=step_seconds, method="extrapolated")  # type: ignore[arg-type]
 
@@ -119,23 +149,45 @@ def _busiest_rank_seconds(job: Job, cluster: Cluster) -> float:
     return max(sum(per_stage[first : first + per_rank]) for first in range(0, job.stages, per_rank))
 
 
-def _resized(job: Job, axis: str, size: int, costs: StageCosts, cluster: Cluster) -> tuple[Job, StageCosts, Cluster]:
-    """Return the same job with `size` replicas, or workers: then with fewer stages, each the mean of neighbours."""
+def _resized(
+    job: Job, axis: str, size: int, costs: StageCosts, clusters: Sequence[Cluster]
+) -> tuple[Job, StageCosts, Sequence[Cluster]]:
+    """Return the same job with `size` replicas, or workers: then with fewer stages, each the mean of its share."""
     if axis == "replicas":
-        return replace(job, replicas=size), costs, cluster
+        return replace(job, replicas=size), costs, clusters
     stages = size * job.stages // job.workers
-    groups = [range(stage * job.stages // stages, (stage + 1) * job.stages // stages) for stage in range(stages)]
+    smaller = StageCosts(
+        **{name: _differences(map(round, _sums_to(values, stages))) for name, values in vars(costs).items()}  # type: ignore[arg-type]
+    )
+    resized = [
+        replace(
+            cluster,
+            forward_seconds=_differences(_sums_to(cluster.forward_seconds, stages)),
+            backward_seconds=_differences(_sums_to(cluster.backward_seconds, stages)),
+            update_seconds=_differences(_sums_to(cluster.update_seconds, stages)),
+        )
+        for cluster in clusters
+    ]
+    return replace(job, workers=size, stages=stages), smaller, resized
 
-    def mean(values: Sequence[float]) -> tuple[float, ...]:
-        return tuple(math.fsum(values[stage] for stage in group) / len(group) for group in groups)
 
-    sizes = {name: [round(size) for size in mean(values)] for name, values in vars(costs).items()}
-    sizes["backward_bytes"][-1] += sum(sizes["forward_bytes"]) - sum(sizes["backward_bytes"])  # of the rounding
-    smaller = StageCosts(**{name: tuple(values) for name, values in sizes.items()})  # type: ignore[arg-type]
-    times = (cluster.forward_seconds, cluster.backward_seconds, cluster.update_seconds)
-    forward, backward, update = map(mean, times)
-    cluster = replace(cluster, forward_seconds=forward, backward_seconds=backward, update_seconds=update)
-    return replace(job, workers=size, stages=stages), smaller, cluster
+def _differences(sums: Iterable[N]) -> tuple[N, ...]:
+    """Return the values whose sums so far these are."""
+    return tuple(later - earlier for earlier, later in pairwise(chain((0,), sums)))
+
+
+def _sums_to(values: Sequence[float], number: int) -> list[float]:
+    """Cut `values` into `number` equal shares, through values where need be; return the sums of their means so far.
+
+    So sums over all stages are in proportion to the number of stages, as they must be to be extrapolated.
+    """
+    sums = [0.0, *accumulate(values)]
+    share = len(values) / number
+    found = []
+    for end in range(1, number + 1):
+        whole, rest = divmod(end * len(values), number)
+        found.append((sums[whole] + (values[whole] * rest / number if rest else 0.0)) / share)
+    return found
 
 
 def _through(values: Sequence[float], at: float) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, takewhile
 
@@ -99,12 +99,10 @@ class _SelfTimedClock:
         self.sent: dict[tuple[int, bool], int] = defaultdict(int)
         """By slot and whether between hosts: bytes."""
 
-    def timed(self, slots: Iterable[Slot]) -> Iterator[Slot]:
-        """Yield `slots` unchanged, each when all of its actions have run."""
-        for slot in slots:
-            for action in slot.actions:
-                self._run(slot.number, action)
-            yield slot
+    def run(self, slot: Slot) -> None:
+        """Run all actions of the next slot."""
+        for action in slot.actions:
+            self._run(slot.number, action)
 
     def _run(self, slot: int, action: Action) -> None:
         rank = action.rank
@@ -175,6 +173,16 @@ class _SelfTimedClock:
         growths = [late - early for early, late in zip(one + two, two + three, strict=True)]
         return max(growths) - min(growths) <= _STEADY * max(growths)
 
+    def per_step(self, settled: int) -> dict[str, float]:
+        """Return the seconds that devices compute and the bytes that they send in a step, once `settled` have run."""
+        full = range(self.starts[settled], self.starts[-1])
+        steps = len(self.starts) - 1 - settled
+        return {
+            "busy_seconds": math.fsum(chain.from_iterable(self.busy.get(slot, ()) for slot in full)) / steps,
+            "within_host_bytes": sum(self.sent.get((slot, False), 0) for slot in full) / steps,
+            "between_hosts_bytes": sum(self.sent.get((slot, True), 0) for slot in full) / steps,
+        }
+
     @property
     def period(self) -> float:
         """Seconds from one training step to the next: exact once steady, else the mean of the later half of them."""
@@ -191,23 +199,40 @@ def price(schedule: Schedule, costs: StageCosts, cluster: Cluster, optimizer_sta
     Raises:
         ValueError: `schedule`, `costs` and `cluster` are not of the same number of stages.
     """
-    if cluster.stages != schedule.stages:
-        raise ValueError(
-            f"the cluster has times of {cluster.stages} stages, the schedule has {schedule.stages}: give one a stage"
+    (found,) = price_on_each(schedule, costs, (cluster,), optimizer_states)
+    return found
+
+
+def price_on_each(
+    schedule: Schedule, costs: StageCosts, clusters: Sequence[Cluster], optimizer_states: int = 0
+) -> list[Price]:
+    """Return the price on each of several clusters, of one run of the programs, which takes longer than its timing."""
+    for cluster in clusters:
+        if cluster.stages != schedule.stages:
+            raise ValueError(
+                f"the cluster has times of {cluster.stages} stages, the schedule has {schedule.stages}: give one a "
+                "stage"
+            )
+    clocks = [_SelfTimedClock(schedule, costs, cluster) for cluster in clusters]
+    settled = max(map(schedule.mode.oldest, range(schedule.stages))) + 2
+    slots = takewhile(lambda _: not all(clock.is_done(settled + 2) for clock in clocks), schedule.slots(count()))
+    totals = list(simulate_totals(schedule, costs, _timed(slots, clocks), optimizer_states))
+    return [
+        Price(
+            devices=schedule.ranks,
+            step_seconds=clock.period,
+            **clock.per_step(settled),
+            activation_bytes=max(slot.activation_bytes_per_device for slot in totals),
+            state_bytes=max(slot.state_bytes_per_device for slot in totals),
+            method="simulated",
         )
-    clock = _SelfTimedClock(schedule, costs, cluster)
-    longest = max(map(schedule.mode.oldest, range(schedule.stages)))
-    slots = takewhile(lambda _: not clock.is_done(longest + 4), schedule.slots(count()))
-    totals = list(simulate_totals(schedule, costs, clock.timed(slots), optimizer_states))
-    steps = len(clock.starts) - 1 - (longest + 2)
-    full = range(clock.starts[longest + 2], clock.starts[-1])  # and repeating itself
-    return Price(
-        devices=schedule.ranks,
-        step_seconds=clock.period,
-        busy_seconds=math.fsum(chain.from_iterable(clock.busy.get(slot, ()) for slot in full)) / steps,
-        within_host_bytes=sum(clock.sent.get((slot, False), 0) for slot in full) / steps,
-        between_hosts_bytes=sum(clock.sent.get((slot, True), 0) for slot in full) / steps,
-        activation_bytes=max(slot.activation_bytes_per_device for slot in totals),
-        state_bytes=max(slot.state_bytes_per_device for slot in totals),
-        method="simulated",
-    )
+        for clock in clocks
+    ]
+
+
+def _timed(slots: Iterable[Slot], clocks: Sequence[_SelfTimedClock]) -> Iterator[Slot]:
+    """Yield `slots` unchanged, each when all of its actions have run on all clocks."""
+    for slot in slots:
+        for clock in clocks:
+            clock.run(slot)
+        yield slot
