@@ -1,19 +1,23 @@
 """Simulate every setting of the cost table with many workers; write results/simulated.json.
 
-Usage: python scripts/simulate.py [N ...]        (default: 8 16 32 64 128 256, minutes; four times as long for twice N)
+Usage: python scripts/simulate.py [N ...]
 
-Equal stages; the very programs that would run. `cdp-report build` compares the numbers with the closed forms. What is
-in the file for other N stays.
+Without N: 8 16 32 64 128 256, minutes on two cores; four times as long for twice N, so that 512 and 1024 take about an
+hour. Equal stages; the very programs that would run. `cdp-report build` compares the numbers with the closed forms.
+What is in the file for other N stays.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
-from cdp_repro.report.closed_forms import SETTINGS
-from cdp_repro.report.costs import SIMULATED, simulated, simulation_key, unit_costs
+from cdp_repro.report.closed_forms import SETTINGS, Setting
+from cdp_repro.report.costs import SIMULATED, Values, simulated, simulation_key, unit_costs
 from cdp_repro.training.run import versions
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -23,16 +27,20 @@ WORKERS = (8, 16, 32, 64, 128, 256)
 def main(sizes: list[int]) -> None:
     path = RESULTS / SIMULATED
     values = json.loads(path.read_text())["values"] if path.exists() else {}
-    for workers in sizes or WORKERS:
-        values[str(workers)] = {}
-        for setting in SETTINGS:
-            if setting.baseline is None:
-                found = simulated(setting, workers, unit_costs(workers), optimizer_states=1)
-                values[str(workers)][simulation_key(setting)] = found
-                print(workers, setting.name, setting.mode, flush=True)
-        said = {"command": "python scripts/simulate.py", **versions()}
-        ordered = {n: values[n] for n in sorted(values, key=int)}
-        path.write_text(json.dumps({**said, "values": ordered}, indent=1) + "\n")
+    ours = [setting for setting in SETTINGS if setting.baseline is None]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for workers in sizes or WORKERS:
+            found = pool.map(partial(_simulated, workers), ours)
+            values[str(workers)] = {simulation_key(setting): each for setting, each in zip(ours, found, strict=True)}
+            said = {"command": "python scripts/simulate.py", **versions()}
+            ordered = {n: values[n] for n in sorted(values, key=int)}
+            path.write_text(json.dumps({**said, "values": ordered}, indent=1) + "\n")
+
+
+def _simulated(workers: int, setting: Setting) -> Values:
+    found = simulated(setting, workers, unit_costs(workers), optimizer_states=1)
+    print(workers, setting.name, setting.mode, flush=True)
+    return found
 
 
 if __name__ == "__main__":
