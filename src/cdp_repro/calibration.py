@@ -47,13 +47,14 @@ def measure_network(rounds: int = 20) -> tuple[Link, Collectives]:
 
 
 def network_of(seconds: Mapping[str, float]) -> tuple[Link, Collectives]:
-    """Return latency and bandwidth of a link and its collectives from what `time_messages` has measured over it."""
+    """Return latency and bandwidth of a link and its collectives from what `time_messages` has measured, by gloo."""
     bandwidth = (_LARGE - _SMALL) / max(seconds["large"] - seconds["small"], 1e-9)
     link = Link(seconds["small"], bandwidth)
     half = link.latency_seconds + link.seconds(_LARGE / 2)  # what each of two ranks sends in a round of the ring
     return link, Collectives(
-        seconds["all_reduce"] / (2 * half), seconds["all_gather"] / half, seconds["reduce_scatter"] / half
-    )
+        seconds["all_reduce"] / (2 * half), seconds["all_gather"] / half, seconds["reduce_scatter"] / half,
+        on_streams=False,
+    )  # fmt: skip
 
 
 def time_messages(rounds: int) -> dict[str, float]:

@@ -253,7 +253,7 @@ class RunConfig:
             self.slot_order,
             replicas=self.replicas,
             pipeline_schedule=self.pipeline_schedule,
-            collectives=self.collectives,
+            collectives=self.collectives and self.baseline is None,
         )
 
 
@@ -295,13 +295,17 @@ _SCHEDULE_KEYS = {
     "pipeline_schedule", "collectives",
 }  # fmt: skip
 
+PLACING = ("placement.name", "pipeline_schedule", "collectives")
+"""Values that say where and how the same numbers are computed."""
+
 NO_INFLUENCE = (
     "run_dir", "wandb", "wandb_project", "keep_checkpoints", "checkpoint_every_steps", "log_every_steps",
-    "traced_steps", "evaluation_batch_size", "timeout_seconds", "placement.name", "pipeline_schedule", "dataset.root",
+    "traced_steps", "evaluation_batch_size", "timeout_seconds", *PLACING, "dataset.root",
     "dataset.download", "dataset.loader_workers", "price",
     *(f"cluster.{each.name}" for each in fields(ClusterConfig)),
 )  # fmt: skip
-"""Values that may differ between a checkpoint and the run that goes on from it: they change no parameter."""
+"""Values that may differ between a checkpoint and the run that goes on from it: they change no parameter, but
+`collectives` in its last bits."""
 
 
 def load_config(composed: DictConfig, check_device: bool = True) -> RunConfig:
@@ -332,6 +336,8 @@ def without_effect(config: RunConfig) -> list[str]:
         )
     elif config.optim.schedule == "step" and config.optim.step_epochs >= config.epochs:
         found.append(f"optim.step_epochs={config.optim.step_epochs} is not reached in epochs={config.epochs}")
+    if config.collectives and config.ranks == 1:
+        found.append("collectives=true has no effect on one rank")
     if config.channels_last and config.model.name == "mlp":
         found.append("channels_last=true has no effect on model=mlp")
     return found
@@ -460,6 +466,8 @@ def _wrong_with_baseline(config: RunConfig) -> Iterable[str]:
         yield f"baseline={config.baseline} trains by data parallelism, not by mode={config.mode.name}: use mode=dp"
     if config.placement.name != "single_device":
         yield f"baseline={config.baseline} places its stages itself: drop placement={config.placement.name}"
+    if config.collectives:
+        yield f"baseline={config.baseline} uses the library's collectives in any case: drop collectives=true"
     if config.replicas != 1:
         yield f"baseline={config.baseline} knows no replicas={config.replicas}: use workers={config.micro_batches}"
     if config.baseline in ("torch_gpipe", "torch_1f1b") and config.stage_count != config.workers:
@@ -467,6 +475,16 @@ def _wrong_with_baseline(config: RunConfig) -> Iterable[str]:
             f"baseline={config.baseline} runs one stage a process, not stages={config.stage_count} on "
             f"workers={config.workers}: use stages={config.workers}"
         )
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings by dotted key, those that an older version did not have at their default."""
+    return {**defaults(), **flat(config)}
+
+
+def defaults() -> dict[str, Any]:
+    """Return the default of every setting by dotted key."""
+    return flat(RunConfig().to_dict())
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

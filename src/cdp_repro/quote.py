@@ -109,9 +109,10 @@ def quote_text(quote: Quote) -> str:
     ]
     if cluster.collectives != Collectives():
         factors = ", ".join(
-            f"{name.replace('_', '-')} {factor:.3g}" for name, factor in vars(cluster.collectives).items()
+            f"{name.replace('_', '-')} {getattr(cluster.collectives, name):.3g}"
+            for name in ("all_reduce", "all_gather", "reduce_scatter")
         )
-        head.append(f"collectives of the baselines, over a ring on these links: {factors}")
+        head.append(f"the library's collectives, over a ring on these links: {factors}")
     columns = (
         "mode", "where", "devices", "step [s]", "images/s", "idle", "activations/device", "parameters+optimizer/device",
         "sent/device", "between hosts", "by",

@@ -21,7 +21,7 @@ VIT = "test_vit"
 
 
 def linear_stages(count):
-    """BatchNorm, dropout, stages without parameters, a frozen one, and one that the loss does not fully use."""
+    """BatchNorm, dropout, a stage without parameters, and one with a frozen parameter."""
     torch.manual_seed(0)
     kinds = [
         lambda: nn.Sequential(nn.Linear(5, 5, bias=False), nn.BatchNorm1d(5), nn.ReLU(inplace=True)),
@@ -29,7 +29,10 @@ def linear_stages(count):
         lambda: nn.Sequential(nn.Tanh()),
         lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)),
     ]
-    return [kinds[number % 4]().double() for number in range(count)]
+    stages = [kinds[number % 4]().double() for number in range(count)]
+    for stage in stages[3::4]:
+        stage[0].bias.requires_grad_(False)
+    return stages
 
 
 def model_stages(name, count):

@@ -265,10 +265,10 @@ def test_collectives_are_counted_in_rings_over_the_measured_link():
     seconds = {"small": 1.0, "large": 1.0 + (2**23 - 8) / half}
     link, collectives = network_of(seconds | {"all_reduce": 4.0, "all_gather": 4.0, "reduce_scatter": 6.0})
     assert link == Link(1.0, half)
-    assert collectives == Collectives(all_reduce=1.0, all_gather=2.0, reduce_scatter=3.0)
+    assert collectives == Collectives(all_reduce=1.0, all_gather=2.0, reduce_scatter=3.0, on_streams=False)
 
 
-def test_slow_collectives_make_the_baselines_dear_and_nothing_else():
+def test_slow_collectives_make_what_uses_them_dear_and_nothing_else():
     costs = StageCosts.equal(2, 1, 100, 1)
     ring = Cluster((1.0, 1.0), (1.0, 1.0), within_host=Link(0.0, 10.0), devices_per_host=2)
     slow = replace(ring, collectives=Collectives(all_reduce=2, all_gather=3, reduce_scatter=4))
@@ -276,6 +276,8 @@ def test_slow_collectives_make_the_baselines_dear_and_nothing_else():
     assert price_ddp(costs, ring, 2).step_seconds == 2 + 1 + 2 * 10
     assert price_ddp(costs, slow, 2).step_seconds == 2 + 1 + 2 * 20
     assert price_fsdp2(costs, ring, 2).step_seconds < price_fsdp2(costs, slow, 2).step_seconds
+    waits = replace(ring, collectives=Collectives(on_streams=False))  # for two gathers and a reduction of each stage
+    assert price_fsdp2(costs, waits, 2).step_seconds == 2 + 2 + 2 * (2 * 5 + 5)
     schedule = Schedule.build("cdp_v2", 2, placement="zero")
     assert price(schedule, costs, ring) == price(schedule, costs, slow)
 
@@ -295,3 +297,28 @@ def test_extrapolated_bytes_of_unequal_stages_are_those_of_the_whole_model(mode,
     assert found.sent_bytes_per_device == pytest.approx(exact.sent_bytes_per_device, rel=0.02)
     assert found.step_seconds <= exact.step_seconds * 1.05
     assert exact.step_seconds <= found.at_most_seconds * 1.05
+
+
+@pytest.mark.parametrize("axis", ["workers", "replicas"])
+@pytest.mark.parametrize("link", [(1.0, math.inf), (0.0, 2.0)], ids=["latency", "bandwidth"])
+@pytest.mark.parametrize("place", ["replicated", "zero"])
+def test_extrapolated_collectives_are_those_that_are_simulated(place, link, axis):
+    n, r = (20, 1) if axis == "workers" else (2, 40)
+    costs = StageCosts.equal(n, 6, 8)
+    cluster = linked(Cluster.equal(n, 0.5, 1.0), *link)
+    job = Job("dp", place, n, n, r, collectives=True)
+    found, exact = (estimate(job, costs, cluster, 1, simulated) for simulated in (1, 10**6))
+    assert (found.method, exact.method) == ("extrapolated", "simulated")
+    assert found.step_seconds == pytest.approx(exact.step_seconds, rel=1e-6)
+
+
+def test_flags_of_stages_stay_flags_when_a_job_shrinks():
+    """Sums of flags, rounded, would count an input that is kept twice, and give negative bytes."""
+    n = 24
+    kept = tuple(stage % 4 != 1 for stage in range(n))
+    costs = replace(StageCosts.equal(n, 6, 8), input_kept=kept, output_kept=(False,) * n)
+    found, exact = (
+        estimate(Job("cdp_v2", "pipeline", n, n), costs, linked(Cluster.equal(n)), 1, simulated)
+        for simulated in (1, 10**6)
+    )
+    assert found.activation_bytes == pytest.approx(exact.activation_bytes, rel=0.05)

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from cdp_repro.cli.compose import compose_config
-from cdp_repro.report.rows import RowError, cell_hash, collect, read_row, read_rows, settings_of, write_row
+from cdp_repro.config import settings_of
+from cdp_repro.report.rows import RowError, cell_hash, collect, read_row, read_rows, write_row
 from cdp_repro.schedule import Schedule, simulate
 from cdp_repro.training.run import train
 

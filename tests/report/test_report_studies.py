@@ -8,9 +8,10 @@ import pytest
 from report_rows import row_of
 
 from cdp_repro.cli.compose import compose_config
+from cdp_repro.config import settings_of
 from cdp_repro.report.accuracy import tuning_table
 from cdp_repro.report.groups import grouped
-from cdp_repro.report.rows import ROWS, label_of_mode, read_rows, settings_of
+from cdp_repro.report.rows import ROWS, label_of_mode, read_rows
 from cdp_repro.report.studies import STALENESS_LR, STUDIES, TUNED_LR, Cell
 
 ROOT = Path(__file__).parents[2]

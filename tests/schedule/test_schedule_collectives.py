@@ -87,7 +87,7 @@ def test_an_all_reduce_splits_its_bytes_evenly_over_the_ranks(placement):
      ("dp", "single_device"), ([[1, 1], [1, 1]], "replicated")],
 )  # fmt: skip
 def test_who_does_not_compute_at_once_is_refused_with_what_works(mode, placement):
-    with pytest.raises(ValueError, match=r"collectives=true needs .* use mode=dp placement=replicated"):
+    with pytest.raises(ValueError, match=r"use collectives=false, or mode=dp placement=replicated"):
         Schedule.build(mode, 2, placement=placement, collectives=True)
 
 
@@ -127,7 +127,7 @@ def corrupted(placement, change):
 @settings(deadline=None, max_examples=60)
 def test_any_dropped_repeated_or_moved_part_is_caught(data):
     placement = data.draw(st.sampled_from(COLLECTIVE_PLACEMENTS))
-    how = data.draw(st.sampled_from(["drop", "repeat", "rank", "next slot"]))
+    how = data.draw(st.sampled_from(["drop", "repeat", "rank", "next slot", "swap ranks"]))
 
     def change(slots):
         places = [(k, p) for k, (_, actions) in enumerate(slots[:-6]) for p, a in enumerate(actions) if a.op == "C"]
@@ -139,6 +139,10 @@ def test_any_dropped_repeated_or_moved_part_is_caught(data):
             slots[k][1].insert(p, action.at_rank((action.rank + 1) % 3))
         elif how == "next slot":
             slots[k + 1][1].append(action)
+        elif how == "swap ranks":
+            other = next(a for a in slots[k][1] if (a.op, a.payload, a.stage) == ("C", action.payload, action.stage))
+            slots[k][1][slots[k][1].index(other)] = other.at_rank(action.rank)
+            slots[k][1].insert(p, action.at_rank(other.rank))
 
     corrupted(placement, change)
 
@@ -152,4 +156,20 @@ def test_ranks_that_would_wait_for_each_other_are_named():
         actions.remove(late)
         actions.append(late)
 
-    assert "rank 0 takes part in the collectives" in corrupted("zero", change)
+    assert "begins before ranks [1] take part in C1.m0@v0:parameters" in corrupted("zero", change)
+
+
+def test_nobody_reads_a_broadcast_before_its_owner_takes_part():
+    def change(slots):
+        actions = slots[0][1]
+        own = [a for a in actions if a.op == "C" and a.stage == 0 and a.rank == 0]
+        slots[0][1] = [*(a for a in actions if a not in own), *own]
+
+    assert "rank 0" in corrupted("zero", change)
+
+
+def test_a_rank_that_takes_no_part_is_named():
+    def change(slots):
+        slots[3][1] = [a for a in slots[3][1] if str(a) != "C2.m2:gradients"]
+
+    assert "slot 3: ranks [2] do not take part in C2.m0:gradients" in corrupted("zero", change)

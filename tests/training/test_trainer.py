@@ -18,13 +18,13 @@ from offline_wandb import history, records, wandb_files
 from omegaconf import OmegaConf
 
 from cdp_repro.cli.compose import compose_config
-from cdp_repro.config import load_config
+from cdp_repro.config import RunConfig, load_config
 from cdp_repro.data.memory import InMemoryDataset
 from cdp_repro.schedule import Action
 from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
 from cdp_repro.training.run import train
 from cdp_repro.training.tracking import RunDirectory, RunDirectoryError, read_metrics
-from cdp_repro.training.trainer import DivergedError, Interrupted
+from cdp_repro.training.trainer import DivergedError, Interrupted, _refuse_foreign
 
 MODES = ("mode=dp", "mode=cdp_v1", "mode=cdp_v2", "mode=[[1,2,1,1],[1,1,3,1],[1,1,1,1],[2,1,1,0]]")
 
@@ -190,6 +190,14 @@ def test_a_checkpoint_of_another_configuration_or_other_data_is_refused(tmp_path
     with pytest.raises(CheckpointError, match=r"optim.lr is 0.1 in the checkpoint, 0.2 in the run"):
         resume(tmp_path / "run")
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_checkpoint_of_a_version_with_fewer_settings_is_of_the_same_run():
+    now = RunConfig().to_dict()
+    before = {key: value for key, value in now.items() if key not in ("partition", "collectives")}
+    _refuse_foreign({"config": before, "data": {}}, {"config": now, "data": {}})
+    with pytest.raises(CheckpointError, match="partition is flops in the checkpoint, time in the run"):
+        _refuse_foreign({"config": before, "data": {}}, {"config": {**now, "partition": "time"}, "data": {}})
 
 
 def test_a_damaged_checkpoint_is_refused_and_harms_nothing(tmp_path, tiny):

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ from cdp_repro.training.tracking import read_metrics
 from cdp_repro.training.trainer import Interrupted, Trainer
 
 PLACEMENTS = ("replicated", "zero", "model_parallel", "pipeline")
+COLLECTIVE = ("replicated collectives=true", "zero collectives=true")
+"""Two ranks: a sum of two does not depend on its order, so that these are bitwise, too."""
+RUNS = [*(("cdp_v2", name) for name in PLACEMENTS), *(("dp", name) for name in COLLECTIVE)]
 STEPS = 10
 
 
@@ -92,13 +96,15 @@ def alone(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("mode", "placement"), [*product(("dp", "cdp_v1", "cdp_v2"), PLACEMENTS), *(("dp", name) for name in COLLECTIVE)]
+)
 def test_a_run_on_any_placement_is_that_on_one_device(tmp_path, tiny, alone, placement, mode):
-    config = config_of(tiny, f"mode={mode}", f"placement={placement}")
+    config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split())
     summary = run(config, tmp_path / "run", tmp_path)
     same_outcome(tmp_path / "run", alone / mode)
-    assert (summary["status"], summary["placement"], summary["ranks"]) == ("finished", placement, config.ranks)
+    where = config.placement.name
+    assert (summary["status"], summary["placement"], summary["ranks"]) == ("finished", where, config.ranks)
     with (tmp_path / "run" / "comms.csv").open() as file:
         rows = [tuple(row.values()) for row in csv.DictReader(file)]
     simulated = simulate(config.schedule(), cut_model(config).costs, 2).messages
@@ -126,21 +132,29 @@ def test_a_run_interrupted_on_any_rank_goes_on_bitwise_on_another_placement(
     same_outcome(tmp_path / "run", alone / mode)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_killed_rank_ends_all_and_the_run_goes_on_bitwise(tmp_path, tiny, alone, placement):
-    config = config_of(tiny, "mode=cdp_v2", f"placement={placement}")
+def test_a_run_by_collectives_goes_on_without_them(tmp_path, tiny, alone):
+    config = config_of(tiny, "mode=dp", "placement=zero", "collectives=true", "checkpoint_every_steps=100")
+    assert "stopped by signal 2" in run(config, tmp_path / "run", tmp_path, resume=False, stop_at=4)
+    config.placement.name, config.collectives = "single_device", False
+    run(config, tmp_path / "run", tmp_path, resume=True)
+    same_outcome(tmp_path / "run", alone / "dp")
+
+
+@pytest.mark.parametrize(("mode", "placement"), RUNS)
+def test_a_killed_rank_ends_all_and_the_run_goes_on_bitwise(tmp_path, tiny, alone, placement, mode):
+    config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split())
     step, rank = random.randrange(3, STEPS), random.randrange(config.ranks)
     begin = time.monotonic()
     with pytest.raises(RankFailedError, match=rf"rank {rank} was killed by SIGKILL"):
         launch(train_run, (config, tmp_path / "run", False, step, (rank, signal.SIGKILL)), config.ranks)
     assert time.monotonic() - begin < 60, "the start of the processes included"
     run(config, tmp_path / "run", tmp_path, resume=True)
-    same_outcome(tmp_path / "run", alone / "cdp_v2")
+    same_outcome(tmp_path / "run", alone / mode)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path, tiny, placement):
-    config = config_of(tiny, "mode=cdp_v2", f"placement={placement}", "timeout_seconds=4")
+@pytest.mark.parametrize(("mode", "placement"), RUNS)
+def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path, tiny, placement, mode):
+    config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split(), "timeout_seconds=4")
     hurt = random.randrange(config.ranks)
     with pytest.raises(RankFailedError) as failure:
         launch(train_run, (config, tmp_path / "run", False, 4, (hurt, signal.SIGSTOP)), config.ranks, 2.0)

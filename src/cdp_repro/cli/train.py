@@ -16,14 +16,21 @@ from omegaconf import OmegaConf
 from cdp_repro.cli.cells import run_cell
 from cdp_repro.cli.common import console_logging, exit_code_of, help_text, split_flags, write_out
 from cdp_repro.cli.compose import compose_config, expand_sweep
-from cdp_repro.config import ConfigError, RunConfig, load_config
+from cdp_repro.config import ConfigError, RunConfig, load_config, settings_of
 from cdp_repro.launch import launch
 from cdp_repro.training.run import train
 from cdp_repro.training.signals import StopRequest
 from cdp_repro.training.tracking import CONFIG, RunDirectory
 from cdp_repro.units import format_bytes
 
-CHANGEABLE = ("pipeline_schedule", "timeout_seconds", "wandb", "checkpoint_every_steps", "log_every_steps")
+CHANGEABLE = (
+    "pipeline_schedule",
+    "collectives",
+    "timeout_seconds",
+    "wandb",
+    "checkpoint_every_steps",
+    "log_every_steps",
+)
 """Values that may be given beside resume=, as may placement=."""
 
 USAGE = """usage: cdp-train [--multirun] [key=value ...]
@@ -146,11 +153,12 @@ def _cells(root: Path, overrides: Sequence[str]) -> dict[Path, list[str]]:
             problems[f"two cells are the same: {name}"] = None
         found[root / name] = cell
         try:
-            config = compose_config(cell).to_dict()
+            config = settings_of(compose_config(cell).to_dict())
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             continue
-        if (root / name / CONFIG).exists() and {**RunDirectory(root / name).config(), "run_dir": None} != config:
+        begun = (root / name / CONFIG).exists()
+        if begun and {**settings_of(RunDirectory(root / name).config()), "run_dir": None} != config:
             problems[f"{root / name} holds a run with another configuration: pass another run_dir="] = None
     if problems:
         raise ConfigError(problems)

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdp_repro.engine.layouts import Layout, StageLayouts
-from cdp_repro.schedule import Action, MessageKey, Payload, result_of
-from cdp_repro.schedule.collectives import awaits_result
+from cdp_repro.schedule import Action, MessageKey, Payload, awaits_result, result_of
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,9 @@ class _Transfer:
     @classmethod
     def of(cls, buffer: Tensor, *works: dist.Work | None) -> _Transfer:
         """Return what torch has started; it starts nothing (None) only where a rank is no member of a group."""
-        assert all(works), "the process group is the world's, so every rank is a member"
-        return cls([work for work in works if work], buffer)
+        started = [work for work in works if work is not None]
+        assert len(started) == len(works), "the process group is the world's, so every rank is a member"
+        return cls(started, buffer)
 
     @property
     def is_done(self) -> bool:
@@ -101,7 +101,7 @@ class Mailbox:
         return layout.nbytes
 
     def take(self, key: MessageKey) -> dict[str, Tensor] | None:
-        """Wait for a message that a RECEIVE has announced; return its tensors by name, or None without one."""
+        """Wait for what a RECEIVE or a COLLECTIVE has announced; return its tensors by name, or None without one."""
         if not self._expected.get(key):
             return None
         transfer = self._expected[key].popleft()
@@ -110,7 +110,7 @@ class Mailbox:
         return self._layout(key).views(transfer.wait())
 
     def announced(self) -> list[MessageKey]:
-        """Return the messages that were announced and not taken yet."""
+        """Return what was announced and not taken yet."""
         return [*self._expected]
 
     def flush(self) -> None:

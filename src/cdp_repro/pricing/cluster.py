@@ -39,6 +39,8 @@ class Collectives:
     all_reduce: float = 1.0
     all_gather: float = 1.0
     reduce_scatter: float = 1.0
+    on_streams: bool = True
+    """Whether they have streams of their own, as on GPUs. FSDP2 relies on them: without, it waits for each."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cdp_repro.pricing.cluster import Cluster, Link
 from cdp_repro.pricing.simulated import Price, price, price_on_each
@@ -56,10 +56,11 @@ def estimate(
       stages if n is a multiple of `devices_per_host`, as it is up to 8; larger hosts count as n devices, with too many
       borders between them. On `model_parallel` hosts and stages never align, and the larger has the links of the
       smaller in the same shares: not exact;
-    - seconds are a maximum of such terms, linear but for `zero` in the simultaneous timeline, where the owner of a
-      stage serves all others. The last points determine the one that is largest there: exact unless another overtakes
-      it later, which makes `step_seconds` too low. So it comes with bounds, extrapolated from the same job with free
-      links and with free compute, where terms compete less: a step is at least the longer, at most the sum of the two;
+    - seconds are a maximum of such terms, linear but for data parallelism on `zero`, where the owner of a stage serves
+      all others, and by collectives, whose rings grow with their number. The last points determine the one that is
+      largest there: exact unless another overtakes it later, which makes `step_seconds` too low. So it comes with
+      bounds, extrapolated from the same job with free links and with free compute, where terms compete less: a step is
+      at least the longer, at most the sum of the two;
     - a job of fewer workers has fewer stages, each the mean of its share of the stages: exact for equal stages, and
       for what is a sum over all stages. But no estimate is below what the mean device computes, or the busiest of a
       pipeline.
@@ -120,12 +121,20 @@ def _from_three(job: Job, axis: str, size: float, prices: Sequence[Price], at_le
         found["within_host_bytes"] = sent - found["between_hosts_bytes"]
     least, _, most = (each.state_bytes for each in prices)  # versions come in whole numbers
     found["state_bytes"] = least + (most - least) / 2 * (size - 2)
-    seconds = [each.step_seconds for each in prices]
-    if not (axis == "workers" and job.placement == "zero" and job.mode == "dp"):
-        seconds[0] = 2 * seconds[1] - seconds[2]  # the last two decide
-    step_seconds = max(at_least, found["busy_seconds"] / found["devices"], _through(seconds, size))
+    seconds = _extrapolated_seconds(job, axis, size, [each.step_seconds for each in prices])
+    step_seconds = max(at_least, found["busy_seconds"] / found["devices"], seconds)
     found["devices"] = round(found["devices"])
     return Price(**found, step_seconds=step_seconds, method="extrapolated")  # type: ignore[arg-type]
+
+
+def _extrapolated_seconds(job: Job, axis: str, size: float, seconds: Sequence[float]) -> float:
+    """Return the seconds at `size` from those at 2, 3 and 4, as they grow where one term stays the largest."""
+    two, three, four = seconds
+    if job.collectives and axis == "replicas":  # 1 - 1/R of the bytes: a polynomial once multiplied by R
+        return _through([2 * two, 3 * three, 4 * four], size) / size
+    if axis == "workers" and job.mode == "dp" and (job.placement == "zero" or job.collectives):
+        return _through(seconds, size)
+    return four + (four - three) * (size - 4)
 
 
 def _unit(cluster: Cluster, axis: str, job: Job) -> int:
@@ -156,9 +165,7 @@ def _resized(
     if axis == "replicas":
         return replace(job, replicas=size), costs, clusters
     stages = size * job.stages // job.workers
-    smaller = StageCosts(
-        **{name: _differences(map(round, _sums_to(values, stages))) for name, values in vars(costs).items()}  # type: ignore[arg-type]
-    )
+    smaller = StageCosts(**{name: _shrunk(values, stages) for name, values in vars(costs).items()})
     resized = [
         replace(
             cluster,
@@ -169,6 +176,14 @@ def _resized(
         for cluster in clusters
     ]
     return replace(job, workers=size, stages=stages), smaller, resized
+
+
+def _shrunk(values: tuple[Any, ...], number: int) -> tuple[Any, ...]:
+    """Return bytes and the like as the means of `number` equal shares, whole numbers; flags as those of the most."""
+    sums = _sums_to(values, number)
+    if isinstance(values[0], bool):
+        return tuple(mean > 0.5 for mean in _differences(sums))
+    return _differences(map(round, sums))
 
 
 def _differences(sums: Iterable[N]) -> tuple[N, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cdp_repro.pricing.cluster import Cluster, ring_seconds
 from cdp_repro.pricing.simulated import Price
 from cdp_repro.schedule import StageCosts
@@ -39,26 +41,38 @@ def price_ddp(costs: StageCosts, cluster: Cluster, devices: int, optimizer_state
 def price_fsdp2(costs: StageCosts, cluster: Cluster, devices: int, optimizer_states: int = 0) -> Price:
     """Return the price of FSDP2 with a unit a stage, resharded after its forward (Zhao et al. 2023, VLDB 16(12)).
 
-    Collectives run one after the other, in the order of their issue. The parameters of the next stage to compute are
-    gathered when a stage starts; its gradients are reduced and scattered when its backward ends. Every device updates
-    its shard. The state is the shards, and the two stages that are whole at a time.
+    Every device updates its shard. The state is the shards, and the two stages that are whole at a time.
     """
     factors = cluster.collectives
     gather = [factors.all_gather * ring_seconds(cluster, devices, size) for size in costs.parameter_bytes]
-    scattered = [factors.reduce_scatter * ring_seconds(cluster, devices, size) for size in costs.gradient_bytes]
-    passes = [(stage, cluster.forward_seconds[stage], 0.0) for stage in range(costs.stages)]
-    passes += [(stage, cluster.backward_seconds[stage], scattered[stage]) for stage in reversed(range(costs.stages))]
+    scatter = [factors.reduce_scatter * ring_seconds(cluster, devices, size) for size in costs.gradient_bytes]
+    update = sum(cluster.update_seconds) / devices
+    if factors.on_streams:
+        seconds = _beside_compute(cluster, gather, scatter)
+    else:
+        seconds = sum(cluster.forward_seconds) + sum(cluster.backward_seconds) + 2 * sum(gather) + sum(scatter)
+    whole = max(sum(costs.parameter_bytes[stage : stage + 2]) for stage in range(costs.stages))
+    state = (1 + optimizer_states) * sum(costs.parameter_bytes) / devices + (whole if devices > 1 else 0)
+    return _data_parallel_price(costs, cluster, devices, seconds + update, 3, state, update)
+
+
+def _beside_compute(cluster: Cluster, gather: Sequence[float], scatter: Sequence[float]) -> float:
+    """Return the seconds of all forwards and backwards, with collectives one after the other, as they are issued.
+
+    The parameters of the next stage to compute are gathered when a stage starts; its gradients are reduced and
+    scattered when its backward ends.
+    """
+    stages = range(cluster.stages)
+    passes = [(stage, cluster.forward_seconds[stage], 0.0) for stage in stages]
+    passes += [(stage, cluster.backward_seconds[stage], scatter[stage]) for stage in reversed(stages)]
     computed, linked = 0.0, gather[0]
     ready = linked
-    for (stage, seconds, scatter), following in zip(passes, [*passes[1:], None], strict=True):
+    for (stage, seconds, scattered), following in zip(passes, [*passes[1:], None], strict=True):
         begun = max(computed, ready)
         computed = begun + seconds
         if following:  # the last stage is freed before it is gathered again
             issued = computed if following[0] == stage else begun
             ready = linked = max(linked, issued) + gather[following[0]]
-        if scatter:
-            linked = max(linked, computed) + scatter
-    update = sum(cluster.update_seconds) / devices
-    whole = max(sum(costs.parameter_bytes[stage : stage + 2]) for stage in range(costs.stages))
-    state = (1 + optimizer_states) * sum(costs.parameter_bytes) / devices + (whole if devices > 1 else 0)
-    return _data_parallel_price(costs, cluster, devices, max(computed, linked) + update, 3, state, update)
+        if scattered:
+            linked = max(linked, computed) + scattered
+    return max(computed, linked)

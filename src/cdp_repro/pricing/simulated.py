@@ -24,12 +24,13 @@ from cdp_repro.schedule import (
     Schedule,
     Slot,
     StageCosts,
+    awaits_result,
     consumed,
+    next_in_ring,
     result_of,
     ring_bytes,
     simulate_totals,
 )
-from cdp_repro.schedule.collectives import awaits_result, next_in_ring
 
 MAX_STEPS = 12
 """Training steps after which a simulation stops looking for an exact period."""

@@ -170,13 +170,13 @@ def simulation_key(setting: Setting) -> str:
     return f"{setting.name}, {setting.mode}"
 
 
-def _key(group: Group) -> tuple[str, str, str | None, str]:
-    config = group.config
-    return group.mode, config["placement.name"], config["baseline"], config["pipeline_schedule"]
+def _key(group: Group) -> tuple[object, ...]:
+    settings = ("placement.name", "baseline", "pipeline_schedule", "collectives")
+    return group.mode, *(group.config[name] for name in settings)
 
 
-def _setting_key(setting: Setting) -> tuple[str, str, str | None, str]:
-    return setting.mode, setting.placement, setting.baseline, setting.pipeline_schedule
+def _setting_key(setting: Setting) -> tuple[object, ...]:
+    return setting.mode, setting.placement, setting.baseline, setting.pipeline_schedule, False
 
 
 def cost_table(found: Sequence[Line], workers: int, notes: Sequence[str]) -> Table:

@@ -143,7 +143,8 @@ def communication(groups: Sequence[Group], workers: int) -> Figure | None:
     found: dict[str, dict[str, Sequence[int]]] = {}
     for group in groups:
         config = group.config
-        is_ours = config["baseline"] is None and config["pipeline_schedule"] == "one_f_one_b"
+        by_library = config["baseline"] is not None or config["collectives"]
+        is_ours = not by_library and config["pipeline_schedule"] == "one_f_one_b"
         if config["workers"] == workers and is_ours and group.rows[0].sent_bytes:
             found.setdefault(config["placement.name"], {})[group.mode] = group.rows[0].sent_bytes
     if not found:

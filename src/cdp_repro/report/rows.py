@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cdp_repro.config import NO_INFLUENCE, RunConfig, flat
+from cdp_repro.config import NO_INFLUENCE, PLACING, defaults, flat, settings_of
 from cdp_repro.files import replace_file
 from cdp_repro.schedule import Op, Slot, StageCosts
 from cdp_repro.schedule.actions import Action
@@ -26,7 +26,7 @@ FORMAT = 1
 ROWS = "rows"
 """Folder of the rows, below that of the results."""
 
-IRRELEVANT = frozenset(NO_INFLUENCE) - {"placement.name", "pipeline_schedule"} | {"seed"}
+IRRELEVANT = frozenset(NO_INFLUENCE) - {*PLACING} | {"seed"}
 """Settings in which runs of one cell may differ."""
 
 _DRAWN_MICRO_BATCHES = 8
@@ -109,18 +109,9 @@ def cell_hash(config: Mapping[str, Any]) -> str:
 
     Those at their default do not enter, so that a setting that is new changes no hash.
     """
-    defaults = _defaults()
-    relevant = {key: value for key, value in config.items() if key not in IRRELEVANT and value != defaults.get(key)}
+    usual = defaults()
+    relevant = {key: value for key, value in config.items() if key not in IRRELEVANT and value != usual.get(key)}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested settings by dotted key, those that an older version did not have at their default."""
-    return {**_defaults(), **flat(config)}
-
-
-def _defaults() -> dict[str, Any]:
-    return flat(RunConfig().to_dict())
 
 
 def collect(run_dir: Path, study: str) -> Row:
@@ -300,7 +291,7 @@ def _content(row: Row) -> dict[str, Any]:
 
 
 def _defaults_that_matter() -> dict[str, Any]:
-    return {key: value for key, value in _defaults().items() if key not in IRRELEVANT}
+    return {key: value for key, value in defaults().items() if key not in IRRELEVANT}
 
 
 def _digest(content: Mapping[str, Any]) -> str:

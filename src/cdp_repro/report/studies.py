@@ -11,10 +11,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from cdp_repro.cli.compose import compose_config
-from cdp_repro.config import BASELINES, RunConfig
+from cdp_repro.config import BASELINES, RunConfig, settings_of
 from cdp_repro.report.closed_forms import PLACEMENT_NAMES
 from cdp_repro.report.costs import EXECUTED_WORKERS
-from cdp_repro.report.rows import cell_hash, settings_of
+from cdp_repro.report.rows import cell_hash
 
 PAPER_MODES = ("dp", "cdp_v1", "cdp_v2")
 

@@ -7,7 +7,7 @@ engine's executor interprets with tensors.
 """
 
 from cdp_repro.schedule.actions import Action, MessageKey, Op, Payload, Slot, consumed, result_of
-from cdp_repro.schedule.collectives import ring_bytes
+from cdp_repro.schedule.collectives import awaits_result, next_in_ring, ring_bytes
 from cdp_repro.schedule.costs import StageCosts
 from cdp_repro.schedule.placement import PLACEMENTS, Placement
 from cdp_repro.schedule.rules import MODES, Mode, resolve_mode
@@ -38,7 +38,9 @@ __all__ = [
     "StageCosts",
     "Trace",
     "TraceRecorder",
+    "awaits_result",
     "consumed",
+    "next_in_ring",
     "resolve_mode",
     "result_of",
     "ring_bytes",

@@ -57,8 +57,8 @@ _NAMED_BY = {
 }
 """Whether a message is named by a micro-batch, and whether by a version."""
 
-_COLLECTIVES = {Payload.TOTAL: (True, True), Payload.PARAMETERS: (True, True), Payload.GRADIENTS: (True, False)}
-"""The same of a collective, which is of one of these: an all-reduce, a broadcast, a reduction to one rank."""
+_COLLECTIVES = (Payload.TOTAL, Payload.PARAMETERS, Payload.GRADIENTS)
+"""What collectives bring, by an all-reduce, a broadcast, a reduction to one rank; each names a micro-batch, too."""
 
 _TEXT = re.compile(
     r"(?P<op>[FBUXSRAC])(?P<stage>\d+)(?:\.m(?P<micro_batch>\d+))?(?:@v(?P<version>\d+))?"
@@ -153,7 +153,8 @@ def _misnamed(op: Op, payload: Payload | None, batched: bool, versioned: bool, p
         return f"names the payload {payload}: only messages and collectives do, and who keeps or frees a total"
     needs_batch, needs_version = op.is_compute or op is Op.ADD, op in (Op.UPDATE, Op.FREE)
     if payload is not None and not keeps_total:
-        needs_batch, needs_version = (_NAMED_BY if op.is_message else _COLLECTIVES)[payload]
+        needs_batch, needs_version = _NAMED_BY[payload]
+        needs_batch |= op is Op.COLLECTIVE
     if needs_batch != batched:
         return f"must name {'a' if needs_batch else 'no'} micro-batch"
     if op.is_compute or needs_version == versioned:

@@ -66,24 +66,39 @@ class MessageCheck:
 
 
 class CollectiveCheck:
-    """All ranks take part in every collective, and in the same order: else they would wait for each other forever."""
+    """All ranks take part in one collective before any takes part in the next: else they could wait for each other."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._joined: dict[int, list[tuple[Payload | None, int, int | None]]] = defaultdict(list)
+        self._parts: dict[int, Action] = {}
 
-    def join(self, action: Action) -> None:
+    def join(self, action: Action) -> str | None:
         """Enter a COLLECTIVE."""
-        self._joined[action.rank].append((action.payload, action.stage, action.version))
+        first = next(iter(self._parts.values()), action)
+        if (action.payload, action.stage, action.version) != (first.payload, first.stage, first.version):
+            return f"it begins before ranks {self._missing} take part in {first}"
+        if action.rank in self._parts:
+            return "its rank takes part already"
+        self._parts[action.rank] = action
+        return None
+
+    def completed(self) -> list[Action]:
+        """Return the parts of the collective in which the last rank has just taken part; none if ranks are missing."""
+        if len(self._parts) < self._ranks:
+            return []
+        parts = [*self._parts.values()]
+        self._parts.clear()
+        return parts
 
     def end_slot(self) -> str | None:
         """Close a slot; return what is wrong with its collectives, or None."""
-        joined = {rank: self._joined[rank] for rank in range(self._ranks)} if self._joined else {}
-        self._joined.clear()
-        for rank, order in joined.items():
-            if order != joined[0]:
-                return f"rank 0 takes part in the collectives {joined[0]}, rank {rank} in {order}"
-        return None
+        if not self._parts:
+            return None
+        return f"ranks {self._missing} do not take part in {next(iter(self._parts.values()))}"
+
+    @property
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._ranks) if rank not in self._parts]
 
 
 class SumCheck:
@@ -93,7 +108,8 @@ class SumCheck:
         self._placement = placement
         self._micro_batches = placement.mode.micro_batches
         self._sums: dict[tuple[int, int], range] = {}
-        self._own: set[tuple[int, int]] = set()
+        self._own: set[tuple[int, int, int]] = set()
+        """(rank, micro-batch, stage) of gradients of stages that are lent, before they go to the owner."""
         self._last: dict[int, int] = {}
         self._collected: dict[int, int] = {}
         """By stage: the next micro-batch whose gradients a collective that has begun waits for."""
@@ -110,7 +126,7 @@ class SumCheck:
         """Enter the gradients that a backward has made."""
         assert action.micro_batch is not None
         if action.stage in self._placement.lent:
-            self._own.add((action.micro_batch, action.stage))
+            self._own.add((action.rank, action.micro_batch, action.stage))
             return None
         present = self._sums.get((action.rank, action.stage), _NONE)
         return self._join(action, present, _only(action.micro_batch))
@@ -118,7 +134,7 @@ class SumCheck:
     def add(self, action: Action, arrived: range | None) -> str | None:
         """Enter what an ADD adds: what has arrived, or the rank's own gradients."""
         assert action.micro_batch is not None
-        own = (action.micro_batch, action.stage)
+        own = (action.rank, action.micro_batch, action.stage)
         if arrived is None:
             if own not in self._own:
                 return "the gradients that it adds are not there"
@@ -151,27 +167,21 @@ class SumCheck:
         m, stage = action.micro_batch, action.stage
         assert m is not None
         if stage in self._placement.lent:
-            is_there = (m, stage) in self._own
-            self._own.discard((m, stage))
+            is_there = (action.rank, m, stage) in self._own
+            self._own.discard((action.rank, m, stage))
         else:
             is_there = self._sums.pop((action.rank, stage), _NONE) == _only(m)
         if not is_there or self._collected.setdefault(stage, m - m % self._micro_batches) != m:
             return "the gradients that it brings are not there, or not the next"
         self._collected[stage] += 1
         if (m + 1) % self._micro_batches == 0:
-            first = self._collected.pop(stage) - self._micro_batches
-            self._complete(result_of(action, self._micro_batches), range(first, m + 1))
+            del self._collected[stage]
+            result, members = result_of(action, self._micro_batches), range(m + 1 - self._micro_batches, m + 1)
+            if action.payload is Payload.GRADIENTS:
+                self.in_transit[self._placement.holders(stage).start, *result] = members
+            else:
+                self._last[stage] = self._placement.mode.version_made(m)
         return None
-
-    def _complete(self, result: MessageKey, members: range) -> None:
-        """Enter the result of a collective of gradients where it is needed."""
-        payload, stage, _, version = result
-        for holder in self._placement.holders(stage):
-            if payload is Payload.GRADIENTS:
-                self.in_transit[holder, *result] = members
-            elif version is not None:
-                self._last[stage] = version
-                self.totals.add((holder, stage, version))
 
     def send(self, action: Action) -> str | None:
         """Enter that a sum leaves its rank."""
@@ -181,7 +191,7 @@ class SumCheck:
         if action.payload is not Payload.GRADIENTS:
             return None
         assert action.micro_batch is not None
-        own = (action.micro_batch, action.stage)
+        own = (action.rank, action.micro_batch, action.stage)
         if action.stage in self._placement.lent:
             members = _only(action.micro_batch) if own in self._own else _NONE
             self._own.discard(own)
@@ -202,7 +212,7 @@ class SumCheck:
         """Return which gradients have not made a version, or None."""
         unused = {stage: members[0] // self._micro_batches + 1 for (_, stage), members in self._sums.items()}
         unused |= {stage: version for _, stage, version in self.totals}
-        unused |= {stage: micro_batch // self._micro_batches + 1 for micro_batch, stage in self._own}
+        unused |= {stage: micro_batch // self._micro_batches + 1 for _, micro_batch, stage in self._own}
         unused |= {stage: micro_batch // self._micro_batches + 1 for stage, micro_batch in self._collected.items()}
         if unused:
             missing = ", ".join(str(Action(Op.UPDATE, stage, version=v)) for stage, v in sorted(unused.items()))

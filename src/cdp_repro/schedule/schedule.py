@@ -87,8 +87,8 @@ class Schedule:
         if collectives and (resolved.timeline != "simultaneous" or placement not in COLLECTIVE_PLACEMENTS):
             raise ValueError(
                 f"collectives=true needs workers that compute the same stage at once, as mode=dp does on placement="
-                f"{' or '.join(COLLECTIVE_PLACEMENTS)}, not mode={resolved.name} on placement={placement}: drop it, or "
-                f"use mode=dp placement={COLLECTIVE_PLACEMENTS[0]}"
+                f"{' or '.join(COLLECTIVE_PLACEMENTS)}, not mode={resolved.name} on placement={placement}: use "
+                f"collectives=false, or mode=dp placement={COLLECTIVE_PLACEMENTS[0]}"
             )
         schedule = cls(resolved, PLACEMENTS[placement](resolved), slot_order, collectives)
         if ahead:

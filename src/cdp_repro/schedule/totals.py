@@ -57,7 +57,7 @@ def simulate_totals(
         sizes = [size for action in slot.actions if (size := effects.bytes_sent(action))]
         yield SlotTotals(
             slot.number, total, per_device, state, kept, len(sizes),
-            _longest_chain(slot, effects, schedule.micro_batches) if sizes else 0, sum(sizes),
+            _longest_chain(slot, effects, schedule) if sizes else 0, sum(sizes),
             len({action.rank for action in slot.actions if action.op.is_compute}),
         )  # fmt: skip
 
@@ -121,11 +121,12 @@ class _Versions:
         self._held[action.rank] += change * self._sizes[action.stage]
 
 
-def _longest_chain(slot: Slot, effects: Effects, micro_batches: int) -> int:
+def _longest_chain(slot: Slot, effects: Effects, schedule: Schedule) -> int:
     """Return the longest chain among the messages of a slot, whose order has nothing wait for what comes later."""
     depth: dict[tuple[int, MessageKey], int] = {}
     waited: dict[int, int] = {}
     joined: list[Action] = []
+    micro_batches, ranks = schedule.micro_batches, schedule.ranks
     for action in slot.actions:
         rank = action.rank
         for key in consumed(action, micro_batches) if depth else ():
@@ -135,8 +136,8 @@ def _longest_chain(slot: Slot, effects: Effects, micro_batches: int) -> int:
             continue
         if action.op is Op.COLLECTIVE:
             joined.append(action)
-            if len(joined) == micro_batches:  # of all ranks, one after the other
-                reached = max(waited.get(part.rank, 0) for part in joined) + ring_hops(action, micro_batches)
+            if len(joined) == ranks:  # one after the other, as validation has seen
+                reached = max(waited.get(part.rank, 0) for part in joined) + ring_hops(action, ranks)
                 depth |= {(part.rank, result_of(part, micro_batches)): reached for part in joined}
                 joined.clear()
         else:

@@ -170,7 +170,7 @@ def _longest_chain(records: Sequence[SlotRecord], micro_batches: int, sent: Cont
                     depth[action.peer, action.message] = waited + 1
                 elif action.op is Op.COLLECTIVE and (record.slot, action.payload, action.stage) in sent:
                     assert action.payload is not None
-                    hops, whole = ring_hops(action, micro_batches), (action.payload, action.stage, None, action.version)
+                    hops, whole = ring_hops(action, len(records)), (action.payload, action.stage, None, action.version)
                     reached[whole] = max(reached.get(whole, 0), waited + hops)
                     depth[record.rank, result_of(action, micro_batches)] = reached[whole]
         if depth == before:

@@ -191,16 +191,14 @@ class _State:
         return self.sums.add(action, self._arrived(action))
 
     def _collective(self, slot: int, action: Action) -> str | None:
-        m, owner = action.micro_batch, self.placement.holders(action.stage).start
-        self.collectives.join(action)
-        result = result_of(action, self.micro_batches)
-        if action.payload is Payload.PARAMETERS:
-            if awaits_result(action, owner):
-                self.messages.arrive(action.rank, result)
-            return self._alive(slot, owner, action)
-        if action.payload is Payload.GRADIENTS and result[2] == m:  # the last of the step
-            self.messages.arrive(owner, result)
-        return self.sums.collect(action)
+        owner = self.placement.holders(action.stage).start
+        fault = self.collectives.join(action) or (
+            self._alive(slot, owner, action) if action.payload is Payload.PARAMETERS else self.sums.collect(action)
+        )
+        for part in self.collectives.completed() if fault is None else ():
+            if awaits_result(part, owner):
+                self.messages.arrive(part.rank, result_of(part, self.micro_batches))
+        return fault
 
     def _arrived(self, action: Action) -> range | None:
         """Return the micro-batches whose gradients an ADD has received; None if it has received none."""
@@ -282,11 +280,11 @@ def validated(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
     Checked: each micro-batch runs its stages forward, then backward, one a slot, on the rank of its placement; a
     worker computes one thing a slot, and but for data parallelism a stage has one user a slot; a forward and its
     backward read the version that the mode asks for, made in an earlier slot and not freed; what comes from another
-    rank was sent before it is waited for, and received in the order in which it was sent, and all ranks take part in
-    the same collectives in the same order (so nothing can deadlock: the slots are an order in which one process could
-    run all ranks); gradients are summed in the order of the
-    micro-batches, and a stage is updated once a step from the whole sum; no more versions are kept than the rule
-    needs; at the end nothing is left over.
+    rank was sent before it is waited for, and received in the order in which it was sent, and all ranks take part in a
+    collective before its result is waited for or the next begins (so nothing can deadlock: the slots are an order in
+    which one process could run all ranks); gradients are summed in the order of the micro-batches, but for those of
+    collectives, and a stage is updated once a step from the whole sum; no more versions are kept than the rule needs;
+    at the end nothing is left over.
     """
     state = _State(placement)
     recent: deque[Slot] = deque(maxlen=min(2 * state.stages, SHOWN_SLOTS))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cdp_repro.baselines import Baseline
-from cdp_repro.config import NO_INFLUENCE, RunConfig, flat
+from cdp_repro.config import NO_INFLUENCE, RunConfig, flat, settings_of
 from cdp_repro.data import Dataset, DatasetError, MiniBatch, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.engine.executor import StepResult
@@ -288,8 +288,8 @@ def _refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> No
     """Refuse a checkpoint whose configuration or data differ from the run's."""
     differing = [
         f"{key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the run"
-        for part in ("config", "data")
-        for theirs, ours in [(flat(found.get(part, {})), flat(expected[part]))]
+        for part, by_key in (("config", settings_of), ("data", flat))
+        for theirs, ours in [(by_key(found.get(part, {})), by_key(expected[part]))]
         for key in sorted({*theirs, *ours})
         if theirs.get(key) != ours.get(key) and key not in NO_INFLUENCE
     ]
