@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from report_rows import row_of
 
 from cdp_repro.cli.compose import compose_config
 from cdp_repro.config import settings_of
-from cdp_repro.report.accuracy import tuning_table
+from cdp_repro.report.accuracy import comparisons, tuning_table
+from cdp_repro.report.figures import staleness_caption
 from cdp_repro.report.groups import grouped
 from cdp_repro.report.rows import ROWS, label_of_mode, read_rows
 from cdp_repro.report.studies import STALENESS_LR, STUDIES, TUNED_LR, Cell
@@ -43,12 +45,23 @@ def test_a_cell_knows_how_many_processes_it_needs():
 
 
 def test_the_learning_rates_of_the_studies_are_those_that_the_runs_choose():
-    """Of every mode whose runs are all there; the others are still to be chosen."""
     study = STUDIES["cifar10-tuning"]
     groups = grouped(read_rows(ROOT / "results" / ROWS / study.name), study.varied)
     used = {"dp": TUNED_LR, **{f"staleness{delay}": rate for delay, rate in STALENESS_LR.items()}}
     chosen = {row[1]: float(row[2]) for row in tuning_table(groups, study).rows if row[-1] == "yes"}
-    assert "dp" in chosen and chosen == {mode: used[mode] for mode in chosen}
+    assert chosen == used
+
+
+def test_the_caption_of_longer_delays_says_what_they_cost():
+    names = ("cifar10", "cifar10-staleness")
+    rows = {name: read_rows(ROOT / "results" / ROWS / name) for name in names}
+    found = comparisons({name: grouped(rows[name], STUDIES[name].varied) for name in names})
+    longest = [row for row in rows["cifar10-staleness"] if label_of_mode(row.config) == f"staleness{max(STALENESS_LR)}"]
+    caption = staleness_caption(found)
+    for rate, words in ((TUNED_LR, "the learning rate of data"), (STALENESS_LR[5], "one that suits the delay")):
+        top1 = [row.summary["eval/top1_percent"] for row in longest if row.config["optim.lr"] == rate]
+        assert f"{fmean(top1):.1f} % with {words}" in caption
+    assert "From" not in staleness_caption([each for each in found if each.group.mode != "dp"])
 
 
 def test_nothing_is_chosen_of_a_mode_with_a_learning_rate_that_was_not_run():

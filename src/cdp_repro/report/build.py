@@ -182,8 +182,7 @@ class Report:
             ),
             "staleness": (
                 lambda: figures.staleness(self.comparisons), [r for e in self.comparisons for r in e.group.rows],
-                "Test top-1 at the end against the delay, with the learning rate of data parallelism and with one that "
-                "suits the delay; small points are single seeds.",
+                figures.staleness_caption(self.comparisons),
             ),
         }  # fmt: skip
         found = {}

@@ -169,7 +169,7 @@ def accuracy_curves(found: Sequence[Comparison]) -> Figure | None:
     studies = list(dict.fromkeys(each.study for each in found))
     if not studies:
         return None
-    figure = Figure(figsize=(4.2 * len(studies) + 0.4, 3.4), layout="constrained")
+    figure = Figure(figsize=(4.2 * len(studies) + 0.4, 4.2), layout="constrained")
     axes = figure.subplots(1, len(studies), squeeze=False)[0]
     for axis, study in zip(axes, studies, strict=True):
         members = [each.group for each in found if each.study == study]
@@ -183,7 +183,7 @@ def accuracy_curves(found: Sequence[Comparison]) -> Figure | None:
             _draw_accuracy(axis, name, group, others)
         axis.set(title=study, xlabel="epoch", ylabel="test top-1 [%]")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.legend(frameon=False, fontsize="small", loc="lower right")
+        axis.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
         _plain(axis)
     return figure
 
@@ -235,6 +235,20 @@ def staleness(found: Sequence[Comparison]) -> Figure | None:
     axis.legend(frameon=False)
     _plain(axis)
     return figure
+
+
+def staleness_caption(found: Sequence[Comparison]) -> str:
+    """Return what to see in the figure of `staleness`."""
+    lines = {name: dict(sorted(by_delay.items())) for name, by_delay in _accuracy_by_delay(found).items()}
+    ends = {name: statistics.fmean([*by_delay.values()][-1]) for name, by_delay in lines.items()}
+    said = ["Test top-1 at the end against the delay; small points are single seeds."]
+    if 0 in (shared := lines.get(_SHARED_RATE, {})) and len(shared) > 1:
+        text = f"From {statistics.fmean(shared[0]):.1f} % without delay, {max(shared)} steps lead to "
+        text += f"{ends[_SHARED_RATE]:.1f} % with the learning rate of data parallelism"
+        if max(lines.get(_OWN_RATE, (0,))) == max(shared):
+            text += f", to {ends[_OWN_RATE]:.1f} % with one that suits the delay"
+        said.append(f"{text}.")
+    return " ".join(said)
 
 
 def _accuracy_by_delay(found: Sequence[Comparison]) -> dict[str, dict[int, list[float]]]:

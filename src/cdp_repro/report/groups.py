@@ -101,7 +101,7 @@ class Difference:
 
 
 def grouped(rows: Iterable[Row], varied: Sequence[str] = ()) -> list[Group]:
-    """Return the groups of one study, the paper's modes first; `varied` settings tell groups apart, too.
+    """Return the groups of one study, the paper's modes first; `varied` settings tell groups apart, too, in order.
 
     Raises:
         RowError: two runs that a table would average differ in a setting that matters, in their code or in their
@@ -114,7 +114,11 @@ def grouped(rows: Iterable[Row], varied: Sequence[str] = ()) -> list[Group]:
     if problems:
         raise RowError("\n".join(problems))
     found = [Group(tuple(sorted(members, key=lambda row: row.seed))) for members in groups.values()]
-    return sorted(found, key=lambda group: _PLACES.get(group.mode, len(_PLACES)))  # stable
+
+    def place(group: Group) -> tuple[object, ...]:
+        return _PLACES.get(group.mode, len(_PLACES)), group.mode, *(group.config[key] for key in varied)
+
+    return sorted(found, key=place)  # stable
 
 
 def _mixed(rows: Sequence[Row]) -> Iterable[str]:
