@@ -4,7 +4,7 @@ Usage: python scripts/simulate.py [N ...]
 
 Without N: 8 16 32 64 128 256, minutes on two cores; four times as long for twice N, so that 512 and 1024 take about an
 hour. Equal stages; the very programs that would run. `cdp-report build` compares the numbers with the closed forms.
-What is in the file for other N stays.
+What is in the file stays: remove it to simulate all anew.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ def main(sizes: list[int]) -> None:
     ours = [setting for setting in SETTINGS if setting.baseline is None]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         for workers in sizes or WORKERS:
-            found = pool.map(partial(_simulated, workers), ours)
-            values[str(workers)] = {simulation_key(setting): each for setting, each in zip(ours, found, strict=True)}
+            present = values.get(str(workers), {})
+            missing = [setting for setting in ours if simulation_key(setting) not in present]
+            for setting, found in zip(missing, pool.map(partial(_simulated, workers), missing), strict=True):
+                present[simulation_key(setting)] = found
+            values[str(workers)] = {simulation_key(setting): present[simulation_key(setting)] for setting in ours}
             said = {"command": "python scripts/simulate.py", **versions()}
             ordered = {n: values[n] for n in sorted(values, key=int)}
             path.write_text(json.dumps({**said, "values": ordered}, indent=1) + "\n")

@@ -30,7 +30,7 @@ OURS = [setting for setting in SETTINGS if setting.baseline is None]
 def stage_costs(draw):
     """Costs of 2 to 6 stages of which every backward needs input and output, as of layers with an activation."""
     n = draw(st.integers(2, 6))
-    sizes = st.lists(st.integers(1, 99), min_size=n, max_size=n).map(tuple)
+    sizes = st.lists(st.integers(n, 99), min_size=n, max_size=n).map(tuple)  # so that a part of each is something
     kept, parameters, outputs = draw(sizes), draw(sizes), draw(sizes)
     return replace(
         StageCosts.equal(n),

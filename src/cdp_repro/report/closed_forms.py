@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cdp_repro.schedule import Schedule, StageCosts
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Schedule, StageCosts
 
 QUANTITIES = (
     "devices", "activation_bytes_per_device", "activation_bytes_total", "parameter_bytes_per_device",
@@ -32,12 +32,14 @@ class Setting:
     placement: str
     pipeline_schedule: str = "one_f_one_b"
     baseline: str | None = None
+    collectives: bool = False
 
     def schedule(self, workers: int) -> Schedule:
         """Return the schedule for N = S, which is validated as it runs."""
         return Schedule.build(
-            self.mode, workers, placement=self.placement, pipeline_schedule=self.pipeline_schedule, ahead=False
-        )
+            self.mode, workers, placement=self.placement, pipeline_schedule=self.pipeline_schedule,
+            collectives=self.collectives, ahead=False,
+        )  # fmt: skip
 
 
 PLACEMENT_NAMES = {
@@ -57,6 +59,8 @@ def _settings() -> list[Setting]:
             found.append(Setting("pipeline, 1F1B", "dp", placement))
         else:
             found.append(Setting(name, "dp", placement))
+        if placement in COLLECTIVE_PLACEMENTS:
+            found.append(Setting(f"{name}, collectives", "dp", placement, collectives=True))
         found += [Setting(name, mode, placement) for mode in ("cdp_v1", "cdp_v2")]
     peers = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard", "torch_gpipe": "ScheduleGPipe",
              "torch_1f1b": "Schedule1F1B"}  # fmt: skip
@@ -108,7 +112,9 @@ def closed_form(setting: Setting, workers: int, costs: StageCosts, optimizer_sta
     - Messages. Gradients: N-1 partial sums and N-1 relayed totals of each stage (replicated, both modes); one
       parameter message for each forward and backward and one gradient to the owner (ZeRO), but none of the owner's own
       to itself: 3P(N-1)/N a rank; sums along a stage's group of n ranks and totals back: N-1 + n-1 where n > 1
-      (model parallel). Activations and their gradients: N of each over each boundary.
+      (model parallel). Activations and their gradients: N of each over each boundary. Collectives are rings, and what
+      a rank sends in one is a message: N of an all-reduce, which goes round twice; N-1 of a broadcast or a reduction,
+      of which each slot has two, the second after the first where it broadcasts what has just been made.
     - Idle share. A pipeline with a flush idles (N-1)/(2N-1), a model-parallel group of N 1 - 1/N, of N-j
       (N-1)/(N+1); all others never.
     """
@@ -189,6 +195,8 @@ def _messages(setting: Setting, n: int, sizes: Sizes) -> Values:
     is_dp = setting.mode == "dp"
     if setting.placement == "single_device":
         return {"sent_bytes_per_device": 0, "messages_per_slot": 0, "chain": 0}
+    if setting.collectives:
+        return _collectives(setting, n, sizes)
     if setting.placement == "replicated":
         sent, chain = 2 * total * (n - 1) / n, 2 * (n - 1) if is_dp else 1
         messages = 2 * (n - 1) if is_dp else 1 if (setting.mode, n) == ("cdp_v1", 2) else n
@@ -207,6 +215,13 @@ def _messages(setting: Setting, n: int, sizes: Sizes) -> Values:
     if (setting.placement, setting.mode) == ("model_parallel", "cdp_v2"):
         del values["messages_per_slot"]  # 2(N-1) up to N = 6, less beyond: which totals meet in a slot depends on N
     return values
+
+
+def _collectives(setting: Setting, n: int, sizes: Sizes) -> Values:
+    is_reduced_everywhere = setting.placement == "replicated"
+    sent = 2 * sum(sizes.gradients) if is_reduced_everywhere else 2 * sum(sizes.parameters) + sum(sizes.gradients)
+    messages = n if is_reduced_everywhere else 2 * (n - 1)
+    return {"sent_bytes_per_device": sent * (n - 1) / n, "messages_per_slot": messages, "chain": 2 * (n - 1)}
 
 
 def _idle_share(setting: Setting, n: int) -> float:

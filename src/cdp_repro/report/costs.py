@@ -176,7 +176,7 @@ def _key(group: Group) -> tuple[object, ...]:
 
 
 def _setting_key(setting: Setting) -> tuple[object, ...]:
-    return setting.mode, setting.placement, setting.baseline, setting.pipeline_schedule, False
+    return setting.mode, setting.placement, setting.baseline, setting.pipeline_schedule, setting.collectives
 
 
 def cost_table(found: Sequence[Line], workers: int, notes: Sequence[str]) -> Table:

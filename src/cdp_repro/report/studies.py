@@ -15,6 +15,7 @@ from cdp_repro.config import BASELINES, RunConfig, settings_of
 from cdp_repro.report.closed_forms import PLACEMENT_NAMES
 from cdp_repro.report.costs import EXECUTED_WORKERS
 from cdp_repro.report.rows import cell_hash
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS
 
 PAPER_MODES = ("dp", "cdp_v1", "cdp_v2")
 
@@ -140,6 +141,7 @@ def _costs() -> tuple[Cell, ...]:
         size = f"model=mlp model.depth={workers - 1} workers={workers} batch_size={12 * workers} epochs=1"
         found += _cells(_modes(), [size], [f"placement={name}" for name in PLACEMENT_NAMES])
         found += _cells(["mode=dp"], [size], ["placement=pipeline pipeline_schedule=gpipe"])
+        found += _cells(["mode=dp collectives=true"], [size], [f"placement={name}" for name in COLLECTIVE_PLACEMENTS])
         found += _cells(["mode=accumulation"], [size])
         found += _cells(["mode=dp"], [size], [f"baseline={name}" for name in BASELINES])
     return tuple(found)
