@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 from torch import nn
@@ -174,3 +177,22 @@ def test_collectives_compute_what_one_device_computes_but_for_the_order_of_sums(
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_real_networks_agree_too(tmp_path, placement, kind):
     check(tmp_path, kind, "cdp_v2", placement, 2, 2)
+
+
+def train_and_leave(mode):
+    """Rank 0 takes its time for every step, others leave as soon as they are done."""
+    engine = make_engine("linear", mode, "replicated", 2, 2)
+    losses = []
+    for result in engine.run(make_batches("linear", 2)):
+        losses.append(result.losses)
+        if engine.rank == 0:
+            time.sleep(0.2)
+    if engine.rank:
+        dist.destroy_process_group()
+    return losses
+
+
+def test_a_rank_that_is_done_has_sent_its_losses(tmp_path):
+    outcomes = run_ranks(train_and_leave, 2, "cdp_v1", folder=tmp_path)
+    losses, *_ = train("linear", "cdp_v1", "single_device", 2, 2)
+    assert outcomes[0] == losses

@@ -131,6 +131,7 @@ class Executor:
             assert micro_batch is not None
             self._receive_buffers(stage, micro_batch)
         self._mailbox.flush()
+        self._losses.flush()
 
     def _forward(self, action: Action) -> Action:
         micro_batch, stage = _compute_of(action)

@@ -38,6 +38,13 @@ class Losses:
             while self._sent and (self._sent[0][0] is None or self._sent[0][0].is_completed()):
                 self._sent.popleft()
 
+    def flush(self) -> None:
+        """Wait until all have been sent."""
+        while self._sent:
+            work, _ = self._sent.popleft()
+            if work is not None:
+                work.wait()
+
     def of(self, step: int) -> Tensor:
         """Return the losses of the workers, [N], in a step whose forwards are done; rank 0 waits for all."""
         known = self._known.pop(step, {})
