@@ -1,6 +1,8 @@
 """Measure engine overhead, activation peaks, placements and links against torch's own; write results/bench/*.json.
 
-Usage: python scripts/bench.py [overhead] [memory] [placements] [links]      (default: all; links needs root)
+Usage: python scripts/bench.py [overhead] [memory] [placements] [links_resnet18] [links_vit]
+
+Without names: all. Links are between two network namespaces, which takes root.
 
 Times are taken side by side, in alternating rounds of one process, and reported as ratios with their spread. Bytes
 are exact and need one run.
@@ -14,8 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -47,11 +50,16 @@ STEPS_PER_ROUND = 1
 
 
 def main(names: list[str]) -> None:
-    benches = {"overhead": overhead, "memory": memory, "placements": placements, "links": links}
+    benches: dict[str, Callable[[], dict[str, Any]]] = {
+        "overhead": overhead, "memory": memory, "placements": placements,
+        **{name: partial(links, name) for name in LINK_NETWORKS},
+    }  # fmt: skip
     for name in names or benches:
         result = {"command": f"python scripts/bench.py {name}", **versions(), **benches[name]()}
         RESULTS.mkdir(parents=True, exist_ok=True)
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+        if name in LINK_NETWORKS:
+            save_figure(draw_links(_link_curves()), RESULTS / "links.svg")
 
 
 # --- overhead -----------------------------------------------------------------------------------------------------
@@ -219,12 +227,11 @@ def tables() -> str:
 
 def _link_tables() -> list[str]:
     """Return the curves over link rates as tables, and their picture."""
-    measured = json.loads((RESULTS / "links.json").read_text())
     lines = [
         "",
         "![Throughput of CDP over DistributedDataParallel against the rate of the link](results/bench/links.svg)",
     ]
-    for curve in measured["curves"]:
+    for curve in _link_curves():
         head = [f"{mode} / ddp | planned" for mode in LINK_MODES]
         lines += ["", f"| {curve['model']}: link [Mbit/s] | link time / compute time | {' | '.join(head)} |"]
         lines.append("| --- | --- |" + " --- | --- |" * len(LINK_MODES))
@@ -235,13 +242,18 @@ def _link_tables() -> list[str]:
                 cells += [f"{ratio['median']:.2f} ({ratio['quartile_low']:.2f} to {ratio['quartile_high']:.2f})"]
                 cells += [f"{row['planned_ratios'][mode]:.2f}"]
             lines.append(f"| {' | '.join(map(str, cells))} |")
-        lines += ["", f"{measured['rounds']} alternating rounds; {curve['config']}; {_evidence(measured)}."]
+        lines += ["", f"{curve['rounds']} alternating rounds; {curve['config']}; {_evidence(curve)}."]
     return lines
 
 
-def draw_links(measured: dict[str, Any]) -> Figure:
+def _link_curves() -> list[dict[str, Any]]:
+    """Return what was measured over links, of each network."""
+    paths = [RESULTS / f"{name}.json" for name in LINK_NETWORKS]
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
+def draw_links(curves: Sequence[dict[str, Any]]) -> Figure:
     """Draw throughput over DistributedDataParallel's against link time over compute time, measured and planned."""
-    curves = measured["curves"]
     figure = Figure(figsize=(4.2 * len(curves), 3.2), layout="constrained")
     for axis, curve in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
         rows = sorted(curve["rows"], key=lambda row: row["link_seconds_over_compute"])
@@ -377,30 +389,30 @@ def _steady_step_seconds(engine: Engine | Baseline, batch: tuple[torch.Tensor, t
 
 # --- links --------------------------------------------------------------------------------------------------------
 
-LINK_NETWORKS = {"resnet18": (32, 6), "vit_tiny_patch16_224": (64, 8)}
-"""Pixels and stages. Most parameters of the first network are in two of ten blocks; the second has equal blocks."""
+LINK_NETWORKS = {"links_resnet18": ("resnet18", 32, 6), "links_vit": ("vit_tiny_patch16_224", 64, 8)}
+"""By bench: network, pixels and stages. Most parameters of the first are in two of ten blocks; the second's are equal.
+"""
 LINK_MODES = ("cdp_v1", "cdp_v2")
 RATES_MBIT = (100, 250, 500, 1000, 2000, None)
 LINK_ROUNDS, LINK_STEPS = 3, 2
 
 
-def links() -> dict[str, object]:
+def links(name: str) -> dict[str, object]:
     """Throughput of CDP over DistributedDataParallel, replicated on two hosts, over the rate of their link."""
-    curves = []
-    for model, (image_size, stages) in LINK_NETWORKS.items():
-        config = _two_ranks(model, image_size, stages)
-        blocks = [len(names) for names in cut_model(config).block_names]
-        rows = [_over_link(config, blocks, rate) for rate in RATES_MBIT]
-        text = _two_ranks_text(config, blocks, "gloo between two network namespaces, rate limited by tbf")
-        curves.append({"model": model, "config": text, "rows": rows})
-    measured = {"rounds": LINK_ROUNDS, "steps_per_round": LINK_STEPS + 1, "curves": curves}
-    save_figure(draw_links(measured), RESULTS / "links.svg")
-    return measured
+    config = _two_ranks(*LINK_NETWORKS[name])
+    blocks = [len(names) for names in cut_model(config).block_names]
+    return {
+        "rounds": LINK_ROUNDS,
+        "steps_per_round": LINK_STEPS + 1,
+        "model": config.model.name,
+        "config": _two_ranks_text(config, blocks, "gloo between two network namespaces, rate limited by tbf"),
+        "rows": [_over_link(name, config, blocks, rate) for rate in RATES_MBIT],
+    }
 
 
-def _over_link(config: RunConfig, blocks: list[int], rate_mbit: int | None) -> dict[str, object]:
+def _over_link(name: str, config: RunConfig, blocks: list[int], rate_mbit: int | None) -> dict[str, object]:
     """Measure one point of the curves."""
-    measured = _across_hosts(config, blocks, rate_mbit)
+    measured = _across_hosts(name, blocks, rate_mbit)
     link, collectives = network_of(measured["messages"])
     prices = _planned(config, blocks, (link, collectives))
     gradient_bytes = sum(cut_model(config, blocks).costs.gradient_bytes)
@@ -415,11 +427,11 @@ def _over_link(config: RunConfig, blocks: list[int], rate_mbit: int | None) -> d
     return row
 
 
-def _across_hosts(config: RunConfig, blocks: list[int], rate_mbit: int | None) -> dict[str, Any]:
+def _across_hosts(name: str, blocks: list[int], rate_mbit: int | None) -> dict[str, Any]:
     """Return what `_link_rank` has written on two hosts joined by a cable of a rate."""
     with two_hosts(rate_mbit) as hosts, TemporaryDirectory() as folder:
         meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500", "WORLD_SIZE": str(len(hosts))}
-        arguments = [config.model.name, json.dumps(blocks), f"{folder}/seconds.json"]
+        arguments = [name, json.dumps(blocks), f"{folder}/seconds.json"]
         ranks = [
             subprocess.Popen(
                 host.command(sys.executable, __file__, "link-rank", *arguments),
@@ -434,9 +446,9 @@ def _across_hosts(config: RunConfig, blocks: list[int], rate_mbit: int | None) -
         return found
 
 
-def _link_rank(model: str, blocks: list[int], path: Path) -> None:
+def _link_rank(name: str, blocks: list[int], path: Path) -> None:
     """Be one of the two ranks of `links`."""
-    config = _two_ranks(model, *LINK_NETWORKS[model])
+    config = _two_ranks(*LINK_NETWORKS[name])
     messages = time_messages(3)
     os.environ["MASTER_PORT"] = "29501"  # else a rank could meet the other at the store that is just closing
     seconds = _alternating_rounds(config, blocks, LINK_MODES, "replicated", ("ddp",), LINK_ROUNDS, LINK_STEPS)
