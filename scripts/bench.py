@@ -311,7 +311,7 @@ def placements() -> dict[str, object]:
     return {
         "config": _two_ranks_text(config, blocks, "gloo on loopback"),
         "rounds": PEER_ROUNDS,
-        "steps_per_round": PEER_STEPS + 1,
+        "steps_per_round": PEER_STEPS,
         "throughput_ratios": ratios,
         "planned_ratios": planned,
     }
@@ -379,12 +379,15 @@ def _alternating_rounds(
 
 
 def _steady_step_seconds(engine: Engine | Baseline, batch: tuple[torch.Tensor, torch.Tensor], steps: int) -> float:
-    """Return the mean seconds of a training step in the middle of a run: between its fill and its drain."""
+    """Return the mean seconds of a training step in the middle of a run: between its fill and its drain.
+
+    The last two steps are of the drain: a rank that reads old parameters updates the second to last with the last.
+    """
     dist.barrier()
     times = []
     for _ in engine.run([batch] * (steps + 4)):
         times.append(time.perf_counter())
-    return (times[-2] - times[1]) / (len(times) - 3)
+    return (times[-3] - times[1]) / (len(times) - 4)
 
 
 # --- links --------------------------------------------------------------------------------------------------------
@@ -403,7 +406,7 @@ def links(name: str) -> dict[str, object]:
     blocks = [len(names) for names in cut_model(config).block_names]
     return {
         "rounds": LINK_ROUNDS,
-        "steps_per_round": LINK_STEPS + 1,
+        "steps_per_round": LINK_STEPS,
         "model": config.model.name,
         "config": _two_ranks_text(config, blocks, "gloo between two network namespaces, rate limited by tbf"),
         "rows": [_over_link(name, config, blocks, rate) for rate in RATES_MBIT],
