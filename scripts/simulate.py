@@ -4,7 +4,7 @@ Usage: python scripts/simulate.py [N ...]
 
 Without N: 8 16 32 64 128 256, minutes on two cores; four times as long for twice N, so that 512 and 1024 take about an
 hour. Equal stages; the very programs that would run. `cdp-report build` compares the numbers with the closed forms.
-What is in the file stays: remove it to simulate all anew.
+What is in the file stays: remove it to simulate all anew. Each setting is written when it is done.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ def main(sizes: list[int]) -> None:
     ours = [setting for setting in SETTINGS if setting.baseline is None]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         for workers in sizes or WORKERS:
-            present = values.get(str(workers), {})
+            present = values.setdefault(str(workers), {})
             missing = [setting for setting in ours if simulation_key(setting) not in present]
             for setting, found in zip(missing, pool.map(partial(_simulated, workers), missing), strict=True):
                 present[simulation_key(setting)] = found
-            values[str(workers)] = {simulation_key(setting): present[simulation_key(setting)] for setting in ours}
-            said = {"command": "python scripts/simulate.py", **versions()}
-            ordered = {n: values[n] for n in sorted(values, key=int)}
-            path.write_text(json.dumps({**said, "values": ordered}, indent=1) + "\n")
+                said = {"command": "python scripts/simulate.py", **versions()}
+                path.write_text(json.dumps({**said, "values": _ordered(values, ours)}, indent=1) + "\n")
+
+
+def _ordered(values: dict[str, dict[str, Values]], settings: list[Setting]) -> dict[str, dict[str, Values]]:
+    keys = list(map(simulation_key, settings))
+    return {n: {key: values[n][key] for key in keys if key in values[n]} for n in sorted(values, key=int)}
 
 
 def _simulated(workers: int, setting: Setting) -> Values:
