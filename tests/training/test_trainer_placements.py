@@ -154,7 +154,7 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_bitwise(tmp_path, tiny, alon
 
 @pytest.mark.parametrize(("mode", "placement"), RUNS)
 def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path, tiny, placement, mode):
-    config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split(), "timeout_seconds=4")
+    config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split(), "timeout_seconds=8")
     hurt = random.randrange(config.ranks)
     with pytest.raises(RankFailedError) as failure:
         launch(train_run, (config, tmp_path / "run", False, 4, (hurt, signal.SIGSTOP)), config.ranks, 2.0)

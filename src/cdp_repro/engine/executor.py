@@ -114,8 +114,7 @@ class Executor:
                 with record_function(str(action)):
                     executed = self._handlers[action.op](action)
             except Exception as error:
-                where = f" on rank {self._rank}; where the ranks stand:\n{self._positions.report()}"
-                error.add_note(f"while running {action} in slot {slot.number}{where if self._mailbox else ''}")
+                error.add_note(f"while running {action} in slot {slot.number}{self._where()}")
                 raise
             if self._tracer.active:
                 self._tracer.record(slot.number, executed, self._live_versions(), begin)
@@ -126,12 +125,21 @@ class Executor:
         """Take in what waits for the next program (buffers), and wait until all has been sent."""
         if self._mailbox is None:
             return
-        for key in self._mailbox.announced():
-            _, stage, micro_batch, _ = key
-            assert micro_batch is not None
-            self._receive_buffers(stage, micro_batch)
-        self._mailbox.flush()
-        self._losses.flush()
+        try:
+            for _, stage, micro_batch, _ in self._mailbox.announced():
+                assert micro_batch is not None
+                self._receive_buffers(stage, micro_batch)
+            self._mailbox.flush()
+            self._losses.flush()
+        except Exception as error:
+            error.add_note(f"while draining{self._where()}")
+            raise
+
+    def _where(self) -> str:
+        """Return where this rank and the others stand, for an error; nothing on a single device."""
+        if self._mailbox is None:
+            return ""
+        return f" on rank {self._rank}; where the ranks stand:\n{self._positions.report()}"
 
     def _forward(self, action: Action) -> Action:
         micro_batch, stage = _compute_of(action)
