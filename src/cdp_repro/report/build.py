@@ -294,7 +294,7 @@ def write(files: Mapping[Path, bytes]) -> list[Path]:
         RowError: a folder cannot be written; nothing is half-written.
     """
     changed = [path for path, content in files.items() if not path.exists() or path.read_bytes() != content]
-    for folder in {path.parent for path in changed}:
+    for folder in sorted({path.parent for path in changed}):  # a folder before what is in it
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
