@@ -25,7 +25,7 @@ plan: $(INSTALLED) ## show timeline, stages and memory before training (ARGS="..
 	$(BIN)/cdp-plan $(ARGS)
 
 test: $(INSTALLED) ## run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 check: $(INSTALLED) ## lint, formatting, types
 	$(BIN)/ruff check .

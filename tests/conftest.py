@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Before torch is imported: ranks have one thread each, and with more a reference adds in another order."""
 
 TINY = (
     "dataset=synthetic", "dataset.image_size=8", "dataset.train_samples=80", "dataset.test_samples=20",
