@@ -196,7 +196,7 @@ class Executor:
     def _close_sum(self, action: Action) -> None:
         if self._schedule.placement.completes_sum(action):
             assert action.micro_batch is not None
-            self._states[action.stage].close_sum(action.micro_batch // self._micro_batches + 1)
+            self._states[action.stage].close_sum(self._schedule.mode.version_made(action.micro_batch))
 
     def _update(self, action: Action) -> Action:
         version, state = _version_of(action), self._states[action.stage]

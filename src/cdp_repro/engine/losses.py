@@ -5,12 +5,11 @@ They are for people and logs, not a part of training: their messages are not in 
 
 from __future__ import annotations
 
-from collections import deque
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cdp_repro.engine.transfers import Outgoing, Transfer
 from cdp_repro.schedule import Schedule
 
 _TAG = 1
@@ -27,23 +26,18 @@ class Losses:
         self._rank = rank
         self._group = group
         self._known: dict[int, dict[int, Tensor]] = {}
-        self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
+        self._outgoing = Outgoing()
 
     def enter(self, step: int, worker: int, loss: Tensor) -> None:
         """Enter the loss (a scalar) of a micro-batch that this rank has computed."""
         self._known.setdefault(step, {})[worker] = loss
         if self._rank and self._group:
             value = loss.detach().to("cpu", torch.float64).reshape(1)
-            self._sent.append((dist.isend(value, 0, group=self._group, tag=_TAG), value))
-            while self._sent and (self._sent[0][0] is None or self._sent[0][0].is_completed()):
-                self._sent.popleft()
+            self._outgoing.append(Transfer.of(value, dist.isend(value, 0, group=self._group, tag=_TAG)))
 
     def flush(self) -> None:
         """Wait until all have been sent."""
-        while self._sent:
-            work, _ = self._sent.popleft()
-            if work is not None:
-                work.wait()
+        self._outgoing.flush()
 
     def of(self, step: int) -> Tensor:
         """Return the losses of the workers, [N], in a step whose forwards are done; rank 0 waits for all."""

@@ -7,38 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cdp_repro.engine.layouts import Layout, StageLayouts
+from cdp_repro.engine.transfers import Outgoing, Transfer
 from cdp_repro.schedule import Action, MessageKey, Payload, awaits_result, result_of
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    """What is on its way, in its buffer."""
-
-    works: Sequence[dist.Work]
-    buffer: Tensor
-
-    @classmethod
-    def of(cls, buffer: Tensor, *works: dist.Work | None) -> _Transfer:
-        """Return what torch has started; it starts nothing (None) only where a rank is no member of a group."""
-        started = [work for work in works if work is not None]
-        assert len(started) == len(works), "the process group is the world's, so every rank is a member"
-        return cls(started, buffer)
-
-    @property
-    def is_done(self) -> bool:
-        return all(work.is_completed() for work in self.works)
-
-    def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        return self.buffer
 
 
 class Mailbox:
@@ -54,8 +30,8 @@ class Mailbox:
         self._device = device
         self._rank = dist.get_rank()
         self._groups = directions(device)
-        self._expected: dict[MessageKey, deque[_Transfer]] = defaultdict(deque)
-        self._outgoing: deque[_Transfer] = deque()
+        self._expected: dict[MessageKey, deque[Transfer]] = defaultdict(deque)
+        self._outgoing = Outgoing()
 
     def send(self, action: Action, tensors: Mapping[str, Tensor]) -> int:
         """Start to send copies of `tensors`, the payload of a SEND; return their bytes."""
@@ -63,8 +39,7 @@ class Mailbox:
         if layout.nbytes:
             buffer = layout.pack(tensors, self._device)
             group = self._groups[action.peer > self._rank]  # type: ignore[operator]  # messages have a peer
-            self._outgoing.append(_Transfer.of(buffer, dist.isend(buffer, action.peer, group=group)))
-            self._reap()
+            self._outgoing.append(Transfer.of(buffer, dist.isend(buffer, action.peer, group=group)))
         return layout.nbytes
 
     def post(self, action: Action) -> None:
@@ -73,7 +48,7 @@ class Mailbox:
         if layout.nbytes:
             buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
             group = self._groups[action.peer < self._rank]  # type: ignore[operator]  # messages have a peer
-            received = _Transfer.of(buffer, dist.irecv(buffer, action.peer, group=group))
+            received = Transfer.of(buffer, dist.irecv(buffer, action.peer, group=group))
             self._expected[action.message].append(received)
 
     def join(self, action: Action, tensors: Mapping[str, Tensor] | None, owner: int) -> int:
@@ -96,8 +71,7 @@ class Mailbox:
             works = [dist.all_reduce(values, async_op=True) for values in layout.values(buffer)]
         result = result_of(action, self._micro_batches)
         transfers = self._expected[result] if awaits_result(action, owner) else self._outgoing
-        transfers.append(_Transfer.of(buffer, *works))
-        self._reap()
+        transfers.append(Transfer.of(buffer, *works))
         return layout.nbytes
 
     def take(self, key: MessageKey) -> dict[str, Tensor] | None:
@@ -115,8 +89,7 @@ class Mailbox:
 
     def flush(self) -> None:
         """Wait until everything has been sent."""
-        while self._outgoing:
-            self._outgoing.popleft().wait()
+        self._outgoing.flush()
 
     def requires_grad(self, stage: int) -> bool:
         """Whether the activations that `stage` sends take a gradient."""
@@ -124,11 +97,6 @@ class Mailbox:
 
     def _layout(self, key: MessageKey) -> Layout:
         return self._layouts[key[1]].by_payload[key[0]]
-
-    def _reap(self) -> None:
-        """Let go of the buffers that have been sent."""
-        while self._outgoing and self._outgoing[0].is_done:
-            self._outgoing.popleft()
 
 
 def directions(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -210,10 +210,11 @@ class SumCheck:
 
     def leftovers(self) -> str | None:
         """Return which gradients have not made a version, or None."""
-        unused = {stage: members[0] // self._micro_batches + 1 for (_, stage), members in self._sums.items()}
+        made = self._placement.mode.version_made
+        unused = {stage: made(members[0]) for (_, stage), members in self._sums.items()}
         unused |= {stage: version for _, stage, version in self.totals}
-        unused |= {stage: micro_batch // self._micro_batches + 1 for _, micro_batch, stage in self._own}
-        unused |= {stage: micro_batch // self._micro_batches + 1 for stage, micro_batch in self._collected.items()}
+        unused |= {stage: made(micro_batch) for _, micro_batch, stage in self._own}
+        unused |= {stage: made(micro_batch) for stage, micro_batch in self._collected.items()}
         if unused:
             missing = ", ".join(str(Action(Op.UPDATE, stage, version=v)) for stage, v in sorted(unused.items()))
             return f"the program ends without the updates {missing}"

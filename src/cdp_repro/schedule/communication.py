@@ -92,8 +92,10 @@ def put_off_sums_at_owners(slots: Iterable[Slot], placement: Placement) -> Itera
     """
     waiting: list[Action] = []
     for slot, following in with_next(slots):
-        arriving = [action for action in slot.actions if action.op is Op.ADD and action.stage in placement.lent]
-        actions = [action for action in slot.actions if action not in arriving]
+        actions: list[Action] = []
+        arriving: list[Action] = []
+        for action in slot.actions:
+            (arriving if action.op is Op.ADD and action.stage in placement.lent else actions).append(action)
         urgent = _read_next(following)
         actions += waiting
         waiting = []

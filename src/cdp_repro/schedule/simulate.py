@@ -40,16 +40,14 @@ class Effects:
 
     def bytes_sent(self, action: Action) -> int:
         """Return the bytes that the action sends, by a message or by its part in a collective: 0 if it sends none."""
-        if action.payload is None or not self.is_sent(action):
-            return 0
-        size = self._costs.sent_bytes(action.payload, action.stage)
-        return size if action.op is Op.SEND else ring_bytes(action, size, self._schedule.placement)
+        size = self.payload_bytes(action)
+        return ring_bytes(action, size, self._schedule.placement) if action.op is Op.COLLECTIVE else size
 
-    def is_sent(self, action: Action) -> bool:
-        """Whether the action is the sending of, or a part in a collective of, more than 0 bytes."""
+    def payload_bytes(self, action: Action) -> int:
+        """Return the bytes of what the action sends, or of a collective that it is a part in: 0 if there is none."""
         if action.payload is None or action.op not in (Op.SEND, Op.COLLECTIVE):
-            return False
-        return self._costs.sent_bytes(action.payload, action.stage) > 0
+            return 0
+        return self._costs.sent_bytes(action.payload, action.stage)
 
     def _received(self, action: Action) -> tuple[int, int]:
         """Return what an input from another rank adds to the bytes that forward and backward take and release."""

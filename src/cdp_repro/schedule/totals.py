@@ -132,7 +132,7 @@ def _longest_chain(slot: Slot, effects: Effects, schedule: Schedule) -> int:
         for key in consumed(action, micro_batches) if depth else ():
             if (found := depth.get((rank, key), 0)) > waited.get(rank, 0):
                 waited[rank] = found
-        if not effects.is_sent(action):
+        if not effects.payload_bytes(action):
             continue
         if action.op is Op.COLLECTIVE:
             joined.append(action)
