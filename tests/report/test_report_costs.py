@@ -91,7 +91,8 @@ def test_equal_stages_give_the_formulas_of_the_design(n):
     assert by_key["model parallel, cdp_v2"]["devices"] == n * (n + 1) / 2
     assert by_key["replicated, cdp_v2"]["sent_bytes_per_device"] == pytest.approx(2 * p * (n - 1) / n)
     assert by_key["ZeRO, cdp_v1"]["sent_bytes_per_device"] == pytest.approx(3 * p * (n - 1) / n)
-    assert by_key["replicated, cdp_v2"]["chain"] == 1 and by_key["replicated, dp"]["chain"] == 2 * (n - 1)
+    assert by_key["replicated, cdp_v2"]["chain"] == 1
+    assert by_key["replicated, dp"]["chain"] == (2 * (n - 1) if n > 2 else 1)
     assert by_key["pipeline, cdp_v2"]["idle_share"] == 0
 
 

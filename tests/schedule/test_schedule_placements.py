@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -56,7 +57,7 @@ def test_replicated_sends_at_most_twice_the_parameters_and_a_ring_s_volume_on_av
     p = n  # n stages of one byte
     assert max(total.values()) <= 2 * p
     assert sum(total.values()) == 2 * p * (n - 1)  # over n ranks: 2P(N-1)/N each, a ring all-reduce's volume
-    for kind in (Payload.GRADIENTS, Payload.TOTAL):
+    for kind in (Payload.GRADIENTS, Payload.TOTAL) if n > 2 else (Payload.GRADIENTS,):
         for end in ("source", "destination"):
             per_slot = Counter((m.slot, getattr(m, end)) for m in messages if m.kind is kind)
             assert max(per_slot.values()) == 1, f"more than one {kind} in a slot at a rank"
@@ -104,13 +105,52 @@ def test_the_longest_chain_of_messages_does_not_grow_with_n(placement, mode):
     assert set(chains) == {2 if (placement, mode) == ("zero", "cdp_v2") else 1}
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [3, 4, 8])
 def test_with_data_parallelism_it_grows(n):
     schedule = Schedule.build("dp", n, placement="replicated")
     assert simulate(schedule, StageCosts.equal(n), 3).max_chain_per_slot == 2 * (n - 1)
 
 
-@pytest.mark.parametrize("n", [2, 3, 5])
+@given(
+    sizes=st.sampled_from([("replicated", 2, 1), ("model_parallel", 2, 1), ("model_parallel", 4, 1),
+                           ("pipeline", 3, 2), ("replicated", 1, 2)]),
+    c=st.integers(1, 2), mode=st.sampled_from(["dp", *CYCLIC, "matrix"]),
+)  # fmt: skip
+@settings(max_examples=30, deadline=None)
+def test_two_holders_exchange_what_they_have_and_wait_for_it_only_when_they_need_the_sum(sizes, c, mode):
+    placement, n, r = sizes
+    rule = [[1 + (2 * i + j) % 3 for j in range(c * n)] for i in range(n)] if mode == "matrix" else mode
+    schedule = Schedule.build(rule, n, c * n, placement, replicas=r)
+    slots = list(schedule.slots(range(5)))
+    pairs = [j for j in range(c * n) if len(schedule.placement.holders(j)) == 2]
+    assert pairs or (placement, n, mode) == ("model_parallel", 4, "dp")
+    for j in pairs:
+        backwards, sent = {}, {}
+        for slot in slots:
+            for action in slot.actions:
+                if action.stage != j:
+                    continue
+                assert action.payload is not Payload.TOTAL, "nobody waits for the other's sum"
+                if action.op is Op.BACKWARD:
+                    backwards[action.micro_batch] = slot.number
+                elif action.op is Op.SEND and action.payload is Payload.GRADIENTS:
+                    sent[action.micro_batch] = slot.number
+        assert sent == backwards, "each gradient, or the sum up to it, leaves as soon as it is made"
+    for rank in range(schedule.ranks):
+        actions = [a for slot in slots for a in slot.program_of(rank) if not a.op.is_message]
+        for action, following in pairwise(actions):
+            if action.op is Op.ADD and schedule.placement.is_exchanged(action.micro_batch, action.stage):
+                assert (following.op, following.stage) in ((Op.UPDATE, action.stage), (Op.BACKWARD, action.stage))
+                if following.op is Op.UPDATE:
+                    assert following.version == schedule.mode.version_made(action.micro_batch)
+
+
+def test_the_two_messages_of_an_exchange_do_not_wait_for_each_other():
+    schedule = Schedule.build("dp", 2, placement="replicated")
+    assert simulate(schedule, StageCosts.equal(2), 3).max_chain_per_slot == 1
+
+
+@pytest.mark.parametrize("n", [3, 5])
 @pytest.mark.parametrize("mode", CYCLIC)
 def test_the_total_is_relayed_in_the_order_of_need(n, mode):
     """design.md, section 3: with cdp_v2 N-1-j, N-j, ..., N-2, then 0, 1, ...; with cdp_v1 0, 1, ..., N-2."""
@@ -192,8 +232,8 @@ def test_every_program_is_valid_over_drains_and_every_action_has_one_rank(n, c, 
 # --- every way to corrupt the communication of a valid program is caught
 
 
-def slots_of(placement, mode="cdp_v2"):
-    schedule = Schedule.build(mode, 3, placement=placement)
+def slots_of(placement, mode="cdp_v2", n=3):
+    schedule = Schedule.build(mode, n, placement=placement)
     return schedule, [[slot.number, list(slot.actions)] for slot in schedule.slots(range(4))]
 
 
@@ -209,11 +249,11 @@ def places_of(slots, keep):
 
 @given(
     placement=st.sampled_from(DISTRIBUTED), which=st.integers(0, 10**6), mode=st.sampled_from(["dp", *CYCLIC]),
-    op=st.sampled_from([Op.SEND, Op.RECEIVE, Op.ADD]),
+    op=st.sampled_from([Op.SEND, Op.RECEIVE, Op.ADD]), n=st.sampled_from([2, 3]),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
-def test_a_missing_action_is_caught(placement, which, mode, op):
-    schedule, slots = slots_of(placement, mode)
+@settings(max_examples=80, deadline=None)
+def test_a_missing_action_is_caught(placement, which, mode, op, n):
+    schedule, slots = slots_of(placement, mode, n)
     places = places_of(slots, lambda a: a.op is op and a.payload is not Payload.BUFFERS)
     if places:
         slot, place = places[which % len(places)]
@@ -223,11 +263,12 @@ def test_a_missing_action_is_caught(placement, which, mode, op):
 
 @given(
     placement=st.sampled_from(DISTRIBUTED), which=st.integers(0, 10**6), mode=st.sampled_from(["dp", *CYCLIC]),
-    shift=st.sampled_from([1, 2]),
+    n_and_shift=st.sampled_from([(2, 1), (3, 1), (3, 2)]),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
-def test_an_action_on_another_rank_is_caught(placement, which, mode, shift):
-    schedule, slots = slots_of(placement, mode)
+@settings(max_examples=80, deadline=None)
+def test_an_action_on_another_rank_is_caught(placement, which, mode, n_and_shift):
+    n, shift = n_and_shift
+    schedule, slots = slots_of(placement, mode, n)
     places = places_of(slots, lambda a: True)
     slot, place = places[which % len(places)]
     action = slots[slot][1][place]
@@ -249,6 +290,16 @@ def test_gradients_out_of_order_are_caught():
     ((a, i), (b, j), *_) = places_of(slots, lambda x: x.op is Op.ADD and x.stage == 0)
     slots[a][1][i], slots[b][1][j] = slots[b][1][j], slots[a][1][i]
     refused(schedule, slots)
+
+
+@pytest.mark.parametrize("mode", ["dp", *CYCLIC])
+def test_sending_to_the_other_of_two_holders_what_has_been_added_to_already_is_caught(mode):
+    schedule, slots = slots_of("replicated", mode, n=2)
+    add_slot, add = places_of(slots, lambda x: x.op is Op.ADD and (x.rank, x.stage, x.micro_batch) == (1, 1, 0))[0]
+    slot, place = places_of(slots, lambda x: x.op is Op.SEND and (x.stage, x.micro_batch) == (1, 1))[0]
+    early = slots[add_slot][1].pop(add)
+    slots[slot][1].insert(place, early)
+    assert "the sum on its rank is of the micro-batches []" in refused(schedule, slots)
 
 
 def test_a_message_that_nobody_needs_is_caught():

@@ -224,7 +224,7 @@ class Executor:
         return action
 
     def _payload(self, action: Action) -> Mapping[str, Tensor]:
-        """Return what a SEND sends; activations and gradients are not kept."""
+        """Return what a SEND sends; activations and gradients are not kept, unless exchanged."""
         stage, m = action.stage, action.micro_batch
         if action.payload is Payload.PARAMETERS:
             return self._states[stage].read(_version_of(action)).tensors
@@ -239,6 +239,8 @@ class Executor:
             return {} if gradient is None else {VALUE: gradient}
         if action.payload is Payload.BUFFERS:
             return self._buffers[stage].of[m % self._micro_batches]
+        if self._schedule.placement.is_exchanged(m, stage):
+            return self._states[stage].gradient_sum
         return self._gradients_of(m, stage)
 
     def _receive(self, action: Action) -> Action:

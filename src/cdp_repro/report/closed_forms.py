@@ -112,9 +112,10 @@ def closed_form(setting: Setting, workers: int, costs: StageCosts, optimizer_sta
     - Messages. Gradients: N-1 partial sums and N-1 relayed totals of each stage (replicated, both modes); one
       parameter message for each forward and backward and one gradient to the owner (ZeRO), but none of the owner's own
       to itself: 3P(N-1)/N a rank; sums along a stage's group of n ranks and totals back: N-1 + n-1 where n > 1
-      (model parallel). Activations and their gradients: N of each over each boundary. Collectives are rings, and what
-      a rank sends in one is a message: N of an all-reduce, which goes round twice; N-1 of a broadcast or a reduction,
-      of which each slot has two, the second after the first where it broadcasts what has just been made.
+      (model parallel). Two ranks exchange what they have, so that the second message waits for nothing. Activations and
+      their gradients: N of each over each boundary. Collectives are rings, and what a rank sends in one is a message: N
+      of an all-reduce, which goes round twice; N-1 of a broadcast or a reduction, of which each slot has two, the
+      second after the first where it broadcasts what has just been made.
     - Idle share. A pipeline with a flush idles (N-1)/(2N-1), a model-parallel group of N 1 - 1/N, of N-j
       (N-1)/(N+1); all others never.
     """
@@ -198,8 +199,8 @@ def _messages(setting: Setting, n: int, sizes: Sizes) -> Values:
     if setting.collectives:
         return _collectives(setting, n, sizes)
     if setting.placement == "replicated":
-        sent, chain = 2 * total * (n - 1) / n, 2 * (n - 1) if is_dp else 1
-        messages = 2 * (n - 1) if is_dp else 1 if (setting.mode, n) == ("cdp_v1", 2) else n
+        sent, chain = 2 * total * (n - 1) / n, _chain_of_sums(n) if is_dp else 1
+        messages = 2 * (n - 1) if is_dp else n if n > 2 else 1
     elif setting.placement == "zero":
         sent = (2 * sum(sizes.parameters) + total) * (n - 1) / n
         messages = 2 * (n - 1) if is_dp else -(-3 * n // 2)
@@ -210,11 +211,16 @@ def _messages(setting: Setting, n: int, sizes: Sizes) -> Values:
         ranks = [n if is_dp else n - j for j in range(n)]
         sums = sum((n - 1 + r - 1) * size for r, size in zip(ranks, sizes.gradients, strict=True) if r > 1)
         sent = (boundary + sums) / sum(ranks)
-        messages, chain = (2 * n, 2 * (n - 1)) if is_dp else (2 * (n - 1), 1)
+        messages, chain = (2 * n, _chain_of_sums(n)) if is_dp else (2 * (n - 1), 1)
     values: Values = {"sent_bytes_per_device": sent, "messages_per_slot": messages, "chain": chain}
     if (setting.placement, setting.mode) == ("model_parallel", "cdp_v2"):
         del values["messages_per_slot"]  # 2(N-1) up to N = 6, less beyond: which totals meet in a slot depends on N
     return values
+
+
+def _chain_of_sums(n: int) -> int:
+    """Return how many messages follow one another until n > 1 ranks that start together all have the sum."""
+    return 2 * (n - 1) if n > 2 else 1
 
 
 def _collectives(setting: Setting, n: int, sizes: Sizes) -> Values:

@@ -141,7 +141,8 @@ class SumCheck:
             self._own.remove(own)
             arrived = _only(action.micro_batch)
         present = self._sums.get((action.rank, action.stage), _NONE)
-        in_order = (present, arrived) if action.stage in self._placement.lent else (arrived, present)
+        follows = action.stage in self._placement.lent or (action.micro_batch + 1) % self._micro_batches == 0
+        in_order = (present, arrived) if follows else (arrived, present)
         return self._join(action, *in_order)
 
     def _join(self, action: Action, earlier: range, later: range) -> str | None:
@@ -196,7 +197,9 @@ class SumCheck:
             members = _only(action.micro_batch) if own in self._own else _NONE
             self._own.discard(own)
         else:
-            members = self._sums.pop((action.rank, action.stage), _NONE)
+            members = self._sums.get((action.rank, action.stage), _NONE)
+            if members and not self._placement.is_exchanged(action.micro_batch, action.stage):
+                del self._sums[action.rank, action.stage]
         if not members or members[-1] != action.micro_batch:
             return f"the sum on its rank is of the micro-batches {[*members]}"
         self.in_transit[action.peer, *action.message] = members

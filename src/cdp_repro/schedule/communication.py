@@ -50,7 +50,9 @@ def _unless_here(payload: Payload, action: Action, destination: int) -> tuple[Ac
 def add_partial_sums(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
     """Sum the gradients of a stage over the micro-batches of a training step, in their order, along their ranks.
 
-    The partial sum goes from the rank of each micro-batch to that of the next, which adds it to its own gradient.
+    The partial sum goes from the rank of each micro-batch to that of the next, which adds it to its own gradient. Where
+    there are two ranks, that of the last micro-batch sends its own gradient back, and both complete the sum: it is the
+    same on both, and neither waits for the other's.
     """
     for slot in slots:
         actions: list[Action] = []
@@ -65,10 +67,14 @@ def _partial_sum(backward: Action, placement: Placement) -> Iterator[Action]:
     """Add the sum up to the micro-batch before, if it comes from another rank, and hand on the sum to the next."""
     assert backward.micro_batch is not None
     stage, m, rank = backward.stage, backward.micro_batch, backward.rank
-    worker = m % placement.mode.micro_batches
+    worker, last = m % placement.mode.micro_batches, placement.mode.micro_batches - 1
+    if worker == last and placement.is_exchanged(m, stage):
+        other = placement.rank_of(m - 1, stage)
+        yield from send(Payload.GRADIENTS, stage, rank, other, micro_batch=m)
+        yield Action(Op.ADD, stage, m, rank=other)
     if worker > 0 and placement.rank_of(m - 1, stage) != rank:
         yield Action(Op.ADD, stage, m - 1, rank=rank)
-    if worker < placement.mode.micro_batches - 1:
+    if worker < last:
         yield from _unless_here(Payload.GRADIENTS, backward, placement.rank_of(m + 1, stage))
 
 
@@ -105,6 +111,33 @@ def put_off_sums_at_owners(slots: Iterable[Slot], placement: Placement) -> Itera
             is_urgent = following is None or made in urgent
             (actions if is_urgent else waiting).append(add)
         yield Slot(slot.number, tuple(actions))
+
+
+def put_off_exchanged_sums(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
+    """Have each of two holders add what the other has sent not before it needs the sum, or starts the next.
+
+    So that a slow link is waited for as late as can be.
+    """
+    waiting: dict[tuple[int, int], Action] = {}
+    for slot in slots:
+        actions: list[Action] = []
+        for action in slot.actions:
+            place, m = (action.rank, action.stage), action.micro_batch
+            if action.op is Op.ADD and m is not None and placement.is_exchanged(m, action.stage):
+                waiting[place] = action
+                continue
+            if place in waiting and _needs_sum(action, waiting[place], placement):
+                actions.append(waiting.pop(place))
+            actions.append(action)
+        yield Slot(slot.number, tuple(actions))
+
+
+def _needs_sum(action: Action, add: Action, placement: Placement) -> bool:
+    """Whether `action` updates with the sum that `add` completes, or starts the next one in its place."""
+    if action.op is Op.BACKWARD:
+        return True
+    assert add.micro_batch is not None
+    return action.op is Op.UPDATE and action.version == placement.mode.version_made(add.micro_batch)
 
 
 def _read_next(following: Slot | None) -> set[tuple[int, int | None]]:

@@ -94,9 +94,16 @@ class Placement(ABC):
         if action.op is Op.COLLECTIVE:
             return missing == 0 and action.payload is Payload.TOTAL
         if action.op is Op.ADD:
-            return missing == (0 if stage in self.lent else 1)
+            return missing == 0 or stage not in self.lent
         is_last = action.op is Op.BACKWARD and missing == 0 and stage not in self.lent
         return is_last and (last == 0 or self.rank_of(action.micro_batch - 1, stage) == action.rank)
+
+    def is_exchanged(self, micro_batch: int, stage: int) -> bool:
+        """Whether the gradients of the last micro-batch of a training step, or the sum up to the one before, are sent
+        by one of two holders of the stage to the other and stay: each adds what the other has, and has the whole sum.
+        """
+        missing = self.mode.micro_batches - 1 - micro_batch % self.mode.micro_batches
+        return missing <= 1 and self._turns[stage][1] == 2
 
     def versions_kept(self, rank: int, stage: int, step: int) -> range:
         """Return the versions of `stage` that `rank` holds after `step` whole training steps: oldest read to newest.

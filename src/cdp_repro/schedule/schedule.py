@@ -13,6 +13,7 @@ from cdp_repro.schedule.communication import (
     add_parameter_messages,
     add_partial_sums,
     add_sums_at_owners,
+    put_off_exchanged_sums,
     put_off_sums_at_owners,
 )
 from cdp_repro.schedule.generators import TIMELINES
@@ -147,7 +148,7 @@ class Schedule:
             slots = put_off_sums_at_owners(slots, placement)
         slots = add_updates(slots, placement)
         if any(map(placement.is_shared, range(mode.stages))):
-            slots = add_shared_updates(slots, placement)
+            slots = put_off_exchanged_sums(add_shared_updates(slots, placement), placement)
         if placement.lent:
             slots = (add_broadcasts if self.collectives else add_parameter_messages)(slots, placement)
         slots = add_frees(slots, placement)

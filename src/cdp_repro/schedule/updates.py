@@ -31,7 +31,7 @@ def add_shared_updates(slots: Iterable[Slot], placement: Placement) -> Iterator[
     holder in the order in which they need it: from the one that completes it at once, from the others after their
     update. It so has long to travel, but a rank waits for it only when it needs it itself. A rank sends one sum a
     slot, and takes one, unless the next slot needs more; sums that can wait give way. After the last slot the sums
-    reach the remaining holders.
+    reach the remaining holders. A sum that an exchange or a collective has brought everywhere goes nowhere.
     """
     relays: _Relays = {}
     number = 0
@@ -42,7 +42,7 @@ def add_shared_updates(slots: Iterable[Slot], placement: Placement) -> Iterator[
                 assert action.micro_batch is not None
                 version = placement.mode.version_made(action.micro_batch)
                 need = placement.in_order_of_need(action.stage, version)
-                everywhere = action.op is Op.COLLECTIVE
+                everywhere = action.op is Op.COLLECTIVE or placement.is_exchanged(action.micro_batch, action.stage)
                 relays[action.stage, version] = _Relay(action.stage, version, need, action.rank, number, everywhere)
         early, late = _relayed(relays, list(_first_reads(following, placement, relays)), number)
         yield Slot(number, (*early, *slot.actions, *late))
@@ -102,7 +102,7 @@ class _Relay:
     ready: int | None
     """The slot in which that rank completes it, or updates with it; None as long as it does not."""
     everywhere: bool
-    """Whether all holders have it from the start, by a collective."""
+    """Whether all holders have it from the start, by a collective or an exchange."""
     waiting: deque[int] = field(init=False)
     """The holders that it has not reached, in the order in which it does."""
     reached: set[int] = field(init=False)
