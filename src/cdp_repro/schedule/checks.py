@@ -15,10 +15,11 @@ def _only(micro_batch: int) -> range:
 
 
 class MessageCheck:
-    """Every message is received once, in the order in which its sender sent, before it is waited for."""
+    """Every message is sent and received once, in the same order at both ends, before it is waited for."""
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[int, int], deque[MessageKey]] = defaultdict(deque)
+        self._open: dict[tuple[int, int], deque[Action]] = {}
+        """By source and destination: the ends, all of one kind, whose other ends have not come, oldest first."""
         self._received: dict[tuple[int, MessageKey], int] = defaultdict(int)
 
     def send(self, action: Action) -> str | None:
@@ -26,19 +27,25 @@ class MessageCheck:
         assert action.peer is not None
         if action.peer == action.rank:
             return "a rank sends to itself"
-        self._sent[action.rank, action.peer].append(action.message)
-        return None
+        return self._join(action, action.rank, action.peer)
 
     def receive(self, action: Action) -> str | None:
-        """Enter a RECEIVE: it must be of the oldest message that its peer has sent and that nobody received."""
+        """Enter a RECEIVE, of what has been sent or will be."""
         assert action.peer is not None
-        under_way = self._sent.get((action.peer, action.rank), deque())
-        if not under_way or under_way[0] != action.message:
-            return f"rank {action.peer} has sent {[*under_way]} and the first must be received first"
-        under_way.popleft()
-        if not under_way:
-            del self._sent[action.peer, action.rank]
-        self._received[action.rank, action.message] += 1
+        return self._join(action, action.peer, action.rank)
+
+    def _join(self, action: Action, source: int, destination: int) -> str | None:
+        """Put one end of a message to its other end, which must be the oldest that is open, or wait for that."""
+        ends = self._open.setdefault((source, destination), deque())
+        if not ends or ends[0].op is action.op:
+            ends.append(action)
+            return None
+        if ends[0].message != action.message:
+            return f"its other end must come after those of {[*map(str, ends)]}"
+        ends.popleft()
+        if not ends:
+            del self._open[source, destination]
+        self._received[destination, action.message] += 1
         return None
 
     def arrive(self, rank: int, key: MessageKey) -> None:
@@ -59,10 +66,10 @@ class MessageCheck:
         return True
 
     def leftovers(self) -> str | None:
-        """Return what was sent and not received, or received and not used; buffers may wait for the next run."""
-        sent = [(*pair, key) for pair, keys in self._sent.items() for key in keys]
+        """Return what has only one end, or was received and not used; buffers may wait for the next run."""
+        single = [f"rank {end.rank}: {end}" for ends in self._open.values() for end in ends]
         unused = [place for place in self._received if place[1][0] is not Payload.BUFFERS]
-        return f"the program ends with messages sent {sent} and unused {unused}" if sent or unused else None
+        return f"the program ends with single ends {single} and unused {unused}" if single or unused else None
 
 
 class CollectiveCheck:

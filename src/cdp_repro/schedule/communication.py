@@ -52,7 +52,7 @@ def add_partial_sums(slots: Iterable[Slot], placement: Placement) -> Iterator[Sl
 
     The partial sum goes from the rank of each micro-batch to that of the next, which adds it to its own gradient. Where
     there are two ranks, that of the last micro-batch sends its own gradient back, and both complete the sum: it is the
-    same on both, and neither waits for the other's.
+    same on both, and neither waits for the other's. Each gets ready for what the other sends well before it needs it.
     """
     for slot in slots:
         actions: list[Action] = []
@@ -70,12 +70,15 @@ def _partial_sum(backward: Action, placement: Placement) -> Iterator[Action]:
     worker, last = m % placement.mode.micro_batches, placement.mode.micro_batches - 1
     if worker == last and placement.is_exchanged(m, stage):
         other = placement.rank_of(m - 1, stage)
-        yield from send(Payload.GRADIENTS, stage, rank, other, micro_batch=m)
+        yield send(Payload.GRADIENTS, stage, rank, other, micro_batch=m)[0]
         yield Action(Op.ADD, stage, m, rank=other)
     if worker > 0 and placement.rank_of(m - 1, stage) != rank:
         yield Action(Op.ADD, stage, m - 1, rank=rank)
     if worker < last:
-        yield from _unless_here(Payload.GRADIENTS, backward, placement.rank_of(m + 1, stage))
+        following = placement.rank_of(m + 1, stage)
+        yield from _unless_here(Payload.GRADIENTS, backward, following)
+        if worker == last - 1 and placement.is_exchanged(m, stage):
+            yield send(Payload.GRADIENTS, stage, following, rank, micro_batch=m + 1)[1]
 
 
 def add_sums_at_owners(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
