@@ -12,6 +12,8 @@ from torch import nn
 from cdp_repro import Engine
 from cdp_repro.engine.compute import StageCompute, Version, backward
 from cdp_repro.engine.memory import ActivationMeter
+from cdp_repro.engine.team import Team
+from cdp_repro.engine.tracing import Tracer
 from cdp_repro.schedule import Schedule, StageCosts, simulate
 
 MODES = ("dp", "cdp_v1", "cdp_v2")
@@ -290,3 +292,26 @@ def test_mini_batches_and_metering_off_count_nothing():
     engine = Engine([nn.Linear(4, 4)], F.cross_entropy, sgd, "dp", traced_steps=0)
     list(engine.run(batches_of(1, 2)))
     assert engine._tracer._meter.live_bytes == 0
+
+
+def test_the_clock_waits_for_compute_but_not_for_messages_that_have_streams_of_their_own(monkeypatch):
+    """A receive is on its stream before its send exists: who waited for the whole device would wait for ever."""
+
+    class Stream:
+        waited = 0
+
+        def synchronize(self):
+            Stream.waited += 1
+
+    def whole_device(*_):
+        raise AssertionError("waits for receives, too")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    monkeypatch.setattr(torch.cuda, "synchronize", whole_device)
+    team = Team(1, torch.device("cpu"), "a test")
+    tracer = Tracer(Schedule.build("dp", 1), team, torch.device("cuda"), steps=1)
+    tracer.now()
+    assert Stream.waited == 1
+    tracer.stop()
+    tracer.now()
+    assert Stream.waited == 1, "only while it traces"

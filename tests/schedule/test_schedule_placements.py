@@ -145,6 +145,21 @@ def test_two_holders_exchange_what_they_have_and_wait_for_it_only_when_they_need
                     assert following.version == schedule.mode.version_made(action.micro_batch)
 
 
+@pytest.mark.parametrize("mode", CYCLIC)
+def test_an_exchange_is_prepared_half_a_step_ahead_where_nothing_else_is_received(mode):
+    schedule = Schedule.build(mode, 2, 6, "replicated")
+    slots = {}
+    for slot in schedule.slots(range(4)):
+        slots |= {(a.op, a.stage, a.micro_batch): slot.number for a in slot.actions if a.op.is_message}
+    ends = [place[1:] for place in slots if place[0] is Op.SEND]
+    ahead = {(stage, m): slots[Op.SEND, stage, m] - slots[Op.RECEIVE, stage, m] for stage, m in ends}
+    assert ahead == {(stage, m): schedule.stages * (m % 2) for stage, m in ends}
+    others = Schedule.build(mode, 4, placement="model_parallel")
+    for slot in others.slots(range(3)):
+        sent = {(a.message, a.rank, a.peer) for a in slot.actions if a.op is Op.SEND}
+        assert sent == {(a.message, a.peer, a.rank) for a in slot.actions if a.op is Op.RECEIVE}
+
+
 def test_the_two_messages_of_an_exchange_do_not_wait_for_each_other():
     schedule = Schedule.build("dp", 2, placement="replicated")
     assert simulate(schedule, StageCosts.equal(2), 3).max_chain_per_slot == 1

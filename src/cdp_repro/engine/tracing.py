@@ -41,9 +41,12 @@ class Tracer:
             self.stop()
 
     def now(self) -> float:
-        """Return seconds since the trace began, on the clock of rank 0; while tracing the device is waited for."""
+        """Return seconds since the trace began, on the clock of rank 0; while tracing, compute is waited for.
+
+        Not so messages, which have streams of their own: a receive ends only when the other rank comes to its send.
+        """
         if self.active and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
         return time.perf_counter() - self._origin
 
     def record(self, slot: int, action: Action, versions: Sequence[int], begin: float) -> None:

@@ -52,7 +52,8 @@ def add_partial_sums(slots: Iterable[Slot], placement: Placement) -> Iterator[Sl
 
     The partial sum goes from the rank of each micro-batch to that of the next, which adds it to its own gradient. Where
     there are two ranks, that of the last micro-batch sends its own gradient back, and both complete the sum: it is the
-    same on both, and neither waits for the other's. Each gets ready for what the other sends well before it needs it.
+    same on both, and neither waits for the other's. Where nothing else is sent to its rank, that of the micro-batch
+    before is ready for it since its own backward: no later than it comes, even if ranks are not in the same slot.
     """
     for slot in slots:
         actions: list[Action] = []
@@ -68,17 +69,20 @@ def _partial_sum(backward: Action, placement: Placement) -> Iterator[Action]:
     assert backward.micro_batch is not None
     stage, m, rank = backward.stage, backward.micro_batch, backward.rank
     worker, last = m % placement.mode.micro_batches, placement.mode.micro_batches - 1
-    if worker == last and placement.is_exchanged(m, stage):
-        other = placement.rank_of(m - 1, stage)
-        yield send(Payload.GRADIENTS, stage, rank, other, micro_batch=m)[0]
-        yield Action(Op.ADD, stage, m, rank=other)
-    if worker > 0 and placement.rank_of(m - 1, stage) != rank:
+    before, after = placement.rank_of(m - 1, stage), placement.rank_of(m + 1, stage)
+    is_exchanged = placement.is_exchanged(m, stage)
+    if is_exchanged and worker == last:
+        hand_back, receive = send(Payload.GRADIENTS, stage, rank, before, micro_batch=m)
+        yield hand_back
+        if placement.moves:
+            yield receive
+        yield Action(Op.ADD, stage, m, rank=before)
+    if worker > 0 and before != rank:
         yield Action(Op.ADD, stage, m - 1, rank=rank)
     if worker < last:
-        following = placement.rank_of(m + 1, stage)
-        yield from _unless_here(Payload.GRADIENTS, backward, following)
-        if worker == last - 1 and placement.is_exchanged(m, stage):
-            yield send(Payload.GRADIENTS, stage, following, rank, micro_batch=m + 1)[1]
+        yield from _unless_here(Payload.GRADIENTS, backward, after)
+        if is_exchanged and not placement.moves:
+            yield send(Payload.GRADIENTS, stage, after, rank, micro_batch=m + 1)[1]
 
 
 def add_sums_at_owners(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:

@@ -98,6 +98,11 @@ class Placement(ABC):
         is_last = action.op is Op.BACKWARD and missing == 0 and stage not in self.lent
         return is_last and (last == 0 or self.rank_of(action.micro_batch - 1, stage) == action.rank)
 
+    @cached_property
+    def moves(self) -> bool:
+        """Whether micro-batches go from rank to rank between stages."""
+        return len({self.rank_of(0, stage) for stage in range(self.mode.stages)}) > 1
+
     def is_exchanged(self, micro_batch: int, stage: int) -> bool:
         """Whether the gradients of the last micro-batch of a training step, or the sum up to the one before, are sent
         by one of two holders of the stage to the other and stay: each adds what the other has, and has the whole sum.
