@@ -396,7 +396,7 @@ LINK_NETWORKS = {"links_resnet18": ("resnet18", 32, 6), "links_vit": ("vit_tiny_
 """By bench: network, pixels and stages. Most parameters of the first are in two of ten blocks; the second's are equal.
 """
 LINK_MODES = ("cdp_v1", "cdp_v2")
-RATES_MBIT = (100, 250, 500, 1000, 2000, None)
+RATES_MBIT = (100, 250, 500, 1000, 1500, 2000, None)
 LINK_ROUNDS, LINK_STEPS = 3, 2
 
 
