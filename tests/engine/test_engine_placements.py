@@ -179,6 +179,33 @@ def test_real_networks_agree_too(tmp_path, placement, kind):
     check(tmp_path, kind, "cdp_v2", placement, 2, 2)
 
 
+@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2", MATRIX])
+@pytest.mark.parametrize(("placement", "n", "s", "r"), [("replicated", 2, 4, 1), ("pipeline", 2, 2, 2)])
+def test_two_holders_exchange_gradients_with_more_stages_and_replicas_too(tmp_path, placement, n, s, r, mode):
+    check(tmp_path, "linear", mode, placement, n, s, r)
+
+
+def most_kept(mode, placement, steps):
+    """The most bytes kept for messages that may not have been sent, and losses, after any training step."""
+    engine = make_engine("linear", mode, placement, 2, 2)
+    batches = make_batches("linear", 2)
+    kept = [
+        (engine._mailbox.sending_bytes, engine._losses._outgoing.nbytes)
+        for _ in engine.run(batches[step % len(batches)] for step in range(steps))
+    ]
+    dist.barrier()
+    return tuple(map(max, zip(*kept, strict=True)))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("mode", ["dp", "cdp_v1"])
+def test_what_has_been_sent_is_not_kept_until_the_drain(tmp_path, placement, mode):
+    ranks = Schedule.build(mode, 2, placement=placement).ranks
+    few, many = (run_ranks(most_kept, ranks, mode, placement, steps, folder=tmp_path) for steps in (8, 24))
+    assert few == many
+    assert any(sending for sending, _ in many), "there is something to send"
+
+
 def train_and_leave(mode):
     """Rank 0 takes its time for every step, others leave as soon as they are done."""
     engine = make_engine("linear", mode, "replicated", 2, 2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -107,6 +108,9 @@ class Executor:
         """Run the actions of one slot; return the training steps that they complete on this rank."""
         if slot.actions:
             self._positions.enter(slot)
+        if self._mailbox is not None:
+            with self._telling(f"waiting, in slot {slot.number}, for what it has sent a training step before"):
+                self._mailbox.enter(slot.number)
         self._last_uses = _last_uses(slot)
         for action in slot.actions:
             begin = self._tracer.now()
@@ -125,14 +129,20 @@ class Executor:
         """Take in what waits for the next program (buffers), and wait until all has been sent."""
         if self._mailbox is None:
             return
-        try:
+        with self._telling("draining"):
             for _, stage, micro_batch, _ in self._mailbox.announced():
                 assert micro_batch is not None
                 self._receive_buffers(stage, micro_batch)
             self._mailbox.flush()
             self._losses.flush()
+
+    @contextmanager
+    def _telling(self, doing: str) -> Iterator[None]:
+        """Add to an error what this rank was doing, and where all stand."""
+        try:
+            yield
         except Exception as error:
-            error.add_note(f"while draining{self._where()}")
+            error.add_note(f"while {doing}{self._where()}")
             raise
 
     def _where(self) -> str:

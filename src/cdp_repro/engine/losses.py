@@ -27,20 +27,24 @@ class Losses:
         self._group = group
         self._known: dict[int, dict[int, Tensor]] = {}
         self._outgoing = Outgoing()
+        self._lag = max(map(max, schedule.mode.staleness)) + 1
+        """Finished steps after which rank 0 has come to the losses of a step, in any mode: it updates the later, the
+        older the parameters are that it reads."""
 
     def enter(self, step: int, worker: int, loss: Tensor) -> None:
         """Enter the loss (a scalar) of a micro-batch that this rank has computed."""
         self._known.setdefault(step, {})[worker] = loss
         if self._rank and self._group:
             value = loss.detach().to("cpu", torch.float64).reshape(1)
-            self._outgoing.append(Transfer.of(value, dist.isend(value, 0, group=self._group, tag=_TAG)))
+            self._outgoing.append(Transfer.of(value, dist.isend(value, 0, group=self._group, tag=_TAG)), step)
 
     def flush(self) -> None:
         """Wait until all have been sent."""
         self._outgoing.flush()
 
     def of(self, step: int) -> Tensor:
-        """Return the losses of the workers, [N], in a step whose forwards are done; rank 0 waits for all."""
+        """Return the losses of the workers, [N], in a step that is finished; rank 0 waits for all."""
+        self._outgoing.let_go(before=step - self._lag)
         known = self._known.pop(step, {})
         if self._rank == 0:
             known |= {worker: self._received(source) for worker, source in self._elsewhere(step)}

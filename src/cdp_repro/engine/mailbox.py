@@ -26,6 +26,7 @@ class Mailbox:
     def __init__(self, layouts: Sequence[StageLayouts], micro_batches: int, device: torch.device) -> None:
         """`micro_batches` is M, those of a training step."""
         self._layouts = layouts
+        self._slot = 0
         self._micro_batches = micro_batches
         self._device = device
         self._rank = dist.get_rank()
@@ -33,13 +34,27 @@ class Mailbox:
         self._expected: dict[MessageKey, deque[Transfer]] = defaultdict(deque)
         self._outgoing = Outgoing()
 
+    def enter(self, slot: int) -> None:
+        """Begin a slot: let go of what was sent a training step ago or earlier.
+
+        That does not block unless another rank is as far behind. No ranks can so wait for each other: the one that is
+        furthest behind has all that it needs under way.
+        """
+        self._slot = slot
+        self._outgoing.let_go(before=slot - 2 * len(self._layouts))
+
+    @property
+    def sending_bytes(self) -> int:
+        """Bytes of messages that are kept because they may not have been sent yet."""
+        return self._outgoing.nbytes
+
     def send(self, action: Action, tensors: Mapping[str, Tensor]) -> int:
         """Start to send copies of `tensors`, the payload of a SEND; return their bytes."""
         layout = self._layout(action.message)
         if layout.nbytes:
             buffer = layout.pack(tensors, self._device)
             group = self._groups[action.peer > self._rank]  # type: ignore[operator]  # messages have a peer
-            self._outgoing.append(Transfer.of(buffer, dist.isend(buffer, action.peer, group=group)))
+            self._outgoing.append(Transfer.of(buffer, dist.isend(buffer, action.peer, group=group)), self._slot)
         return layout.nbytes
 
     def post(self, action: Action) -> None:
@@ -70,8 +85,10 @@ class Mailbox:
         else:
             works = [dist.all_reduce(values, async_op=True) for values in layout.values(buffer)]
         result = result_of(action, self._micro_batches)
-        transfers = self._expected[result] if awaits_result(action, owner) else self._outgoing
-        transfers.append(Transfer.of(buffer, *works))
+        if awaits_result(action, owner):
+            self._expected[result].append(Transfer.of(buffer, *works))
+        else:
+            self._outgoing.append(Transfer.of(buffer, *works), self._slot)
         return layout.nbytes
 
     def take(self, key: MessageKey) -> dict[str, Tensor] | None:
@@ -103,11 +120,13 @@ def directions(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGro
     """Return the groups for messages to lower and to higher ranks, which wait as long as the world's group does.
 
     One group moves the messages between two ranks one after the other, whatever their direction: with NCCL two could
-    wait for each other, with gloo both directions together get the bandwidth of one.
+    wait for each other, with gloo both directions together get the bandwidth of one. NCCL is told the device, or the
+    first message between two ranks would wait in each for the other's.
     """
     world = dist.group.WORLD
     assert world is not None, "the engine has checked that there is one"
     timeout = world._get_backend(device).options._timeout  # a new group would wait for 30 minutes
-    down, up = dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)
+    gpu = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None
+    down, up = (dist.new_group(timeout=timeout, device_id=gpu) for _ in range(2))
     assert isinstance(down, dist.ProcessGroup) and isinstance(up, dist.ProcessGroup), "every rank is a member"
     return down, up

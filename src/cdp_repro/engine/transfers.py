@@ -24,11 +24,6 @@ class Transfer:
         assert len(started) == len(works), "the process group is the world's, so every rank is a member"
         return cls(started, buffer)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether all has arrived, or is on its way without the buffer."""
-        return all(work.is_completed() for work in self.works)
-
     def wait(self) -> Tensor:
         """Wait for it; return the buffer."""
         for work in self.works:
@@ -37,18 +32,30 @@ class Transfer:
 
 
 class Outgoing:
-    """What this rank is sending, oldest first."""
+    """What this rank is sending, oldest first, each with a number that tells when it began.
+
+    A send of gloo is done only for who has waited for it. So it is waited for, but not before the receiver must have
+    come to the message, which is then there at once.
+    """
 
     def __init__(self) -> None:
-        self._transfers: deque[Transfer] = deque()
+        self._transfers: deque[tuple[int, Transfer]] = deque()
 
-    def append(self, transfer: Transfer) -> None:
-        """Keep a buffer until it has been sent; let go of those that have been."""
-        self._transfers.append(transfer)
-        while self._transfers and self._transfers[0].is_done:
-            self._transfers.popleft()
+    def append(self, transfer: Transfer, begun: int) -> None:
+        """Keep a buffer until it has been sent."""
+        self._transfers.append((begun, transfer))
+
+    def let_go(self, before: int) -> None:
+        """Wait until what has begun before that has been sent; let go of its buffers."""
+        while self._transfers and self._transfers[0][0] < before:
+            self._transfers.popleft()[1].wait()
 
     def flush(self) -> None:
         """Wait until everything has been sent."""
         while self._transfers:
-            self._transfers.popleft().wait()
+            self._transfers.popleft()[1].wait()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers that are kept."""
+        return sum(transfer.buffer.nbytes for _, transfer in self._transfers)

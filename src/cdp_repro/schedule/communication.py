@@ -52,8 +52,8 @@ def add_partial_sums(slots: Iterable[Slot], placement: Placement) -> Iterator[Sl
 
     The partial sum goes from the rank of each micro-batch to that of the next, which adds it to its own gradient. Where
     there are two ranks, that of the last micro-batch sends its own gradient back, and both complete the sum: it is the
-    same on both, and neither waits for the other's. Where nothing else is sent to its rank, that of the micro-batch
-    before is ready for it since its own backward: no later than it comes, even if ranks are not in the same slot.
+    same on both, and neither waits for the other's. Where such exchanges are all that is sent, the other rank gets
+    ready for that gradient when it sends its own part: a rank may come late to the slot in which the other sends.
     """
     for slot in slots:
         actions: list[Action] = []
@@ -74,14 +74,14 @@ def _partial_sum(backward: Action, placement: Placement) -> Iterator[Action]:
     if is_exchanged and worker == last:
         hand_back, receive = send(Payload.GRADIENTS, stage, rank, before, micro_batch=m)
         yield hand_back
-        if placement.moves:
+        if not placement.only_exchanges:
             yield receive
         yield Action(Op.ADD, stage, m, rank=before)
     if worker > 0 and before != rank:
         yield Action(Op.ADD, stage, m - 1, rank=rank)
     if worker < last:
         yield from _unless_here(Payload.GRADIENTS, backward, after)
-        if is_exchanged and not placement.moves:
+        if is_exchanged and placement.only_exchanges:
             yield send(Payload.GRADIENTS, stage, after, rank, micro_batch=m + 1)[1]
 
 
@@ -123,7 +123,7 @@ def put_off_sums_at_owners(slots: Iterable[Slot], placement: Placement) -> Itera
 def put_off_exchanged_sums(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
     """Have each of two holders add what the other has sent not before it needs the sum, or starts the next.
 
-    So that a slow link is waited for as late as can be.
+    So that a slow link is waited for as late as one sum for each stage allows.
     """
     waiting: dict[tuple[int, int], Action] = {}
     for slot in slots:

@@ -99,16 +99,18 @@ class Placement(ABC):
         return is_last and (last == 0 or self.rank_of(action.micro_batch - 1, stage) == action.rank)
 
     @cached_property
-    def moves(self) -> bool:
-        """Whether micro-batches go from rank to rank between stages."""
-        return len({self.rank_of(0, stage) for stage in range(self.mode.stages)}) > 1
+    def only_exchanges(self) -> bool:
+        """Whether exchanges are all that ranks send: there are two micro-batches, each with a rank for all stages."""
+        if self.mode.micro_batches != 2 or self.lent:
+            return False
+        return all(len({self.rank_of(m, stage) for stage in range(self.mode.stages)}) == 1 for m in range(2))
 
     def is_exchanged(self, micro_batch: int, stage: int) -> bool:
         """Whether the gradients of the last micro-batch of a training step, or the sum up to the one before, are sent
         by one of two holders of the stage to the other and stay: each adds what the other has, and has the whole sum.
         """
         missing = self.mode.micro_batches - 1 - micro_batch % self.mode.micro_batches
-        return missing <= 1 and self._turns[stage][1] == 2
+        return missing <= 1 < self.mode.micro_batches and self._turns[stage][1] == 2
 
     def versions_kept(self, rank: int, stage: int, step: int) -> range:
         """Return the versions of `stage` that `rank` holds after `step` whole training steps: oldest read to newest.

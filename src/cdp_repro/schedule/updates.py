@@ -43,6 +43,7 @@ def add_shared_updates(slots: Iterable[Slot], placement: Placement) -> Iterator[
                 version = placement.mode.version_made(action.micro_batch)
                 need = placement.in_order_of_need(action.stage, version)
                 everywhere = action.op is Op.COLLECTIVE or placement.is_exchanged(action.micro_batch, action.stage)
+                # an exchange completes the same sum twice in a slot, a collective on every rank: the last entry stays
                 relays[action.stage, version] = _Relay(action.stage, version, need, action.rank, number, everywhere)
         early, late = _relayed(relays, list(_first_reads(following, placement, relays)), number)
         yield Slot(number, (*early, *slot.actions, *late))
