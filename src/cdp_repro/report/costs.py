@@ -125,7 +125,7 @@ class Line:
 def _number(quantity: str, value: float) -> str:
     if "bytes" in quantity:
         return format_bytes(value)
-    return f"{100 * value:.1f} %" if quantity == "idle_share" else f"{value:g}"
+    return f"{100 * value:.1f} %" if quantity == "idle_share" else f"{value:.10g}"
 
 
 def lines(groups: Sequence[Group]) -> list[Line]:
