@@ -190,7 +190,7 @@ def most_kept(mode, placement, steps):
     engine = make_engine("linear", mode, placement, 2, 2)
     batches = make_batches("linear", 2)
     kept = [
-        (engine._mailbox.sending_bytes, engine._losses._outgoing.nbytes)
+        (engine._mailbox._outgoing.nbytes, engine._losses._outgoing.nbytes)
         for _ in engine.run(batches[step % len(batches)] for step in range(steps))
     ]
     dist.barrier()

@@ -113,13 +113,9 @@ class Executor:
                 self._mailbox.enter(slot.number)
         self._last_uses = _last_uses(slot)
         for action in slot.actions:
-            begin = self._tracer.now()
-            try:
-                with record_function(str(action)):
-                    executed = self._handlers[action.op](action)
-            except Exception as error:
-                error.add_note(f"while running {action} in slot {slot.number}{self._where()}")
-                raise
+            begin, text = self._tracer.now(), str(action)
+            with self._telling(f"running {text} in slot {slot.number}"), record_function(text):
+                executed = self._handlers[action.op](action)
             if self._tracer.active:
                 self._tracer.record(slot.number, executed, self._live_versions(), begin)
         finished, self._finished = self._finished, []
@@ -138,18 +134,13 @@ class Executor:
 
     @contextmanager
     def _telling(self, doing: str) -> Iterator[None]:
-        """Add to an error what this rank was doing, and where all stand."""
+        """Add to an error what this rank was doing, and, if there are others, where all stand."""
         try:
             yield
         except Exception as error:
-            error.add_note(f"while {doing}{self._where()}")
+            where = f" on rank {self._rank}; where the ranks stand:\n{self._positions.report()}"
+            error.add_note(f"while {doing}{where if self._mailbox else ''}")
             raise
-
-    def _where(self) -> str:
-        """Return where this rank and the others stand, for an error; nothing on a single device."""
-        if self._mailbox is None:
-            return ""
-        return f" on rank {self._rank}; where the ranks stand:\n{self._positions.report()}"
 
     def _forward(self, action: Action) -> Action:
         micro_batch, stage = _compute_of(action)

@@ -43,11 +43,6 @@ class Mailbox:
         self._slot = slot
         self._outgoing.let_go(before=slot - 2 * len(self._layouts))
 
-    @property
-    def sending_bytes(self) -> int:
-        """Bytes of messages that are kept because they may not have been sent yet."""
-        return self._outgoing.nbytes
-
     def send(self, action: Action, tensors: Mapping[str, Tensor]) -> int:
         """Start to send copies of `tensors`, the payload of a SEND; return their bytes."""
         layout = self._layout(action.message)

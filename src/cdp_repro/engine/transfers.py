@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,15 +46,14 @@ class Outgoing:
         """Keep a buffer until it has been sent."""
         self._transfers.append((begun, transfer))
 
-    def let_go(self, before: int) -> None:
+    def let_go(self, before: float) -> None:
         """Wait until what has begun before that has been sent; let go of its buffers."""
         while self._transfers and self._transfers[0][0] < before:
             self._transfers.popleft()[1].wait()
 
     def flush(self) -> None:
         """Wait until everything has been sent."""
-        while self._transfers:
-            self._transfers.popleft()[1].wait()
+        self.let_go(before=math.inf)
 
     @property
     def nbytes(self) -> int:

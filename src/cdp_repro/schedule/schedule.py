@@ -148,7 +148,9 @@ class Schedule:
             slots = put_off_sums_at_owners(slots, placement)
         slots = add_updates(slots, placement)
         if any(map(placement.is_shared, range(mode.stages))):
-            slots = put_off_exchanged_sums(add_shared_updates(slots, placement), placement)
+            slots = add_shared_updates(slots, placement)
+        if any(placement.is_exchanged(mode.micro_batches - 1, stage) for stage in range(mode.stages)):
+            slots = put_off_exchanged_sums(slots, placement)
         if placement.lent:
             slots = (add_broadcasts if self.collectives else add_parameter_messages)(slots, placement)
         slots = add_frees(slots, placement)
