@@ -170,8 +170,8 @@ class RunConfig:
     pipeline_schedule: str = "one_f_one_b"
     """How mode=dp runs on placement=pipeline: `one_f_one_b` or `gpipe`."""
     collectives: bool = False
-    """Run mode=dp on placement=replicated or zero by collectives of the library (all-reduce; broadcast and reduction)
-    in place of our ordered messages: what it adds, it adds in an order of its own."""
+    """Run mode=dp on placement=replicated or zero by collectives of the library (all-reduce; all-gather and
+    reduce-scatter of shards) in place of our ordered messages: what it adds, it adds in an order of its own."""
     partition: str = "flops"
     """What the cut balances: `flops`, `parameters`, `activations` (bytes) or `time` (measured)."""
     slot_order: str = "paper"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from cdp_repro.config import RunConfig
@@ -162,9 +163,14 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     for path in written:
         save_figure(figures[path.stem], path)
     for name, forecast in plan.forecasts.items():
+        memory_csv = partial(
+            write_memory_csv,
+            parameter_bytes=plan.cut.costs.parameter_bytes,
+            placement=forecast.schedule.placement,
+        )
         for kind, write in (
             ("actions.csv", write_actions_csv),
-            ("memory.csv", lambda trace, file: write_memory_csv(trace, plan.cut.costs.parameter_bytes, file)),
+            ("memory.csv", memory_csv),
             ("comms.csv", write_comms_csv),
             ("trace.json", write_perfetto),
         ):

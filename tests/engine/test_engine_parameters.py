@@ -28,7 +28,7 @@ class Greedy(torch.optim.SGD):
 
 
 def stage(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5)):
-    state = StageState(nn.Linear(2, 2, bias=False), optimizer)
+    state = StageState(dict(nn.Linear(2, 2, bias=False).named_parameters()), optimizer)
     state.keep_total(1, {"weight": torch.ones(2, 2)})
     return state
 

@@ -58,16 +58,17 @@ def test_a_flush_costs_its_slots(n, forward, backward):
 @pytest.mark.parametrize("devices_per_host", [1, 2])
 @pytest.mark.parametrize("n", [2, 4])
 def test_collectives_of_free_compute_take_their_rings_one_after_the_other(n, devices_per_host):
-    """An all-reduce a stage is 2(n-1) rounds of 1/n of its bytes; a broadcast or a reduction is piped round once."""
+    """An all-reduce a stage is 2(n-1) rounds of 1/n of its bytes; an all-gather or a reduce-scatter is n-1 of them."""
     links = linked(Cluster.equal(n, 0.0, 0.0), 1.0, 2.0, devices_per_host)
-    rings = replace(links, collectives=Collectives(all_reduce=1.5))
+    rings = replace(links, collectives=Collectives(all_reduce=1.5, all_gather=2, reduce_scatter=3))
     costs = StageCosts.equal(n, 6, 8)
     replicated = priced("dp", "replicated", n, rings, costs, collectives=True)
     crosses = n > devices_per_host
     assert replicated.step_seconds == pytest.approx(n * 1.5 * 2 * (n - 1) * (1.0 + 8 / n / 2.0) if crosses else 0.0)
     assert replicated.sent_bytes_per_device == pytest.approx(2 * n * 8 * (n - 1) / n)
     zero = priced("dp", "zero", n, rings, costs, collectives=True)
-    assert zero.step_seconds == pytest.approx(3 * n * (n - 1 + 8 / 2.0) if crosses else 0.0)
+    gathered_twice_and_reduced = (2 * 2 + 3) * n * (n - 1) * (1.0 + 8 / n / 2.0)
+    assert zero.step_seconds == pytest.approx(gathered_twice_and_reduced if crosses else 0.0)
     assert zero.sent_bytes_per_device == pytest.approx(3 * n * 8 * (n - 1) / n)
 
 
@@ -304,12 +305,13 @@ def test_extrapolated_bytes_of_unequal_stages_are_those_of_the_whole_model(mode,
 @pytest.mark.parametrize("place", ["replicated", "zero"])
 def test_extrapolated_collectives_are_those_that_are_simulated(place, link, axis):
     n, r = (20, 1) if axis == "workers" else (2, 40)
-    costs = StageCosts.equal(n, 6, 8)
+    costs = StageCosts.equal(n, 6, 16 * 960)  # in equal shards
     cluster = linked(Cluster.equal(n, 0.5, 1.0), *link)
     job = Job("dp", place, n, n, r, collectives=True)
     found, exact = (estimate(job, costs, cluster, 1, simulated) for simulated in (1, 10**6))
     assert (found.method, exact.method) == ("extrapolated", "simulated")
     assert found.step_seconds == pytest.approx(exact.step_seconds, rel=1e-6)
+    assert found.state_bytes == pytest.approx(exact.state_bytes, rel=1e-6)
 
 
 def test_flags_of_stages_stay_flags_when_a_job_shrinks():

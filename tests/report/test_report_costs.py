@@ -63,13 +63,17 @@ def test_simulation_without_records_gives_what_a_trace_gives(setting, costs, sta
     step, sizes, placement = schedule.mode.slots_per_step, costs.parameter_bytes, schedule.placement
     slots = takewhile(lambda slot: slot.number < STEPS * step, schedule.slots(count()))
     trace = simulate_slots(schedule, costs, slots)
-    own = [sum(size for j, size in enumerate(sizes) if k in placement.holders(j)) for k in range(schedule.ranks)]
+    own = [
+        sum(placement.share(k, size) for j, size in enumerate(sizes) if k in placement.holders(j))
+        for k in range(schedule.ranks)
+    ]
     assert simulated(setting, costs.stages, costs, states) == {
         "devices": schedule.ranks,
         "activation_bytes_per_device": trace.activation_peak_bytes_per_device,
         "activation_bytes_total": trace.activation_peak_bytes_total,
         "parameter_bytes_per_device": max(
-            sum(n * size for n, size in zip(record.versions, sizes, strict=True)) for record in trace.records
+            sum(n * placement.share(record.rank, size) for n, size in zip(record.versions, sizes, strict=True))
+            for record in trace.records
         ),
         "optimizer_bytes_per_device": states * max(own),
         "versions_kept": trace.versions_kept,

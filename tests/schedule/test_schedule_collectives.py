@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from cdp_repro.schedule import (
     Slot,
     StageCosts,
     simulate,
+    simulate_totals,
 )
 from cdp_repro.schedule.validation import validated
 
@@ -42,22 +44,36 @@ def test_an_all_reduce_follows_the_backward_and_the_update_waits_until_it_is_rea
     ]
 
 
-def test_owners_broadcast_a_slot_ahead_and_update_when_the_next_slot_has_hidden_the_reduction():
+def test_all_gather_a_slot_ahead_and_update_their_shards_when_the_next_slot_has_hidden_the_reduce_scatter():
     slots = list(build("zero").slots(range(2)))
-    assert texts(slots, 0)[2:4] == [
-        "C0.m0@v0:parameters B1.m0@v0 C1.m0:gradients",
-        "B0.m0@v0 C0.m0:gradients A0.m1 U0@v1 X0@v0 C0.m2@v1:parameters",
-    ]
-    assert texts(slots, 1)[2:4] == [
-        "C0.m1@v0:parameters B1.m1@v0 C1.m1:gradients",
-        "B0.m1@v0 C0.m1:gradients A1.m1 U1@v1 X1@v0 C0.m3@v1:parameters",
-    ]
+    for rank in range(2):
+        assert texts(slots, rank)[2:4] == [
+            f"C0.m{rank}@v0:parameters B1.m{rank}@v0 C1.m{rank}:gradients",
+            f"B0.m{rank}@v0 C0.m{rank}:gradients A1.m1 U1@v1 X1@v0 A0.m1 U0@v1 X0@v0 C0.m{rank + 2}@v1:parameters",
+        ]
+
+
+@given(size=st.integers(0, 10**6), ranks=st.integers(1, 100))
+def test_shards_are_the_whole_and_cut_no_value(size, ranks):
+    schedule = build("zero", 2, replicas=ranks)
+    shares = [schedule.placement.share(rank, size) for rank in range(2 * ranks)]
+    assert sum(shares) == size
+    assert all(later <= earlier <= size / (2 * ranks) + 16 for earlier, later in pairwise(shares))
+    assert all(end % 16 == 0 for end in accumulate(shares) if end < size)
+
+
+def test_each_rank_holds_its_share_of_every_stage():
+    costs = replace(StageCosts.equal(3), parameter_bytes=(96, 48, 100))
+    schedule = build("zero", 3)
+    assert schedule.placement.held(costs.parameter_bytes) == [32 + 16 + 48, 32 + 16 + 48, 32 + 16 + 4]
+    totals = simulate_totals(schedule, costs, schedule.slots(range(2)), optimizer_states=1)
+    assert max(total.state_bytes_per_device for total in totals) == 2 * 96
 
 
 @given(n=st.integers(2, 5), c=st.integers(1, 2), r=st.integers(1, 2), data=st.data())
 @settings(deadline=None, max_examples=40)
 def test_bytes_are_those_of_rings(n, c, r, data):
-    """2P(D-1) by all D ranks for all-reduces, P(D-1) for each broadcast and reduction: 2P and 3P (D-1)/D a rank."""
+    """By all D ranks: 2P(D-1) for all-reduces, P(D-1) for two all-gathers and a reduce-scatter each."""
     sizes = data.draw(st.lists(st.integers(0, 50), min_size=n * c, max_size=n * c).map(tuple))
     costs = replace(StageCosts.equal(n * c), parameter_bytes=sizes, gradient_bytes=sizes)
     for placement, times in zip(COLLECTIVE_PLACEMENTS, (2, 3), strict=True):
@@ -69,15 +85,15 @@ def test_bytes_are_those_of_rings(n, c, r, data):
 @pytest.mark.parametrize("n", [2, 3, 5, 8])
 def test_chains_are_those_of_rings(n):
     chains = [simulate(build(p, n), StageCosts.equal(n, 6, n), STEPS).max_chain_per_slot for p in COLLECTIVE_PLACEMENTS]
-    assert chains == [2 * (n - 1), 2 * (n - 1)]  # zero: a reduction, then the broadcast of what it makes
+    assert chains == [2 * (n - 1), 2 * (n - 1)]  # zero: a reduce-scatter, then the all-gather of what it makes
 
 
 @on_both
-def test_an_all_reduce_splits_its_bytes_evenly_over_the_ranks(placement):
+def test_rings_split_their_bytes_evenly_over_the_ranks(placement):
     trace = simulate(build(placement, 4), StageCosts.equal(4, 6, 10), STEPS)
     by_rank = [sum(m.bytes for m in trace.messages if m.source == rank) for rank in range(4)]
     assert sum(by_rank) == STEPS * (2 if placement == "replicated" else 3) * 40 * 3
-    assert max(by_rank) - min(by_rank) <= (STEPS * 4 * 2 if placement == "replicated" else 0)
+    assert max(by_rank) - min(by_rank) <= STEPS * 4 * (2 if placement == "replicated" else 3)
     assert all(m.destination == (m.source + 1) % 4 for m in trace.messages)
 
 
@@ -148,7 +164,7 @@ def test_any_dropped_repeated_or_moved_part_is_caught(data):
 
 
 def test_ranks_that_would_wait_for_each_other_are_named():
-    """A rank takes part in the broadcast only after the reduction that others take part in after it."""
+    """A rank takes part in the all-gather only after the reduce-scatter that others take part in after it."""
 
     def change(slots):
         actions = slots[3][1]
@@ -159,13 +175,15 @@ def test_ranks_that_would_wait_for_each_other_are_named():
     assert "begins before ranks [1] take part in C1.m0@v0:parameters" in corrupted("zero", change)
 
 
-def test_nobody_reads_a_broadcast_before_its_owner_takes_part():
+def test_nobody_reads_gathered_parameters_before_all_take_part():
     def change(slots):
         actions = slots[0][1]
-        own = [a for a in actions if a.op == "C" and a.stage == 0 and a.rank == 0]
-        slots[0][1] = [*(a for a in actions if a not in own), *own]
+        (forward,) = [a for a in actions if a.op == "F" and a.rank == 1]
+        actions.remove(forward)
+        actions.insert(2, forward)  # only ranks 0 and 1 have taken part
 
-    assert "rank 0" in corrupted("zero", change)
+    said = corrupted("zero", change)
+    assert "F0.m1@v0: the parameters that it needs from rank 0, 1, 2 were not sent to rank 1" in said
 
 
 def test_a_rank_that_takes_no_part_is_named():

@@ -88,9 +88,9 @@ def test_csv_reads_back_to_the_same_actions(simulated):
 
 
 def test_memory_csv_has_the_bytes_of_every_slot(simulated):
-    _, costs, trace = simulated
+    schedule, costs, trace = simulated
     file = io.StringIO()
-    write_memory_csv(trace, costs.parameter_bytes, file)
+    write_memory_csv(trace, file, costs.parameter_bytes, schedule.placement)
     rows = list(csv.DictReader(io.StringIO(file.getvalue())))
     assert {int(row["slot"]): int(row["activation_bytes"]) for row in rows} == trace.activation_bytes_per_slot
     for row, record in zip(rows, trace.records, strict=True):

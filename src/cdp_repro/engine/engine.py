@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from cdp_repro.engine.losses import Losses
 from cdp_repro.engine.mailbox import Mailbox
 from cdp_repro.engine.parameters import OptimizerFactory, StageState, WorkerBuffers
 from cdp_repro.engine.positions import Positions
+from cdp_repro.engine.shards import Shards
 from cdp_repro.engine.team import Team
 from cdp_repro.engine.tracing import Tracer
 from cdp_repro.schedule import Schedule, Slot, Trace
@@ -36,7 +38,9 @@ class Engine:
         stages: modules in forward order; each takes and returns one tensor, [micro-batch, ...]. A stage must not
             change its input in place. Their parameters become the initial version of the engine.
         loss_fn: (output of the last stage, targets) -> scalar mean over the micro-batch.
-        optimizer: makes the optimizer of a stage from the list of its trainable parameters.
+        optimizer: makes the optimizer of a stage from the list of its trainable parameters. With shards (see
+            `collectives`) these are a rank's pieces of them, [values, 1, ..., 1], so that the optimizer must treat
+            each value by itself, as SGD and Adam do.
         mode: "dp", "cdp_v1", "cdp_v2", "accumulation", or a staleness matrix with a row a worker and a column a stage.
         placement: where the stages run and who holds their parameters: "single_device", "replicated", "zero",
             "model_parallel" or "pipeline". All but the first need as many processes in the torch.distributed group
@@ -45,7 +49,8 @@ class Engine:
         replicas: R, ranks that share each worker's micro-batch.
         pipeline_schedule: how mode "dp" runs on the placement "pipeline": "one_f_one_b" or "gpipe".
         collectives: mode "dp" on the placements "replicated" and "zero" by the library's collectives (all-reduce;
-            broadcast and reduction), whose sums are in an order of their own, in place of our ordered messages.
+            on "zero" all-gathers and reduce-scatters of shards, of which each rank then has one of every stage), whose
+            sums are in an order of their own, in place of our ordered messages.
         slot_order: "paper" or "backward_first": the order of the actions of a slot that share a device.
         device: where the stages are moved.
         seed: of what the stages draw in training (dropout), with step, worker and stage.
@@ -98,9 +103,10 @@ class Engine:
         self._settings = Settings(self._device, seed, learning_rate_factor)
         self._stages = nn.Sequential(*stages).to(self._device)
         self._parameter_layouts = [Layout.of(dict(stage.named_parameters())) for stage in self._stages]
+        self._shards = self._cut_stages() if self.schedule.placement.is_sharded else []
         self._states = {
-            number: StageState(stage, optimizer)
-            for number, stage in enumerate(self._stages)
+            number: StageState(self._held(number), optimizer)
+            for number in range(len(stages))
             if self.team.rank in self.schedule.placement.holders(number)
         }
         self._buffers = [WorkerBuffers(stage, self.schedule.micro_batches) for stage in self._stages]
@@ -116,6 +122,22 @@ class Engine:
         self.step = 0
         self._positions = Positions(self.team)
         self._tracer = Tracer(self.schedule, self.team, self._device, traced_steps)
+
+    def _cut_stages(self) -> list[Shards]:
+        size = self.team.rank, self.team.size, self._device
+        return [Shards(dict(stage.named_parameters()), *size) for stage in self._stages]
+
+    def _held(self, number: int) -> dict[str, nn.Parameter]:
+        """Return what this rank holds of the parameters of a stage: all, or its pieces of them."""
+        parameters = dict(self._stages[number].named_parameters())
+        if not self._shards:
+            return parameters
+        pieces = self._shards[number].pieces(parameters)
+        return {name: nn.Parameter(piece, parameters[name].requires_grad) for name, piece in pieces.items()}
+
+    def _holds(self, number: int) -> bool:
+        """Whether this rank holds all of a stage."""
+        return number in self._states and not self._shards
 
     @property
     def rank(self) -> int:
@@ -164,9 +186,9 @@ class Engine:
         """Learn from the first batch what messages look like; then drop the parameters that other ranks hold."""
         if self._mailbox is None and (first := feed.first()) is not None:
             layouts = stage_layouts([*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast)
-            self._mailbox = Mailbox(layouts, self.schedule.micro_batches, self._device)
+            self._mailbox = Mailbox(layouts, self._shards, self.schedule.micro_batches, self._device)
         for number, stage in enumerate(self._stages):
-            if number not in self._states:
+            if not self._holds(number):
                 for parameter in stage.parameters():
                     parameter.data = parameter.data.new_empty(0)
 
@@ -194,16 +216,22 @@ class Engine:
         self._require_drained()
         self._share_buffers()
         for number, stage in enumerate(self._stages):
-            parameters = dict(stage.named_parameters())
-            own = parameters if number in self._states else None
-            keeper = self.schedule.placement.keeper(number, self.step)
-            shared = self.team.broadcast(self._parameter_layouts[number], own, keeper)
-            for name, parameter in parameters.items() if own is None else ():
-                parameter.data = shared[name]
+            whole = self._whole_parameters(number)
+            for name, parameter in stage.named_parameters():
+                parameter.data = whole[name]
             average = self._buffers[number].average() if list(stage.buffers()) else {}
             for name, buffer in stage.named_buffers():
                 buffer.copy_(average[name])
         return self._stages
+
+    def _whole_parameters(self, number: int) -> Mapping[str, Tensor]:
+        """Return the current parameters of a stage, from the ranks that hold them; all must ask for it together."""
+        if self._shards:
+            transfer, views = self._shards[number].gather(self._states[number].read(self.step).tensors)
+            return {name: view.clone() for name, view in views(transfer.wait()).items()}
+        own = dict(self._stages[number].named_parameters()) if self._holds(number) else None
+        keeper = self.schedule.placement.keeper(number, self.step)
+        return self.team.broadcast(self._parameter_layouts[number], own, keeper)
 
     def _share_buffers(self) -> None:
         """Tell every rank the buffers of all workers, each from the rank that computes for the worker next."""
@@ -255,13 +283,19 @@ class Engine:
         """
         self._require_drained()
         self._share_buffers()
-        keeper = {stage: self.schedule.placement.keeper(stage, self.step) for stage in range(self.schedule.stages)}
-        own = {stage: state.state_dict() for stage, state in self._states.items() if keeper[stage] == self.team.rank}
-        stages: dict[int, dict[str, Any]] = {}
-        for part in self.team.gather(own):
-            stages |= part
-        if self.team.rank:
+        placement, rank = self.schedule.placement, self.team.rank
+        parts = self.team.gather(
+            {
+                stage: state.state_dict()
+                for stage, state in self._states.items()
+                if self._shards or placement.keeper(stage, self.step) == rank
+            }
+        )
+        if rank:
             return {}
+        stages = dict(chain.from_iterable(part.items() for part in parts))
+        for number, shards in enumerate(self._shards):
+            stages[number] = shards.join_states([part[number] for part in parts], self._states[number].optimized)
         return {
             "step": self.step,
             "stages": [{**stages[number], "buffers": buffers.of} for number, buffers in enumerate(self._buffers)],
@@ -277,14 +311,18 @@ class Engine:
         step, stages = state["step"], state["stages"]
         if len(stages) != self.schedule.stages:
             raise ValueError(f"the checkpoint has {len(stages)} stages, this engine {self.schedule.stages}")
+        held = {
+            number: self._shards[number].cut_state(stages[number], mine.optimized) if self._shards else stages[number]
+            for number, mine in self._states.items()
+        }
         for number, mine in self._states.items():
             oldest = max(0, step - self.schedule.mode.oldest(number))
-            mine.check_state(stages[number], set(range(oldest, step + 1)))
+            mine.check_state(held[number], set(range(oldest, step + 1)))
         for buffers, theirs in zip(self._buffers, stages, strict=True):
             buffers.check_state(theirs["buffers"])
         for number, mine in self._states.items():
             kept = self.schedule.placement.versions_kept(self.team.rank, number, step)
-            mine.load_state_dict(stages[number], kept)
+            mine.load_state_dict(held[number], kept)
         for buffers, theirs in zip(self._buffers, stages, strict=True):
             buffers.load_state(theirs["buffers"])
         self.step = step

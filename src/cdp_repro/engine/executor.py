@@ -251,14 +251,12 @@ class Executor:
 
     def _collective(self, action: Action) -> Action:
         assert self._mailbox is not None and action.micro_batch is not None
-        placement, stage = self._schedule.placement, action.stage
-        brought: Mapping[str, Tensor] | None
-        if action.payload is not Payload.PARAMETERS:
-            brought = self._gradients_of(action.micro_batch, stage)
+        if action.payload is Payload.PARAMETERS:
+            brought = self._states[action.stage].read(_version_of(action)).tensors
         else:
-            brought = self._states[stage].read(_version_of(action)).tensors if stage in self._states else None
-        size = self._mailbox.join(action, brought, placement.holders(stage).start)
-        if self._tracer.active and (sent := ring_bytes(action, size, placement)):
+            brought = self._gradients_of(action.micro_batch, action.stage)
+        size = self._mailbox.join(action, brought)
+        if self._tracer.active and (sent := ring_bytes(action, size, self._schedule.ranks)):
             self._tracer.sent(action, sent)
         return action
 
@@ -306,9 +304,9 @@ class Executor:
             state.keep_total(version, self._take((Payload.TOTAL, action.stage, None, version)) or {})
 
     def _read(self, action: Action) -> tuple[Version, Loan | None]:
-        """Return the parameters that a forward reads: the rank's own, or what their owner has lent."""
+        """Return the parameters that a forward reads: the rank's own, or what was brought to it."""
         stage = action.stage
-        if stage in self._states:
+        if not self._schedule.placement.borrows(self._rank, stage):
             return self._states[stage].read(_version_of(action)), None
         tensors = self._borrowed(action)
         for name, requires_grad in self._compute[stage].parameters:

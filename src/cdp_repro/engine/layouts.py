@@ -72,15 +72,19 @@ class Layout:
         parts = torch.split(buffer, [*sizes.values()])
         return [part.view(dtype) for part, dtype in zip(parts, sizes, strict=True)]
 
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise RuntimeError if `tensors` are not those of the layout."""
+        if tensors.keys() != self.tensors.keys():
+            differing = sorted(tensors.keys() ^ self.tensors.keys())
+            raise RuntimeError(f"a micro-batch differs from the first in what takes a gradient: {differing[:3]}")
+
     def pack(self, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """Return a new buffer that holds copies of the tensors.
 
         Raises:
             RuntimeError: they are not those of the layout.
         """
-        if tensors.keys() != self.tensors.keys():
-            differing = sorted(tensors.keys() ^ self.tensors.keys())
-            raise RuntimeError(f"a micro-batch differs from the first in what takes a gradient: {differing[:3]}")
+        self.check(tensors)
         buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         for name, view in self.views(buffer).items():
             view.copy_(tensors[name].detach())

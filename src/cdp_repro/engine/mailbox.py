@@ -1,6 +1,6 @@
 """Messages between ranks: sends that do not block, and receives that are posted before they are needed.
 
-And collectives of all ranks, which do not block either: their result is a message to who waits for it.
+And collectives of all ranks, which do not block either: their result is a message to each of them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdp_repro.engine.layouts import Layout, StageLayouts
+from cdp_repro.engine.shards import Shards, Views
 from cdp_repro.engine.transfers import Outgoing, Transfer
-from cdp_repro.schedule import Action, MessageKey, Payload, awaits_result, result_of
+from cdp_repro.schedule import Action, MessageKey, Payload, result_of
 
 
 class Mailbox:
@@ -23,15 +24,18 @@ class Mailbox:
     A message without bytes (gradients of a stage without parameters) is neither sent nor awaited.
     """
 
-    def __init__(self, layouts: Sequence[StageLayouts], micro_batches: int, device: torch.device) -> None:
-        """`micro_batches` is M, those of a training step."""
+    def __init__(
+        self, layouts: Sequence[StageLayouts], shards: Sequence[Shards], micro_batches: int, device: torch.device
+    ) -> None:
+        """`shards` are of each stage, if stages are sharded; `micro_batches` is M, those of a training step."""
         self._layouts = layouts
+        self._shards = shards
         self._slot = 0
         self._micro_batches = micro_batches
         self._device = device
         self._rank = dist.get_rank()
         self._groups = directions(device)
-        self._expected: dict[MessageKey, deque[Transfer]] = defaultdict(deque)
+        self._expected: dict[MessageKey, deque[tuple[Transfer, Views]]] = defaultdict(deque)
         self._outgoing = Outgoing()
 
     def enter(self, slot: int) -> None:
@@ -59,41 +63,33 @@ class Mailbox:
             buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
             group = self._groups[action.peer < self._rank]  # type: ignore[operator]  # messages have a peer
             received = Transfer.of(buffer, dist.irecv(buffer, action.peer, group=group))
-            self._expected[action.message].append(received)
+            self._expected[action.message].append((received, layout.views))
 
-    def join(self, action: Action, tensors: Mapping[str, Tensor] | None, owner: int) -> int:
-        """Start this rank's part in a COLLECTIVE, to which it brings copies of `tensors`; return the bytes of these.
-
-        `owner` is the rank that broadcasts, or that gets the sum of a reduction.
-        """
+    def join(self, action: Action, tensors: Mapping[str, Tensor]) -> int:
+        """Start this rank's part in a COLLECTIVE, to which it brings copies of `tensors`; return the bytes of all."""
         layout = self._layout(action.message)
         if not layout.nbytes:
             return 0
-        if tensors is None:
-            buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        if action.payload is Payload.PARAMETERS:
+            started = self._shards[action.stage].gather(tensors)
+        elif action.payload is Payload.GRADIENTS:
+            layout.check(tensors)
+            started = self._shards[action.stage].reduce(tensors)
         else:
             buffer = layout.pack(tensors, self._device)
-        if action.payload is Payload.PARAMETERS:
-            works = [dist.broadcast(buffer, owner, async_op=True)]
-        elif action.payload is Payload.GRADIENTS:
-            works = [dist.reduce(values, owner, async_op=True) for values in layout.values(buffer)]
-        else:
-            works = [dist.all_reduce(values, async_op=True) for values in layout.values(buffer)]
-        result = result_of(action, self._micro_batches)
-        if awaits_result(action, owner):
-            self._expected[result].append(Transfer.of(buffer, *works))
-        else:
-            self._outgoing.append(Transfer.of(buffer, *works), self._slot)
+            works = (dist.all_reduce(values, async_op=True) for values in layout.values(buffer))
+            started = Transfer.of(buffer, *works), layout.views
+        self._expected[result_of(action, self._micro_batches)].append(started)
         return layout.nbytes
 
     def take(self, key: MessageKey) -> dict[str, Tensor] | None:
         """Wait for what a RECEIVE or a COLLECTIVE has announced; return its tensors by name, or None without one."""
         if not self._expected.get(key):
             return None
-        transfer = self._expected[key].popleft()
+        transfer, views = self._expected[key].popleft()
         if not self._expected[key]:
             del self._expected[key]
-        return self._layout(key).views(transfer.wait())
+        return views(transfer.wait())
 
     def announced(self) -> list[MessageKey]:
         """Return what was announced and not taken yet."""

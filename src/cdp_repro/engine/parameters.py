@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cdp_repro.engine.compute import Gradients, Version
+from cdp_repro.engine.layouts import TensorLayout
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -18,11 +19,11 @@ class StageState:
     """Versions are out of place: an update writes new tensors, and an old version lives as long as it is kept.
 
     Only where nobody reads the old version any more does an update write into its tensors. Those of the current version
-    are shared with `module`, which is therefore always up to date.
+    are shared with the parameters that it was made from, which are therefore always up to date.
     """
 
-    def __init__(self, module: nn.Module, optimizer: OptimizerFactory) -> None:
-        self._parameters = dict(module.named_parameters())
+    def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: OptimizerFactory) -> None:
+        self._parameters = dict(parameters)
         trainable = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
         self._optimizer = optimizer(trainable) if trainable else None
         self._base_rates = [group["lr"] for group in self._optimizer.param_groups] if self._optimizer else []
@@ -139,6 +140,13 @@ class StageState:
             },
         )
 
+    @property
+    def optimized(self) -> list[str]:
+        """Names of the optimizer's parameters, in its order."""
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        groups = self._optimizer.param_groups if self._optimizer else []
+        return [names[parameter] for group in groups for parameter in group["params"]]
+
     def state_dict(self) -> dict[str, Any]:
         """Return versions and optimizer state, named by version and parameter."""
         return {
@@ -162,7 +170,7 @@ class StageState:
                 f"this engine has {self._optimizer_class}"
             )
         for tensors in state["versions"].values():
-            _check_same_tensors(self._parameters, tensors)
+            check_same_tensors(self._parameters, tensors)
 
     def load_state_dict(self, state: dict[str, Any], versions: Iterable[int]) -> None:
         """Take over a copy of what `state_dict` returned and `check_state` accepts, in the given versions of it."""
@@ -202,7 +210,7 @@ class WorkerBuffers:
         if len(state) != len(self.of):
             raise ValueError(f"the checkpoint is of {len(state)} workers, this engine has {len(self.of)}")
         for mine, theirs in zip(self.of, state, strict=True):
-            _check_same_tensors(mine, theirs)
+            check_same_tensors(mine, theirs)
 
     def load_state(self, state: Sequence[Mapping[str, Tensor]]) -> None:
         """Take over a copy of every worker's buffers."""
@@ -210,7 +218,8 @@ class WorkerBuffers:
             mine.update((name, theirs[name].to(buffer, copy=True)) for name, buffer in mine.items())
 
 
-def _check_same_tensors(mine: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
+def check_same_tensors(mine: Mapping[str, Tensor | TensorLayout], loaded: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if the names or shapes of two sets of tensors differ."""
     expected = {name: tuple(tensor.shape) for name, tensor in mine.items()}
     found = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
     if expected != found:

@@ -17,13 +17,15 @@ class Transfer:
 
     works: Sequence[dist.Work]
     buffer: Tensor
+    source: Tensor | None = None
+    """Of a collective: the buffer that it reads, if that is another."""
 
     @classmethod
-    def of(cls, buffer: Tensor, *works: dist.Work | None) -> Transfer:
+    def of(cls, buffer: Tensor, *works: dist.Work | None, source: Tensor | None = None) -> Transfer:
         """Return what torch has started; it starts nothing (None) only where a rank is no member of a group."""
         started = [work for work in works if work is not None]
         assert len(started) == len(works), "the process group is the world's, so every rank is a member"
-        return cls(started, buffer)
+        return cls(started, buffer, source)
 
     def wait(self) -> Tensor:
         """Wait for it; return the buffer."""

@@ -106,18 +106,6 @@ def ring_seconds(cluster: Cluster, devices: int, size: float) -> float:
     """
     if devices == 1:
         return 0.0
-    return (devices - 1) * max(
-        link.latency_seconds + link.seconds(size / devices) for link in _links_of_ring(cluster, devices)
-    )
-
-
-def once_around_seconds(cluster: Cluster, devices: int, size: float) -> float:
-    """Return the seconds of a broadcast of `size` bytes, or of a reduction to one device, piped round a ring."""
-    links = _links_of_ring(cluster, devices)
-    return (devices - 1) * max(link.latency_seconds for link in links) + max(link.seconds(size) for link in links)
-
-
-def _links_of_ring(cluster: Cluster, devices: int) -> list[Link]:
-    """Return the kinds of links between neighbours, of two or more devices."""
     per_host = cluster.devices_per_host
-    return [cluster.within_host] * (per_host > 1) + [cluster.between_hosts] * (devices > per_host)
+    links = [cluster.within_host] * (per_host > 1) + [cluster.between_hosts] * (devices > per_host)
+    return (devices - 1) * max(link.latency_seconds + link.seconds(size / devices) for link in links)

@@ -119,8 +119,10 @@ def _from_three(job: Job, axis: str, size: float, prices: Sequence[Price], at_le
         sent = found["within_host_bytes"] + found["between_hosts_bytes"]
         found["between_hosts_bytes"] = sent * prices[-1].between_hosts_share
         found["within_host_bytes"] = sent - found["between_hosts_bytes"]
-    least, _, most = (each.state_bytes for each in prices)  # versions come in whole numbers
-    found["state_bytes"] = least + (most - least) / 2 * (size - 2)
+    least, _, most = (each.state_bytes for each in prices)
+    is_of_shards = job.placement == "zero" and job.collectives and axis == "replicas"  # of the same stages
+    # else versions come in whole numbers
+    found["state_bytes"] = 4 * most / size if is_of_shards else least + (most - least) / 2 * (size - 2)
     seconds = _extrapolated_seconds(job, axis, size, [each.step_seconds for each in prices])
     step_seconds = max(at_least, found["busy_seconds"] / found["devices"], seconds)
     found["devices"] = round(found["devices"])

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, takewhile
 
-from cdp_repro.pricing.cluster import Cluster, once_around_seconds, ring_seconds
+from cdp_repro.pricing.cluster import Cluster, ring_seconds
 from cdp_repro.schedule import (
     Action,
     MessageKey,
@@ -24,7 +24,6 @@ from cdp_repro.schedule import (
     Schedule,
     Slot,
     StageCosts,
-    awaits_result,
     consumed,
     next_in_ring,
     result_of,
@@ -83,7 +82,6 @@ class _SelfTimedClock:
     def __init__(self, schedule: Schedule, costs: StageCosts, cluster: Cluster) -> None:
         self._costs = costs
         self._cluster = cluster
-        self._placement = schedule.placement
         self._micro_batches = schedule.micro_batches
         self._now = [0.0] * schedule.ranks
         self._free: dict[tuple[bool, bool, int], float] = defaultdict(float)
@@ -144,7 +142,7 @@ class _SelfTimedClock:
         if not size:
             return
         crosses = self._cluster.crosses(action.rank, next_in_ring(action.rank, ranks))
-        self.sent[slot, crosses] += ring_bytes(action, size, self._placement)
+        self.sent[slot, crosses] += ring_bytes(action, size, ranks)
         self._joined[action] = (True, crosses, action.rank), (False, crosses, next_in_ring(action.rank, ranks))
         if len(self._joined) < ranks:
             return
@@ -152,15 +150,19 @@ class _SelfTimedClock:
         end = max(*self._now, *(self._free[link] for link in links)) + self._seconds(action, size)
         self._free |= dict.fromkeys(links, end)
         for part in self._joined:
-            if awaits_result(part, self._placement.holders(part.stage).start):
-                self._arrivals[part.rank, result_of(part, self._micro_batches)].append(end)
+            self._arrivals[part.rank, result_of(part, self._micro_batches)].append(end)
         self._joined.clear()
 
     def _seconds(self, collective: Action, size: int) -> float:
         """Return for how long a collective occupies the links."""
-        if collective.payload is Payload.TOTAL:
-            return 2 * self._cluster.collectives.all_reduce * ring_seconds(self._cluster, len(self._now), size)
-        return once_around_seconds(self._cluster, len(self._now), size)
+        factors = self._cluster.collectives
+        rings = {
+            Payload.TOTAL: 2 * factors.all_reduce,
+            Payload.PARAMETERS: factors.all_gather,
+            Payload.GRADIENTS: factors.reduce_scatter,
+        }
+        assert collective.payload is not None
+        return rings[collective.payload] * ring_seconds(self._cluster, len(self._now), size)
 
     def is_done(self, at_least: int) -> bool:
         """Whether `at_least` steps have run, and all times grew by the same in the last two, or there is no use."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Schedule, StageCosts
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Schedule, StageCosts, shard_bytes
 
 QUANTITIES = (
     "devices", "activation_bytes_per_device", "activation_bytes_total", "parameter_bytes_per_device",
@@ -114,8 +114,8 @@ def closed_form(setting: Setting, workers: int, costs: StageCosts, optimizer_sta
       to itself: 3P(N-1)/N a rank; sums along a stage's group of n ranks and totals back: N-1 + n-1 where n > 1
       (model parallel). Two ranks exchange what they have, so that the second message waits for nothing. Activations and
       their gradients: N of each over each boundary. Collectives are rings, and what a rank sends in one is a message: N
-      of an all-reduce, which goes round twice; N-1 of a broadcast or a reduction, of which each slot has two, the
-      second after the first where it broadcasts what has just been made.
+      of an all-reduce, which goes round twice; N of an all-gather or a reduce-scatter, of which each slot has two, the
+      second after the first where it gathers what has just been made. A rank then holds 1/N of every stage.
     - Idle share. A pipeline with a flush idles (N-1)/(2N-1), a model-parallel group of N 1 - 1/N, of N-j
       (N-1)/(N+1); all others never.
     """
@@ -159,14 +159,15 @@ def _activations(setting: Setting, n: int, sizes: Sizes) -> Values:
 
 
 def _state(setting: Setting, n: int, sizes: Sizes, optimizer_states: int) -> Values:
-    p = sizes.parameters
+    is_sharded = setting.collectives and setting.placement == "zero"
+    p = [min(size, shard_bytes(size, n)) for size in sizes.parameters] if is_sharded else sizes.parameters
     stale = [setting.mode == "cdp_v1" or (setting.mode == "cdp_v2" and j < n - 1) for j in range(n)]
     if setting.placement == "replicated":
         stale = [False] * n  # a worker's own replica: the old version has no reader once the new one is made
     elif setting.placement == "model_parallel":
         stale = [setting.mode == "cdp_v1" and j == n - 1 for j in range(n)]  # all other groups have several ranks
     held = [(1 + is_stale) * size for is_stale, size in zip(stale, p, strict=True)]
-    shared = setting.placement in ("single_device", "replicated")
+    shared = is_sharded or setting.placement in ("single_device", "replicated")
     is_v2_on_one = setting.mode == "cdp_v2" and setting.placement == "single_device"
     together = sum(p) + _overlap_of_v2(n, p) if is_v2_on_one else sum(held)
     return {
@@ -226,7 +227,7 @@ def _chain_of_sums(n: int) -> int:
 def _collectives(setting: Setting, n: int, sizes: Sizes) -> Values:
     is_reduced_everywhere = setting.placement == "replicated"
     sent = 2 * sum(sizes.gradients) if is_reduced_everywhere else 2 * sum(sizes.parameters) + sum(sizes.gradients)
-    messages = n if is_reduced_everywhere else 2 * (n - 1)
+    messages = n if is_reduced_everywhere else 2 * n
     return {"sent_bytes_per_device": sent * (n - 1) / n, "messages_per_slot": messages, "chain": 2 * (n - 1)}
 
 

@@ -58,7 +58,7 @@ _NAMED_BY = {
 """Whether a message is named by a micro-batch, and whether by a version."""
 
 _COLLECTIVES = (Payload.TOTAL, Payload.PARAMETERS, Payload.GRADIENTS)
-"""What collectives bring, by an all-reduce, a broadcast, a reduction to one rank; each names a micro-batch, too."""
+"""What collectives bring, by an all-reduce, an all-gather, a reduce-scatter; each names a micro-batch, too."""
 
 _TEXT = re.compile(
     r"(?P<op>[FBUXSRAC])(?P<stage>\d+)(?:\.m(?P<micro_batch>\d+))?(?:@v(?P<version>\d+))?"
@@ -81,8 +81,8 @@ class Action:
     | `R2.m5:activations<0` | get ready to receive it from rank 0; whoever needs it waits for it |
     | `A2.m5` | add the gradients of micro-batch 5, or the sum up to it that was received, to the sum of stage 2 |
     | `C2.m5@v3:total` | take part in the all-reduce of the gradients of stage 2 with those of micro-batch 5 |
-    | `C2.m5:gradients` | take part in their reduction to the owner of stage 2 |
-    | `C2.m5@v1:parameters` | take part in the broadcast of version 1 of stage 2, to compute micro-batch 5 with it |
+    | `C2.m5:gradients` | take part in their reduce-scatter, to the shards of stage 2 |
+    | `C2.m5@v1:parameters` | take part in the all-gather of version 1 of stage 2, to compute micro-batch 5 with it |
 
     Version v of a stage is theta[v], its parameters after v updates. Micro-batch m = tM + i is the i-th of the M of
     training step t; with one replica a worker that is worker i's. `version` is None only in compute that no pass
@@ -200,7 +200,7 @@ def consumed(action: Action, micro_batches: int) -> tuple[MessageKey, ...]:
 def result_of(collective: Action, micro_batches: int) -> MessageKey:
     """Return the message that a COLLECTIVE is to the rank that waits for its result.
 
-    `micro_batches` is M, the number of micro-batches in a training step: a reduction brings the gradients of all.
+    `micro_batches` is M, the number of micro-batches in a training step: a reduce-scatter brings the gradients of all.
     """
     payload, stage, m, version = collective.message
     assert m is not None

@@ -186,7 +186,7 @@ class SumCheck:
             del self._collected[stage]
             result, members = result_of(action, self._micro_batches), range(m + 1 - self._micro_batches, m + 1)
             if action.payload is Payload.GRADIENTS:
-                self.in_transit[self._placement.holders(stage).start, *result] = members
+                self.in_transit |= {(rank, *result): members for rank in self._placement.holders(stage)}
             else:
                 self._last[stage] = self._placement.mode.version_made(m)
         return None

@@ -1,15 +1,15 @@
 """Passes for data parallelism by collectives of the library, and what these cost.
 
 All workers compute a stage in the same slot, so that one collective of all ranks can take the place of the messages
-that `communication` derives: an all-reduce where all hold the stage; a broadcast by its owner, and a reduction to it,
-where one does. The library adds gradients in an order of its own.
+that `communication` derives: an all-reduce where all hold the stage; where each holds a shard of it, an all-gather of
+its parameters and a reduce-scatter of its gradients. The library adds gradients in an order of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from cdp_repro.schedule.actions import Action, Op, Payload, Slot
+from cdp_repro.schedule.actions import Action, Op, Payload, Slot, result_of
 from cdp_repro.schedule.passes import before_use
 from cdp_repro.schedule.placement import Placement
 
@@ -22,22 +22,20 @@ def add_all_reduces(slots: Iterable[Slot], placement: Placement) -> Iterator[Slo
         yield Slot(slot.number, (*slot.actions, *parts))
 
 
-def add_reductions_to_owners(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
-    """Reduce the gradients of each stage that is lent to its owner, which adds the result to its (empty) sum."""
-    last = placement.mode.micro_batches - 1
+def add_reduce_scatters(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
+    """Reduce the gradients of each stage that is sharded to its shards; each rank adds its own to its (empty) sum."""
     for slot in slots:
         backwards = [a for a in slot.actions if a.op is Op.BACKWARD and a.stage in placement.lent]
+        parts = [_collective(Payload.GRADIENTS, action, placement) for action in backwards]
+        results = [result_of(part, placement.mode.micro_batches) for part in parts]
         adds = [
-            Action(Op.ADD, action.stage, action.micro_batch, rank=placement.holders(action.stage).start)
-            for action in backwards
-            if action.micro_batch is not None and action.micro_batch % (last + 1) == last
+            Action(Op.ADD, part.stage, m, rank=part.rank) for part, (_, _, m, _) in zip(parts, results, strict=True)
         ]
-        reductions = (_collective(Payload.GRADIENTS, action, placement) for action in backwards)
-        yield Slot(slot.number, (*slot.actions, *reductions, *adds))
+        yield Slot(slot.number, (*slot.actions, *parts, *adds))
 
 
-def add_broadcasts(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
-    """Broadcast the parameters of a stage that is lent, before the slot that computes with them."""
+def add_all_gathers(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
+    """Gather the parameters of a stage that is sharded on all ranks, before the slot that computes with them."""
     return before_use(
         slots,
         lambda slot: (
@@ -55,31 +53,23 @@ def _collective(payload: Payload, compute: Action, placement: Placement) -> Acti
     return Action(Op.COLLECTIVE, compute.stage, compute.micro_batch, versions.get(payload), payload, rank=compute.rank)
 
 
-def awaits_result(collective: Action, owner: int) -> bool:
-    """Whether the rank of a COLLECTIVE waits for its result: of a broadcast not the owner, of a reduction only that."""
-    if collective.payload is Payload.TOTAL:
-        return True
-    return (collective.rank == owner) is (collective.payload is Payload.GRADIENTS)
-
-
-def ring_bytes(collective: Action, size: int, placement: Placement) -> int:
+def ring_bytes(collective: Action, size: int, ranks: int) -> int:
     """Return what a rank sends to the next one in a ring for a COLLECTIVE of `size` bytes (Patarasuk and Yuan 2009).
 
-    An all-reduce goes round twice with all but one of as many parts as there are ranks; a broadcast goes once from the
-    owner to the rank before it, a reduction from the rank after the owner to the owner. What a library really sends
-    from which rank is its own affair; the bytes of all ranks together are the same in a tree.
+    An all-gather and a reduce-scatter go round once with all but one of as many parts as there are ranks, an all-reduce
+    twice. What a library really sends from which rank is its own affair.
     """
-    rank, ranks = collective.rank, placement.ranks
-    if collective.payload is Payload.TOTAL:
-        return 2 * (size - (size * (rank + 1) // ranks - size * rank // ranks))
-    owner = placement.holders(collective.stage).start
-    ends_at = owner if collective.payload is Payload.GRADIENTS else (owner - 1) % ranks
-    return 0 if rank == ends_at else size
+    rank = collective.rank
+    return _times_round(collective) * (size - (size * (rank + 1) // ranks - size * rank // ranks))
 
 
 def ring_hops(collective: Action, ranks: int) -> int:
     """Return how many messages of a ring follow one another until all have the result of a COLLECTIVE."""
-    return (2 if collective.payload is Payload.TOTAL else 1) * (ranks - 1)
+    return _times_round(collective) * (ranks - 1)
+
+
+def _times_round(collective: Action) -> int:
+    return 2 if collective.payload is Payload.TOTAL else 1
 
 
 def next_in_ring(rank: int, ranks: int) -> int:

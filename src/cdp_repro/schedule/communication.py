@@ -162,7 +162,7 @@ def _lending(slot: Slot, placement: Placement) -> Iterator[Action]:
     for action in slot.actions:
         if action.op.is_compute and action.stage in placement.lent:
             (owner,) = placement.holders(action.stage)
-            if action.rank != owner:
+            if placement.borrows(action.rank, action.stage):
                 yield from send(
                     Payload.PARAMETERS, action.stage, owner, action.rank,
                     micro_batch=action.micro_batch, version=action.version,

@@ -27,6 +27,8 @@ class Placement(ABC):
 
     mode: Mode
     name: ClassVar[str]
+    is_sharded: ClassVar[bool] = False
+    """Whether the holders of a stage have a part of its state each, not all of it."""
 
     @property
     @abstractmethod
@@ -61,21 +63,38 @@ class Placement(ABC):
         """
         return self.reads_from(micro_batch, stage)
 
+    def copies(self, stage: int) -> int:
+        """Return how many ranks hold all of the stage, each with updates of its own."""
+        return 1 if self.is_sharded else self._turns[stage][1]
+
     def is_shared(self, stage: int) -> bool:
-        """Whether several ranks hold the stage."""
-        return self._turns[stage][1] > 1
+        """Whether several ranks hold all of the stage."""
+        return self.copies(stage) > 1
+
+    def borrows(self, rank: int, stage: int) -> bool:
+        """Whether `rank` computes the stage with parameters that are brought to it: it does not hold them all."""
+        return stage in self.lent and (self.is_sharded or rank not in self.holders(stage))
+
+    def share(self, rank: int, size: int) -> int:
+        """Return how many of `size` bytes of a stage each of its holders has: all, or those of its shard."""
+        if not self.is_sharded:
+            return size
+        whole = shard_bytes(size, self.ranks)
+        return min(whole, max(0, size - rank * whole))
 
     def held(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sum of `sizes`, one a stage, over the stages that each rank holds."""
+        """Return the bytes that each rank holds of stages that have `sizes`."""
         sums = [0] * self.ranks
         for stage, size in enumerate(sizes):
             for rank in self.holders(stage):
-                sums[rank] += size
+                sums[rank] += self.share(rank, size)
         return sums
 
     @cached_property
     def lent(self) -> frozenset[int]:
-        """The stages whose one holder lends their parameters to other ranks, which compute with them."""
+        """The stages whose parameters are brought to ranks that compute with them and do not hold them all."""
+        if self.is_sharded:
+            return frozenset(range(self.mode.stages))
         micro_batches = range(self.mode.micro_batches)
         return frozenset(
             stage
@@ -110,7 +129,7 @@ class Placement(ABC):
         by one of two holders of the stage to the other and stay: each adds what the other has, and has the whole sum.
         """
         missing = self.mode.micro_batches - 1 - micro_batch % self.mode.micro_batches
-        return missing <= 1 < self.mode.micro_batches and self._turns[stage][1] == 2
+        return missing <= 1 < self.mode.micro_batches and self.copies(stage) == 2
 
     def versions_kept(self, rank: int, stage: int, step: int) -> range:
         """Return the versions of `stage` that `rank` holds after `step` whole training steps: oldest read to newest.
@@ -172,6 +191,11 @@ class Placement(ABC):
         raise AssertionError("unreachable: `count` has no end")
 
 
+def shard_bytes(size: int, ranks: int) -> int:
+    """Return the bytes of each but the last shards of `size` bytes: multiples of 16, so that no value is cut."""
+    return 16 * -(-size // (16 * ranks))
+
+
 def _first_distinct(values: Iterable[int], number: int) -> dict[int, None]:
     """Return so many different values, in the order in which they come."""
     found: dict[int, None] = {}
@@ -213,7 +237,7 @@ class Replicated(Placement):
 
 
 class Zero(Replicated):
-    """A worker a rank, and the state of each stage on one of them (ZeRO stage 3, FSDP)."""
+    """A worker a rank, and the state of each stage on one of them, its owner (ZeRO stage 3, stage by stage)."""
 
     name = "zero"
 
@@ -225,6 +249,16 @@ class Zero(Replicated):
         """Return the one owner of the stage; stages are spread evenly over the ranks."""
         owner = stage * self.ranks // self.mode.stages
         return range(owner, owner + 1)
+
+
+class ShardedZero(Replicated):
+    """A worker a rank, and an equal part of the state of every stage on each: ZeRO stage 3 as libraries do it (FSDP).
+
+    All ranks gather a stage to compute with it, so that it suits workers that compute the same stage at once.
+    """
+
+    name = "zero"
+    is_sharded = True
 
 
 class Pipeline(Placement):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any
 
 from cdp_repro.schedule.actions import Action, MessageKey, Op, Slot, consumed
+from cdp_repro.schedule.placement import Placement
 from cdp_repro.schedule.trace import SlotRecord, Trace
 
 
@@ -65,7 +66,7 @@ def write_comms_csv(trace: Trace, file: IO[str]) -> None:
     writer.writerows((m.slot, m.source, m.destination, m.kind, m.stage, m.bytes) for m in trace.messages)
 
 
-def write_memory_csv(trace: Trace, parameter_bytes: Sequence[int], file: IO[str]) -> None:
+def write_memory_csv(trace: Trace, file: IO[str], parameter_bytes: Sequence[int], placement: Placement) -> None:
     """Write one row a slot and rank: live activation bytes, parameter bytes, live versions of each stage.
 
     `parameter_bytes` are those of one version of each stage.
@@ -74,7 +75,8 @@ def write_memory_csv(trace: Trace, parameter_bytes: Sequence[int], file: IO[str]
     stages = [f"versions_stage_{stage}" for stage in range(trace.stages)]
     writer.writerow(["slot", "rank", "activation_bytes", "parameter_bytes", *stages])
     for record in trace.records:
-        live = sum(number * size for number, size in zip(record.versions, parameter_bytes, strict=True))
+        held = (placement.share(record.rank, size) for size in parameter_bytes)
+        live = sum(number * size for number, size in zip(record.versions, held, strict=True))
         writer.writerow([record.slot, record.rank, record.activation_bytes, live, *record.versions])
 
 

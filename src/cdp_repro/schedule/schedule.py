@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cdp_repro.schedule.actions import Slot
-from cdp_repro.schedule.collectives import add_all_reduces, add_broadcasts, add_reductions_to_owners
+from cdp_repro.schedule.collectives import add_all_gathers, add_all_reduces, add_reduce_scatters
 from cdp_repro.schedule.communication import (
     add_boundary_messages,
     add_buffer_messages,
@@ -18,7 +18,7 @@ from cdp_repro.schedule.communication import (
 )
 from cdp_repro.schedule.generators import TIMELINES
 from cdp_repro.schedule.passes import order_slots, place
-from cdp_repro.schedule.placement import PLACEMENTS, Placement
+from cdp_repro.schedule.placement import PLACEMENTS, Placement, ShardedZero
 from cdp_repro.schedule.rules import Mode, resolve_mode
 from cdp_repro.schedule.updates import add_frees, add_shared_updates, add_updates
 from cdp_repro.schedule.validation import validated
@@ -60,8 +60,8 @@ class Schedule:
 
         `replicas` is R, the devices that share a worker's micro-batches. `pipeline_schedule` is how data parallelism
         runs on the placement `pipeline`: `one_f_one_b` or `gpipe`. `collectives`: data parallelism on `replicated` or
-        `zero` by collectives of the library, whose sums are in an order of their own, in place of ordered messages.
-        `ahead=False` leaves all validation to `slots`,
+        `zero` by collectives of the library, whose sums are in an order of their own, in place of ordered messages; on
+        `zero` each rank then has a shard of every stage. `ahead=False` leaves all validation to `slots`,
         which validates what it yields in any case: for who only simulates, and does so at once.
 
         Raises:
@@ -91,7 +91,9 @@ class Schedule:
                 f"{' or '.join(COLLECTIVE_PLACEMENTS)}, not mode={resolved.name} on placement={placement}: use "
                 f"collectives=false, or mode=dp placement={COLLECTIVE_PLACEMENTS[0]}"
             )
-        schedule = cls(resolved, PLACEMENTS[placement](resolved), slot_order, collectives)
+        is_sharded = collectives and placement == "zero" and resolved.micro_batches > 1
+        kind = ShardedZero if is_sharded else PLACEMENTS[placement]
+        schedule = cls(resolved, kind(resolved), slot_order, collectives)
         if ahead:
             schedule._validate_window()
         return schedule
@@ -144,7 +146,7 @@ class Schedule:
             slots = add_buffer_messages(slots, placement)
             slots = (add_all_reduces if self.collectives else add_partial_sums)(slots, placement)
         if placement.lent:
-            slots = (add_reductions_to_owners if self.collectives else add_sums_at_owners)(slots, placement)
+            slots = (add_reduce_scatters if self.collectives else add_sums_at_owners)(slots, placement)
             slots = put_off_sums_at_owners(slots, placement)
         slots = add_updates(slots, placement)
         if any(map(placement.is_shared, range(mode.stages))):
@@ -152,7 +154,7 @@ class Schedule:
         if any(placement.is_exchanged(mode.micro_batches - 1, stage) for stage in range(mode.stages)):
             slots = put_off_exchanged_sums(slots, placement)
         if placement.lent:
-            slots = (add_broadcasts if self.collectives else add_parameter_messages)(slots, placement)
+            slots = (add_all_gathers if self.collectives else add_parameter_messages)(slots, placement)
         slots = add_frees(slots, placement)
         return validated(slots, placement)
 

@@ -41,7 +41,7 @@ class Effects:
     def bytes_sent(self, action: Action) -> int:
         """Return the bytes that the action sends, by a message or by its part in a collective: 0 if it sends none."""
         size = self.payload_bytes(action)
-        return ring_bytes(action, size, self._schedule.placement) if action.op is Op.COLLECTIVE else size
+        return ring_bytes(action, size, self._schedule.ranks) if action.op is Op.COLLECTIVE else size
 
     def payload_bytes(self, action: Action) -> int:
         """Return the bytes of what the action sends, or of a collective that it is a part in: 0 if there is none."""

@@ -98,7 +98,8 @@ class _Versions:
         self._held = [(1 + optimizer_states) * size for size in schedule.placement.held(costs.parameter_bytes)]
         self._alive: dict[tuple[int, int], int] = {}
         """By rank and stage, where it is not one."""
-        self._places = Counter({1: sum(schedule.placement.held((1,) * schedule.stages))})
+        self._placement = schedule.placement
+        self._places = Counter({1: sum(len(schedule.placement.holders(stage)) for stage in range(schedule.stages))})
         """How many ranks and stages have so many versions alive."""
 
     def run(self, slot: Slot) -> tuple[int, int]:
@@ -118,7 +119,7 @@ class _Versions:
             self._alive[place] = after
         self._places[before] -= 1
         self._places[after] += 1
-        self._held[action.rank] += change * self._sizes[action.stage]
+        self._held[action.rank] += change * self._placement.share(action.rank, self._sizes[action.stage])
 
 
 def _longest_chain(slot: Slot, effects: Effects, schedule: Schedule) -> int:

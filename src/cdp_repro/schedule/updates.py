@@ -157,7 +157,7 @@ def add_frees(slots: Iterable[Slot], placement: Placement) -> Iterator[Slot]:
     """Free each version on each rank after the last action that reads it there.
 
     Those are the update that makes the next version, and the backward of the last micro-batch that the rank reads it
-    for (of a stage that is lent: the message that carries it to that backward). Freeing before an update keeps at
+    for (of a stage that is lent: what brings it to that backward). Freeing before an update keeps at
     most max_i d(i, j) + 1 versions (2 for CDP).
     """
     versions = _Versions(placement)
@@ -203,8 +203,6 @@ class _Versions:
         if not self._started and action.micro_batch is not None:
             self._start(action.micro_batch // self._placement.mode.micro_batches)
         rank, stage = action.rank, action.stage
-        if action.op is Op.COLLECTIVE:
-            rank = self._placement.holders(stage).start  # a broadcast reads the owner's copy for all
         if action.op is Op.UPDATE:
             assert action.version is not None
             copy = self._copies[rank, stage]
@@ -231,10 +229,9 @@ class _Versions:
 
     def _ends_read(self, action: Action) -> bool:
         """Whether a micro-batch has read a version of the stage's holder for the last time."""
-        is_own = (action.rank, action.stage) in self._copies
         if action.op is Op.BACKWARD:
-            return is_own
-        is_lent = action.op is Op.SEND or (action.op is Op.COLLECTIVE and not is_own)
+            return not self._placement.borrows(action.rank, action.stage)
+        is_lent = action.op in (Op.SEND, Op.COLLECTIVE)
         if action.payload is not Payload.PARAMETERS or not is_lent or action.micro_batch is None:
             return False
         key = action.micro_batch, action.stage

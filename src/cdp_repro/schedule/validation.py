@@ -12,7 +12,6 @@ from itertools import chain, islice
 
 from cdp_repro.schedule.actions import Action, Op, Payload, Slot, consumed, result_of
 from cdp_repro.schedule.checks import CollectiveCheck, MessageCheck, SumCheck
-from cdp_repro.schedule.collectives import awaits_result
 from cdp_repro.schedule.placement import Placement
 from cdp_repro.schedule.render import text_grid
 
@@ -170,18 +169,21 @@ class _State:
 
     def _messages_there(self, action: Action, micro_batch: int) -> str | None:
         """What compute needs from another rank must have been sent to its own."""
-        stage, rank = action.stage, action.rank
-        sources = {Payload.PARAMETERS: self.placement.reads_from(micro_batch, stage)}
+        stage, rank, placement = action.stage, action.rank, self.placement
+        sources: dict[Payload, int] = {}
         if action.op is Op.FORWARD and stage > 0:
-            sources[Payload.ACTIVATIONS] = self.placement.rank_of(micro_batch, stage - 1)
+            sources[Payload.ACTIVATIONS] = placement.rank_of(micro_batch, stage - 1)
         if action.op is Op.BACKWARD and stage < self.stages - 1:
-            sources[Payload.INPUT_GRADIENTS] = self.placement.rank_of(micro_batch, stage + 1)
+            sources[Payload.INPUT_GRADIENTS] = placement.rank_of(micro_batch, stage + 1)
         if action.op is Op.FORWARD and micro_batch - self.micro_batches >= self._first:
-            sources[Payload.BUFFERS] = self.placement.rank_of(micro_batch - self.micro_batches, stage)
+            sources[Payload.BUFFERS] = placement.rank_of(micro_batch - self.micro_batches, stage)
+        needed = {payload: [source] for payload, source in sources.items() if source != rank}
+        if placement.borrows(rank, stage):
+            needed[Payload.PARAMETERS] = [*placement.holders(stage)]
         for key in consumed(action, self.micro_batches):
-            is_missing = sources.get(key[0], rank) != rank and not self.messages.take(rank, key)
-            if is_missing:
-                return f"the {key[0]} that it needs from rank {sources[key[0]]} were not sent to rank {rank}"
+            if key[0] in needed and not self.messages.take(rank, key):
+                ranks = ", ".join(map(str, needed[key[0]]))
+                return f"the {key[0]} that it needs from rank {ranks} were not sent to rank {rank}"
         return None
 
     def _receive(self, _: int, action: Action) -> str | None:
@@ -191,13 +193,13 @@ class _State:
         return self.sums.add(action, self._arrived(action))
 
     def _collective(self, slot: int, action: Action) -> str | None:
-        owner = self.placement.holders(action.stage).start
         fault = self.collectives.join(action) or (
-            self._alive(slot, owner, action) if action.payload is Payload.PARAMETERS else self.sums.collect(action)
+            self._alive(slot, action.rank, action)
+            if action.payload is Payload.PARAMETERS
+            else self.sums.collect(action)
         )
         for part in self.collectives.completed() if fault is None else ():
-            if awaits_result(part, owner):
-                self.messages.arrive(part.rank, result_of(part, self.micro_batches))
+            self.messages.arrive(part.rank, result_of(part, self.micro_batches))
         return fault
 
     def _arrived(self, action: Action) -> range | None:

@@ -299,7 +299,7 @@ class _Run:
         with self._directory.trace_path.open("w") as file:
             write_perfetto(trace, file)
         with self._directory.memory_path.open("w") as file:
-            write_memory_csv(trace, self._cut.costs.parameter_bytes, file)
+            write_memory_csv(trace, file, self._cut.costs.parameter_bytes, self._config.schedule().placement)
         with self._directory.comms_path.open("w") as file:
             write_comms_csv(trace, file)
 
