@@ -160,7 +160,8 @@ def test_ranks_with_shards_of_mixed_stages_go_on_from_one_device_and_one_device_
     """With two ranks, a sum does not depend on its order: bitwise."""
     there, _ = run_ranks(trained, 2, "zero", None, True, folder=tmp_path)[0]
     here, _ = trained("single_device")
-    _, mine = trained("single_device", copy.deepcopy(there))
-    for _, theirs in run_ranks(trained, 2, "zero", here, True, folder=tmp_path):
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    _, expected = trained("single_device", copy.deepcopy(here))
+    onwards = run_ranks(trained, 2, "zero", here, True, folder=tmp_path)
+    for _, found in [trained("single_device", copy.deepcopy(there)), *onwards]:
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
