@@ -186,6 +186,15 @@ def test_nobody_reads_gathered_parameters_before_all_take_part():
     assert "F0.m1@v0: the parameters that it needs from rank 0, 1, 2 were not sent to rank 1" in said
 
 
+def test_nobody_gathers_what_has_not_been_made():
+    def change(slots):
+        actions = slots[5][1]
+        early = [a for a in actions if a.payload == "parameters" and a.version == 1]
+        slots[5][1] = [*early, *(a for a in actions if a not in early)]
+
+    assert "C0.m3@v1:parameters: version 1 of stage 0 is not alive" in corrupted("zero", change)
+
+
 def test_a_rank_that_takes_no_part_is_named():
     def change(slots):
         slots[3][1] = [a for a in slots[3][1] if str(a) != "C2.m2:gradients"]
