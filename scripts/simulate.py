@@ -25,7 +25,7 @@ WORKERS = (8, 16, 32, 64, 128, 256)
 
 
 def main(sizes: list[int]) -> None:
-    path = RESULTS / SIMULATED
+    path, said = RESULTS / SIMULATED, {"command": "python scripts/simulate.py", **versions()}
     values = json.loads(path.read_text())["values"] if path.exists() else {}
     ours = [setting for setting in SETTINGS if setting.baseline is None]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
@@ -34,7 +34,6 @@ def main(sizes: list[int]) -> None:
             missing = [setting for setting in ours if simulation_key(setting) not in present]
             for setting, found in zip(missing, pool.map(partial(_simulated, workers), missing), strict=True):
                 present[simulation_key(setting)] = found
-                said = {"command": "python scripts/simulate.py", **versions()}
                 path.write_text(json.dumps({**said, "values": _ordered(values, ours)}, indent=1) + "\n")
 
 
