@@ -38,7 +38,7 @@ from cdp_repro.figures import save_figure
 from cdp_repro.launch import launch
 from cdp_repro.pricing import Cluster, Collectives, Link
 from cdp_repro.process_group import process_group
-from cdp_repro.quote import prices_of
+from cdp_repro.quote import prices_on_each
 from cdp_repro.report.figures import style
 from cdp_repro.stages import cut_model, sample
 from cdp_repro.training.run import versions
@@ -343,7 +343,8 @@ def _planned(config: RunConfig, blocks: list[int], network: tuple[Link, Collecti
     forward, backward = measure_stages(config, cut)
     link, collectives = network
     cluster = Cluster(forward, backward, within_host=link, devices_per_host=config.workers, collectives=collectives)
-    return {name: price.step_seconds for name, price in prices_of(config, cut, cluster).items()}
+    (prices,) = prices_on_each(config, cut, (cluster,))
+    return {name: price.step_seconds for name, price in prices.items()}
 
 
 def _alternating_rounds(

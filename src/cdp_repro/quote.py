@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 from cdp_repro.calibration import measure_network, measure_stages
 from cdp_repro.config import OptimConfig, RunConfig
 from cdp_repro.plan import table
-from cdp_repro.pricing import Cluster, Collectives, Job, Link, Price, estimate, price_ddp, price_fsdp2
+from cdp_repro.pricing import (
+    Cluster,
+    Collectives,
+    Job,
+    Link,
+    Price,
+    estimate_on_each,
+    is_extrapolated,
+    price_ddp,
+    price_fsdp2,
+)
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, MODES, PLACEMENTS
 from cdp_repro.stages import CutModel, cut_model
 from cdp_repro.units import format_bytes
@@ -28,17 +41,22 @@ class Quote:
     cluster: Cluster
     prices: Mapping[str, Price]
     """By mode and placement or baseline, e.g. "cdp_v2 pipeline" or "dp ddp"."""
+    processes: int = 1
+    """How many processes have made it."""
 
 
-def make_quote(config: RunConfig) -> Quote:
+def make_quote(config: RunConfig, processes: int = 1) -> Quote:
     """Price a training step of the model of `config` in every way; needs no data.
+
+    Where there is much to simulate, in so many processes.
 
     Raises:
         ConfigError, ModelError, ScheduleError: as the run itself would.
     """
     cut = cut_model(config)
     cluster = cluster_of(config, cut)
-    return Quote(config, cut, cluster, prices_of(config, cut, cluster))
+    (prices,) = prices_on_each(config, cut, (cluster,), processes)
+    return Quote(config, cut, cluster, prices, processes)
 
 
 def cluster_of(config: RunConfig, cut: CutModel) -> Cluster:
@@ -64,9 +82,34 @@ def cluster_of(config: RunConfig, cut: CutModel) -> Cluster:
     return Cluster(forward, backward, update, within, between, given.devices_per_host, collectives)
 
 
-def prices_of(config: RunConfig, cut: CutModel, cluster: Cluster) -> dict[str, Price]:
-    """Return the price of every mode on every placement, and of the baselines that can run these sizes."""
+def prices_on_each(
+    config: RunConfig, cut: CutModel, clusters: Sequence[Cluster], processes: int = 1
+) -> list[dict[str, Price]]:
+    """Return, on each cluster, the price of every mode on every placement, and of the baselines that can run so.
+
+    The clusters must have hosts of one size; that there are several hardly takes longer.
+    """
     states = optimizer_states(config.optim)
+    jobs = _jobs(config)
+    different = [job for number, job in enumerate(jobs.values()) if job not in [*jobs.values()][:number]]
+    run = partial(estimate_on_each, costs=cut.costs, clusters=clusters, optimizer_states=states)
+    if processes > 1 and any(is_extrapolated(job, clusters[0]) for job in different):
+        with ProcessPoolExecutor(processes, mp_context=get_context("forkserver")) as pool:
+            estimates = [*pool.map(run, different)]
+    else:
+        estimates = [*map(run, different)]
+    found = []
+    for number, cluster in enumerate(clusters):
+        prices = {name: estimates[different.index(job)][number] for name, job in jobs.items()}
+        if config.workers > 1:
+            prices["dp ddp"] = price_ddp(cut.costs, cluster, config.micro_batches, states)
+            prices["dp fsdp2"] = price_fsdp2(cut.costs, cluster, config.micro_batches, states)
+        found.append(prices)
+    return found
+
+
+def _jobs(config: RunConfig) -> dict[str, Job]:
+    """Return by name what is simulated."""
     rules = {**{name: name for name in MODES}, config.mode.name: config.mode.rule}
     jobs = {
         f"{mode} {place}": _job(config, rule, place)
@@ -77,11 +120,7 @@ def prices_of(config: RunConfig, cut: CutModel, cluster: Cluster) -> dict[str, P
     if config.replicas == 1 and config.stage_count == config.workers:
         jobs["dp torch_gpipe"] = replace(_job(config, "dp", "pipeline"), pipeline_schedule="gpipe")
         jobs["dp torch_1f1b"] = replace(_job(config, "dp", "pipeline"), pipeline_schedule="one_f_one_b")
-    prices = {name: estimate(job, cut.costs, cluster, states) for name, job in jobs.items()}
-    if config.workers > 1:
-        prices["dp ddp"] = price_ddp(cut.costs, cluster, config.micro_batches, states)
-        prices["dp fsdp2"] = price_fsdp2(cut.costs, cluster, config.micro_batches, states)
-    return prices
+    return jobs
 
 
 def _job(config: RunConfig, rule: str | list[list[int]], placement: str) -> Job:
@@ -163,16 +202,17 @@ def write_quote(quote: Quote, folder: Path) -> list[Path]:
 
 def _curves(quote: Quote) -> dict[str, dict[float, float]]:
     """Return by name the seconds of a step at multiples of the bandwidth of all links, of what sends at all."""
-    curves: dict[str, dict[float, float]] = {
-        name: {} for name, price in quote.prices.items() if price.sent_bytes_per_device
+    given = quote.cluster
+    clusters = [
+        replace(given, within_host=given.within_host.faster(factor), between_hosts=given.between_hosts.faster(factor))
+        for factor in _FACTORS
+    ]
+    on_each = prices_on_each(quote.config, quote.cut, clusters, quote.processes)
+    return {
+        name: {
+            cluster.within_host.bandwidth_bytes_per_second: prices[name].step_seconds
+            for cluster, prices in zip(clusters, on_each, strict=True)
+        }
+        for name, price in quote.prices.items()
+        if price.sent_bytes_per_device
     }
-    for factor in _FACTORS:
-        cluster = replace(
-            quote.cluster,
-            within_host=quote.cluster.within_host.faster(factor),
-            between_hosts=quote.cluster.between_hosts.faster(factor),
-        )
-        prices = prices_of(quote.config, quote.cut, cluster)
-        for name, curve in curves.items():
-            curve[cluster.within_host.bandwidth_bytes_per_second] = prices[name].step_seconds
-    return curves

@@ -17,7 +17,18 @@ from cdp_repro.calibration import measure_stages, network_of, time_messages
 from cdp_repro.cli import plan as command
 from cdp_repro.cli.compose import compose_config
 from cdp_repro.config import ConfigError
-from cdp_repro.pricing import Cluster, Collectives, Job, Link, estimate, price, price_ddp, price_fsdp2
+from cdp_repro.pricing import (
+    Cluster,
+    Collectives,
+    Job,
+    Link,
+    estimate,
+    estimate_on_each,
+    price,
+    price_ddp,
+    price_fsdp2,
+)
+from cdp_repro.quote import cluster_of, prices_on_each
 from cdp_repro.schedule import PLACEMENTS, Schedule, StageCosts, simulate
 from cdp_repro.stages import cut_model
 
@@ -234,6 +245,27 @@ def test_the_command_shows_every_mode_placement_and_baseline_and_draws_them(caps
         assert len(list(csv.DictReader(file))) == len(seconds)
     assert "training step" in (tmp_path / "prices.svg").read_text()
     assert (tmp_path / "prices.png").stat().st_size > 1000
+
+
+def test_processes_and_clusters_beside_change_no_price():
+    config = compose_config(
+        ["price=true", "model=mlp", "workers=2", "replicas=300", "batch_size=600", "cluster.flops_per_second=1e9"]
+    )
+    cut = cut_model(config)
+    clusters = [
+        replace(cluster_of(config, cut), devices_per_host=1, between_hosts=Link(1e-6, bandwidth))
+        for bandwidth in (1e6, 1e9)
+    ]
+    each = [prices_on_each(config, cut, (cluster,))[0] for cluster in clusters]
+    assert prices_on_each(config, cut, clusters, processes=2) == each
+    assert each[0]["cdp_v1 replicated"] != each[1]["cdp_v1 replicated"]
+    assert each[0]["cdp_v1 replicated"].method == "extrapolated"
+
+
+def test_clusters_that_are_priced_together_have_hosts_of_one_size():
+    clusters = [linked(Cluster.equal(2), devices_per_host=number) for number in (1, 2)]
+    with pytest.raises(ValueError, match="hosts of different sizes"):
+        estimate_on_each(Job("dp", "replicated", 2, 2), StageCosts.equal(2), clusters)
 
 
 def test_stages_take_their_flops(capsys):

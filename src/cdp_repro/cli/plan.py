@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -68,7 +69,7 @@ def _plan(config: RunConfig) -> Answer:
 
 
 def _quote(config: RunConfig) -> Answer:
-    quote = make_quote(config)
+    quote = make_quote(config, processes=os.cpu_count() or 1)
     return quote_text(quote), partial(write_quote, quote)
 
 

@@ -1,7 +1,7 @@
 """What a training step costs on a cluster: seconds, idle share, bytes, for each mode, placement and baseline."""
 
 from cdp_repro.pricing.cluster import Cluster, Collectives, Link
-from cdp_repro.pricing.extrapolated import Job, estimate
+from cdp_repro.pricing.extrapolated import Job, estimate, estimate_on_each, is_extrapolated
 from cdp_repro.pricing.libraries import price_ddp, price_fsdp2
 from cdp_repro.pricing.simulated import Price, price
 
@@ -12,6 +12,8 @@ __all__ = [
     "Link",
     "Price",
     "estimate",
+    "estimate_on_each",
+    "is_extrapolated",
     "price",
     "price_ddp",
     "price_fsdp2",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from cdp_repro.schedule import Action, Op
-
 
 @dataclass(frozen=True)
 class Link:
@@ -88,15 +86,6 @@ class Cluster:
     def link(self, crosses: bool) -> Link:
         """Return a link within a host or between two."""
         return self.between_hosts if crosses else self.within_host
-
-    def seconds(self, action: Action) -> float:
-        """Return for how long an action keeps its device busy."""
-        by_op = {
-            Op.FORWARD: self.forward_seconds,
-            Op.BACKWARD: self.backward_seconds,
-            Op.UPDATE: self.update_seconds,
-        }
-        return by_op[action.op][action.stage] if action.op in by_op else 0.0
 
 
 def ring_seconds(cluster: Cluster, devices: int, size: float) -> float:

@@ -9,7 +9,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, TypeVar
 
 from cdp_repro.pricing.cluster import Cluster, Link
-from cdp_repro.pricing.simulated import Price, price, price_on_each
+from cdp_repro.pricing.simulated import Price, price_on_each
 from cdp_repro.schedule import Schedule, StageCosts
 
 N = TypeVar("N", int, float)
@@ -65,16 +65,37 @@ def estimate(
       for what is a sum over all stages. But no estimate is below what the mean device computes, or the busiest of a
       pipeline.
     """
-    if not _is_too_large(job, cluster, simulated):
-        return price(job.schedule(), costs, cluster, optimizer_states)
+    (found,) = estimate_on_each(job, costs, (cluster,), optimizer_states, simulated)
+    return found
+
+
+def estimate_on_each(
+    job: Job,
+    costs: StageCosts,
+    clusters: Sequence[Cluster],
+    optimizer_states: int = 0,
+    simulated: int = SIMULATED_FORWARDS,
+) -> list[Price]:
+    """Return what `estimate` does on each of several clusters with hosts of one size, which hardly takes longer."""
+    if not is_extrapolated(job, clusters[0], simulated):
+        return price_on_each(job.schedule(), costs, clusters, optimizer_states)
+    prices = iter(_extrapolated(job, costs, [*chain.from_iterable(map(_free, clusters))], optimizer_states, simulated))
+    found = []
+    for estimated, *alone in zip(prices, prices, prices, strict=True):
+        seconds = [each.step_seconds for each in alone]
+        least = max(estimated.step_seconds, *seconds)
+        found.append(replace(estimated, step_seconds=least, at_most_seconds=max(least, sum(seconds))))
+    return found
+
+
+def _free(cluster: Cluster) -> tuple[Cluster, Cluster, Cluster]:
+    """Return the cluster as it is, with links that take no time, and with compute that takes none."""
     nothing = (0.0,) * cluster.stages
-    free_links = replace(cluster, within_host=Link(), between_hosts=Link())
-    free_compute = replace(cluster, forward_seconds=nothing, backward_seconds=nothing, update_seconds=nothing)
-    clusters = (cluster, free_links, free_compute)
-    found, *alone = _extrapolated(job, costs, clusters, optimizer_states, simulated)
-    seconds = [each.step_seconds for each in alone]
-    step_seconds = max(found.step_seconds, *seconds)
-    return replace(found, step_seconds=step_seconds, at_most_seconds=max(step_seconds, sum(seconds)))
+    return (
+        cluster,
+        replace(cluster, within_host=Link(), between_hosts=Link()),
+        replace(cluster, forward_seconds=nothing, backward_seconds=nothing, update_seconds=nothing),
+    )
 
 
 def _axis(job: Job, cluster: Cluster) -> str:
@@ -82,8 +103,8 @@ def _axis(job: Job, cluster: Cluster) -> str:
     return "replicas" if job.replicas > 4 * _unit(cluster, "replicas", job) else "workers"
 
 
-def _is_too_large(job: Job, cluster: Cluster, simulated: int) -> bool:
-    """Whether a job is extrapolated: there are smaller ones, and it has more than `simulated` forwards."""
+def is_extrapolated(job: Job, cluster: Cluster, simulated: int = SIMULATED_FORWARDS) -> bool:
+    """Whether `estimate` extrapolates: there are smaller jobs, and this has more than `simulated` forwards a step."""
     axis = _axis(job, cluster)
     has_smaller = getattr(job, axis) > 4 * _unit(cluster, axis, job)
     return job.forwards > simulated and has_smaller and (axis == "replicas" or isinstance(job.mode, str))
@@ -94,7 +115,7 @@ def _extrapolated(
 ) -> list[Price]:
     """Return the price on each of some clusters that differ in seconds only, without bounds."""
     hosts = clusters[0]
-    if not _is_too_large(job, hosts, simulated):
+    if not is_extrapolated(job, hosts, simulated):
         return price_on_each(job.schedule(), costs, clusters, optimizer_states)
     axis = _axis(job, hosts)
     unit = _unit(hosts, axis, job)
@@ -119,10 +140,10 @@ def _from_three(job: Job, axis: str, size: float, prices: Sequence[Price], at_le
         sent = found["within_host_bytes"] + found["between_hosts_bytes"]
         found["between_hosts_bytes"] = sent * prices[-1].between_hosts_share
         found["within_host_bytes"] = sent - found["between_hosts_bytes"]
-    least, _, most = (each.state_bytes for each in prices)
-    is_of_shards = job.placement == "zero" and job.collectives and axis == "replicas"  # of the same stages
-    # else versions come in whole numbers
-    found["state_bytes"] = 4 * most / size if is_of_shards else least + (most - least) / 2 * (size - 2)
+    least, _, most = (each.state_bytes for each in prices)  # versions come in whole numbers
+    found["state_bytes"] = least + (most - least) / 2 * (size - 2)
+    if job.placement == "zero" and job.collectives and axis == "replicas":
+        found["state_bytes"] = 4 * most / size  # shards of the same stages
     seconds = _extrapolated_seconds(job, axis, size, [each.step_seconds for each in prices])
     step_seconds = max(at_least, found["busy_seconds"] / found["devices"], seconds)
     found["devices"] = round(found["devices"])

@@ -10,14 +10,15 @@ steps become periodic. The period is the price.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, takewhile
+from itertools import count
 
 from cdp_repro.pricing.cluster import Cluster, ring_seconds
 from cdp_repro.schedule import (
     Action,
+    Live,
     MessageKey,
     Op,
     Payload,
@@ -28,11 +29,13 @@ from cdp_repro.schedule import (
     next_in_ring,
     result_of,
     ring_bytes,
-    simulate_totals,
 )
 
 MAX_STEPS = 12
 """Training steps after which a simulation stops looking for an exact period."""
+
+_Link = tuple[bool, bool, int]
+"""Whether outgoing, whether between hosts, rank."""
 
 _STEADY = 1e-9
 """Relative difference up to which two steps take the same time."""
@@ -76,98 +79,186 @@ class Price:
         return (self.within_host_bytes + self.between_hosts_bytes) / self.devices
 
 
-class _SelfTimedClock:
-    """When each action runs, told in an order in which nothing waits for what comes later."""
+@dataclass(slots=True)  # not frozen, which would take half of the time that there is
+class _Event:
+    """What an action means for the time of its rank, on any cluster."""
+
+    rank: int
+    waits_for: tuple[int, ...]
+    """Numbers of the messages that it waits for."""
+    computes: tuple[Op, int] | None = None
+    """Op and stage, if it keeps its rank busy."""
+    begins_step: bool = False
+    carries: tuple[Payload, int] | None = None
+    """What it sends, and the bytes of that; None if it sends nothing."""
+    links: tuple[_Link, ...] = ()
+    """What that occupies: an outgoing and an incoming link, or all links of a ring."""
+    brings: tuple[int, ...] = ()
+    """The number of the message; of a collective, of which this is the last part, those for all ranks."""
+    is_collective: bool = False
+
+
+class _Reader:
+    """Turns actions into events, in an order in which nothing waits for what comes later; and counts them."""
 
     def __init__(self, schedule: Schedule, costs: StageCosts, cluster: Cluster) -> None:
+        """`cluster` says which ranks share a host."""
         self._costs = costs
         self._cluster = cluster
+        self._ranks = schedule.ranks
         self._micro_batches = schedule.micro_batches
-        self._now = [0.0] * schedule.ranks
-        self._free: dict[tuple[bool, bool, int], float] = defaultdict(float)
-        """By (whether outgoing, whether between hosts, rank): when the link has sent or received all so far."""
-        self._arrivals: dict[tuple[int, MessageKey], deque[float]] = defaultdict(deque)
-        self._joined: dict[Action, tuple[tuple[bool, bool, int], ...]] = {}
-        """Parts in the collective that has begun, with the links that each uses."""
+        self._open: dict[tuple[int, MessageKey], deque[int]] = defaultdict(deque)
+        self._sent = 0
+        self._joined: list[Action] = []
         self.starts: list[int] = []
         """The slot in which each training step has started."""
-        self._states: list[list[float]] = []
-        """At the start of each training step: all times above, sorted, as ranks may take turns."""
-        self.busy: dict[int, list[float]] = defaultdict(list)
-        """By slot: the seconds of its actions."""
-        self.sent: dict[tuple[int, bool], int] = defaultdict(int)
-        """By slot and whether between hosts: bytes."""
+        self.computed: dict[int, Counter[tuple[Op, int]]] = defaultdict(Counter)
+        """By slot: what ranks were busy with, and how many of them."""
+        self.bytes_sent: Counter[tuple[int, bool]] = Counter()
+        """By slot and whether between hosts."""
 
-    def run(self, slot: Slot) -> None:
-        """Run all actions of the next slot."""
+    def read(self, slot: Slot) -> Iterator[_Event]:
+        """Yield what the actions of the next slot mean for time; many mean nothing."""
         for action in slot.actions:
-            self._run(slot.number, action)
+            event = self._event(slot.number, action)
+            if event is not None:
+                yield event
 
-    def _run(self, slot: int, action: Action) -> None:
-        rank = action.rank
-        next_step = len(self._states) * self._micro_batches
-        if action.op is Op.FORWARD and action.stage == 0 and action.micro_batch == next_step:
-            self.starts.append(slot)
-            self._states.append(sorted([*self._now, *self._free.values()]))
-        for key in consumed(action, self._micro_batches):
-            if waiting := self._arrivals.get((rank, key)):
-                self._now[rank] = max(self._now[rank], waiting.popleft())
+    def _event(self, slot: int, action: Action) -> _Event | None:
+        waits_for = tuple(
+            waiting.popleft()
+            for key in consumed(action, self._micro_batches)
+            if (waiting := self._open.get((action.rank, key)))
+        )
+        if action.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE):
+            begins_step = action.op is Op.FORWARD and action.stage == 0 and action.micro_batch == self._next_step
+            if begins_step:
+                self.starts.append(slot)
+            computes = action.op, action.stage
+            self.computed[slot][computes] += 1
+            return _Event(action.rank, waits_for, computes, begins_step)
         if action.op is Op.SEND:
-            self._send(slot, action)
-        elif action.op is Op.COLLECTIVE:
-            self._join(slot, action)
-        if seconds := self._cluster.seconds(action):
-            self._now[rank] += seconds
-            self.busy[slot].append(seconds)
+            return self._send(slot, action, waits_for)
+        if action.op is Op.COLLECTIVE:
+            return self._join(slot, action)
+        return _Event(action.rank, waits_for) if waits_for else None
 
-    def _send(self, slot: int, action: Action) -> None:
-        """Occupy the sender's outgoing and, a latency later, the receiver's incoming link."""
+    @property
+    def _next_step(self) -> int:
+        """The first micro-batch of the training step that has not begun."""
+        return len(self.starts) * self._micro_batches
+
+    def _send(self, slot: int, action: Action, waits_for: tuple[int, ...]) -> _Event:
+        """Occupy the sender's outgoing and the receiver's incoming link."""
         assert action.payload is not None and action.peer is not None
         size = self._costs.sent_bytes(action.payload, action.stage)
         if not size:
-            return
+            return _Event(action.rank, waits_for)
         crosses = self._cluster.crosses(action.rank, action.peer)
-        self.sent[slot, crosses] += size
-        link = self._cluster.link(crosses)
-        outgoing, incoming = (True, crosses, action.rank), (False, crosses, action.peer)
-        start = max(self._now[action.rank], self._free[outgoing], self._free[incoming] - link.latency_seconds)
-        self._free[outgoing] = start + link.seconds(size)
-        self._free[incoming] = self._free[outgoing] + link.latency_seconds
-        self._arrivals[action.peer, action.message].append(self._free[incoming])
+        self.bytes_sent[slot, crosses] += size
+        links = (True, crosses, action.rank), (False, crosses, action.peer)
+        brings = (self._brought(action.peer, action.message),)
+        return _Event(action.rank, waits_for, carries=(action.payload, size), links=links, brings=brings)
 
-    def _join(self, slot: int, action: Action) -> None:
-        """Run a collective as soon as all ranks, which come one after the other, take part, on the links of a ring."""
+    def _join(self, slot: int, action: Action) -> _Event | None:
+        """Wait for the last rank that takes part, then occupy all links of a ring."""
         assert action.payload is not None
-        size, ranks = self._costs.sent_bytes(action.payload, action.stage), len(self._now)
+        size = self._costs.sent_bytes(action.payload, action.stage)
         if not size:
-            return
-        crosses = self._cluster.crosses(action.rank, next_in_ring(action.rank, ranks))
-        self.sent[slot, crosses] += ring_bytes(action, size, ranks)
-        self._joined[action] = (True, crosses, action.rank), (False, crosses, next_in_ring(action.rank, ranks))
-        if len(self._joined) < ranks:
-            return
-        links = [*chain.from_iterable(self._joined.values())]
-        end = max(*self._now, *(self._free[link] for link in links)) + self._seconds(action, size)
-        self._free |= dict.fromkeys(links, end)
-        for part in self._joined:
-            self._arrivals[part.rank, result_of(part, self._micro_batches)].append(end)
-        self._joined.clear()
+            return None
+        crosses = self._crosses_to_next(action.rank)
+        self.bytes_sent[slot, crosses] += ring_bytes(action, size, self._ranks)
+        self._joined.append(action)
+        if len(self._joined) < self._ranks:
+            return None
+        parts, self._joined = self._joined, []
+        links: list[_Link] = []
+        for part in parts:
+            crosses, after = self._crosses_to_next(part.rank), next_in_ring(part.rank, self._ranks)
+            links += (True, crosses, part.rank), (False, crosses, after)
+        brings = tuple(self._brought(part.rank, result_of(part, self._micro_batches)) for part in parts)
+        carries = action.payload, size
+        return _Event(action.rank, (), carries=carries, links=tuple(links), brings=brings, is_collective=True)
 
-    def _seconds(self, collective: Action, size: int) -> float:
-        """Return for how long a collective occupies the links."""
+    def _crosses_to_next(self, rank: int) -> bool:
+        return self._cluster.crosses(rank, next_in_ring(rank, self._ranks))
+
+    def _brought(self, rank: int, key: MessageKey) -> int:
+        """Return the number of a new message to `rank`."""
+        self._sent += 1
+        self._open[rank, key].append(self._sent)
+        return self._sent
+
+
+class _SelfTimedClock:
+    """When each event happens on one cluster."""
+
+    def __init__(self, schedule: Schedule, cluster: Cluster, at_least: int) -> None:
+        """It runs at least so many steps."""
+        self._cluster = cluster
+        self._at_least = at_least
+        self._now = [0.0] * schedule.ranks
+        self._free: dict[_Link, float] = defaultdict(float)
+        """When each link has sent or received all so far."""
+        self._arrivals: dict[int, float] = {}
+        """By number: when messages arrive that nobody has waited for yet."""
+        self._states: list[list[float]] = []
+        """At the start of each training step: all times above, sorted, as ranks may take turns."""
+        self.is_done = False
+        """Whether all times grew by the same in the last two steps, or there is no use to go on."""
+        self.seconds = {
+            (op, stage): seconds
+            for op, times in (
+                (Op.FORWARD, cluster.forward_seconds),
+                (Op.BACKWARD, cluster.backward_seconds),
+                (Op.UPDATE, cluster.update_seconds),
+            )
+            for stage, seconds in enumerate(times)
+        }
+
+    def run(self, event: _Event) -> None:
+        """Let an event happen as soon as its rank has come to it, and all that it waits for is there."""
+        if event.begins_step:
+            self._begin_step()
+        now = self._now[event.rank]
+        for number in event.waits_for:
+            now = max(now, self._arrivals.pop(number))
+        if event.computes is not None:
+            now += self.seconds[event.computes]
+        elif event.is_collective:
+            self._collective(event)
+        elif event.carries is not None:
+            self._message(event, now)
+        self._now[event.rank] = now
+
+    def _begin_step(self) -> None:
+        self._states.append(sorted([*self._now, *self._free.values()]))
+        steps = len(self._states) - 1
+        self.is_done = steps >= self._at_least and (steps >= MAX_STEPS or self._is_steady())
+
+    def _message(self, event: _Event, now: float) -> None:
+        """Occupy the sender's outgoing and, a latency later, the receiver's incoming link."""
+        assert event.carries is not None
+        outgoing, incoming = event.links
+        link = self._cluster.link(outgoing[1])
+        start = max(now, self._free[outgoing], self._free[incoming] - link.latency_seconds)
+        self._free[outgoing] = start + link.seconds(event.carries[1])
+        self._free[incoming] = self._arrivals[event.brings[0]] = self._free[outgoing] + link.latency_seconds
+
+    def _collective(self, event: _Event) -> None:
+        """Run as soon as all ranks take part, and the links of the ring are free."""
+        assert event.carries is not None
+        payload, size = event.carries
         factors = self._cluster.collectives
         rings = {
             Payload.TOTAL: 2 * factors.all_reduce,
             Payload.PARAMETERS: factors.all_gather,
             Payload.GRADIENTS: factors.reduce_scatter,
         }
-        assert collective.payload is not None
-        return rings[collective.payload] * ring_seconds(self._cluster, len(self._now), size)
-
-    def is_done(self, at_least: int) -> bool:
-        """Whether `at_least` steps have run, and all times grew by the same in the last two, or there is no use."""
-        steps = len(self.starts) - 1
-        return steps >= at_least and (steps >= MAX_STEPS or self._is_steady())
+        seconds = rings[payload] * ring_seconds(self._cluster, len(self._now), size)
+        end = max(*self._now, *(self._free[link] for link in event.links)) + seconds
+        self._free |= dict.fromkeys(event.links, end)
+        self._arrivals |= dict.fromkeys(event.brings, end)
 
     def _is_steady(self) -> bool:
         if len(self._states) < 3 or len({len(state) for state in self._states[-3:]}) > 1:
@@ -175,16 +266,6 @@ class _SelfTimedClock:
         one, two, three = self._states[-3:]
         growths = [late - early for early, late in zip(one + two, two + three, strict=True)]
         return max(growths) - min(growths) <= _STEADY * max(growths)
-
-    def per_step(self, settled: int) -> dict[str, float]:
-        """Return the seconds that devices compute and the bytes that they send in a step, once `settled` have run."""
-        full = range(self.starts[settled], self.starts[-1])
-        steps = len(self.starts) - 1 - settled
-        return {
-            "busy_seconds": math.fsum(chain.from_iterable(self.busy.get(slot, ()) for slot in full)) / steps,
-            "within_host_bytes": sum(self.sent.get((slot, False), 0) for slot in full) / steps,
-            "between_hosts_bytes": sum(self.sent.get((slot, True), 0) for slot in full) / steps,
-        }
 
     @property
     def period(self) -> float:
@@ -216,26 +297,36 @@ def price_on_each(
                 f"the cluster has times of {cluster.stages} stages, the schedule has {schedule.stages}: give one a "
                 "stage"
             )
-    clocks = [_SelfTimedClock(schedule, costs, cluster) for cluster in clusters]
+    if len({cluster.devices_per_host for cluster in clusters}) > 1:
+        raise ValueError("the clusters have hosts of different sizes: give those of one size")
     settled = max(map(schedule.mode.oldest, range(schedule.stages))) + 2
-    slots = takewhile(lambda _: not all(clock.is_done(settled + 2) for clock in clocks), schedule.slots(count()))
-    totals = list(simulate_totals(schedule, costs, _timed(slots, clocks), optimizer_states))
+    reader = _Reader(schedule, costs, clusters[0])
+    clocks = [_SelfTimedClock(schedule, cluster, settled + 2) for cluster in clusters]
+    live = Live(schedule, costs, optimizer_states)
+    activation_bytes = state_bytes = 0
+    for slot in schedule.slots(count()):
+        running = [clock for clock in clocks if not clock.is_done]
+        if not running:
+            break
+        for event in reader.read(slot):
+            for clock in running:
+                clock.run(event)
+        live.run(slot)
+        activation_bytes = max(activation_bytes, live.activation_bytes_per_device)
+        state_bytes = max(state_bytes, live.state_bytes_per_device)
+    full, steps = range(reader.starts[settled], reader.starts[-1]), len(reader.starts) - 1 - settled
+    computed = sum((reader.computed[slot] for slot in full), Counter[tuple[Op, int]]())
+    within, between = (sum(reader.bytes_sent[slot, crosses] for slot in full) / steps for crosses in (False, True))
     return [
         Price(
             devices=schedule.ranks,
             step_seconds=clock.period,
-            **clock.per_step(settled),
-            activation_bytes=max(slot.activation_bytes_per_device for slot in totals),
-            state_bytes=max(slot.state_bytes_per_device for slot in totals),
+            busy_seconds=math.fsum(number * clock.seconds[each] for each, number in computed.items()) / steps,
+            within_host_bytes=within,
+            between_hosts_bytes=between,
+            activation_bytes=activation_bytes,
+            state_bytes=state_bytes,
             method="simulated",
         )
         for clock in clocks
     ]
-
-
-def _timed(slots: Iterable[Slot], clocks: Sequence[_SelfTimedClock]) -> Iterator[Slot]:
-    """Yield `slots` unchanged, each when all of its actions have run on all clocks."""
-    for slot in slots:
-        for clock in clocks:
-            clock.run(slot)
-        yield slot

@@ -13,7 +13,7 @@ from cdp_repro.schedule.placement import PLACEMENTS, Placement, shard_bytes
 from cdp_repro.schedule.rules import MODES, Mode, resolve_mode
 from cdp_repro.schedule.schedule import COLLECTIVE_PLACEMENTS, PIPELINE_SCHEDULES, SLOT_ORDERS, Schedule
 from cdp_repro.schedule.simulate import simulate, simulate_slots
-from cdp_repro.schedule.totals import SlotTotals, simulate_totals
+from cdp_repro.schedule.totals import Live, SlotTotals, simulate_totals
 from cdp_repro.schedule.trace import Message, SlotRecord, Trace, TraceRecorder
 from cdp_repro.schedule.validation import ScheduleError
 
@@ -24,6 +24,7 @@ __all__ = [
     "PLACEMENTS",
     "SLOT_ORDERS",
     "Action",
+    "Live",
     "Message",
     "MessageKey",
     "Mode",

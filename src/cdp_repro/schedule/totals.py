@@ -48,18 +48,37 @@ def simulate_totals(
     Raises:
         ValueError: `costs` has another number of stages than the schedule.
     """
+    live = Live(schedule, costs, optimizer_states)
     effects = Effects(schedule, costs)
-    activations = _Activations(schedule, effects)
-    versions = _Versions(schedule, costs, effects, optimizer_states)
     for slot in slots:
-        total, per_device = activations.run(slot)
-        state, kept = versions.run(slot)
+        live.run(slot)
         sizes = [size for action in slot.actions if (size := effects.bytes_sent(action))]
         yield SlotTotals(
-            slot.number, total, per_device, state, kept, len(sizes),
-            _longest_chain(slot, effects, schedule) if sizes else 0, sum(sizes),
+            slot.number, live.activation_bytes, live.activation_bytes_per_device, live.state_bytes_per_device,
+            live.versions_kept, len(sizes), _longest_chain(slot, effects, schedule) if sizes else 0, sum(sizes),
             len({action.rank for action in slot.actions if action.op.is_compute}),
         )  # fmt: skip
+
+
+class Live:
+    """What is alive on all ranks together: activations, parameter versions and optimizer state, slot by slot."""
+
+    activation_bytes: int
+    """As of `SlotTotals`, like all that follow: of the slot that ran last."""
+    activation_bytes_per_device: int
+    state_bytes_per_device: int
+    versions_kept: int
+
+    def __init__(self, schedule: Schedule, costs: StageCosts, optimizer_states: int = 0) -> None:
+        """Raise ValueError if `costs` has another number of stages than the schedule."""
+        effects = Effects(schedule, costs)
+        self._activations = _Activations(schedule, effects)
+        self._versions = _Versions(schedule, costs, effects, optimizer_states)
+
+    def run(self, slot: Slot) -> None:
+        """Run all actions of the next slot."""
+        self.activation_bytes, self.activation_bytes_per_device = self._activations.run(slot)
+        self.state_bytes_per_device, self.versions_kept = self._versions.run(slot)
 
 
 class _Activations:
