@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -243,8 +243,8 @@ class RunConfig:
         """Return the configuration as plain data."""
         return asdict(self)
 
-    def schedule(self) -> Schedule:
-        """Return the validated schedule of the run."""
+    def schedule(self, gradient_bytes: Sequence[int] = ()) -> Schedule:
+        """Return the validated schedule of the run; with the bytes of each stage's gradients, as it sends them."""
         return Schedule.build(
             self.mode.rule,
             self.workers,
@@ -254,6 +254,7 @@ class RunConfig:
             replicas=self.replicas,
             pipeline_schedule=self.pipeline_schedule,
             collectives=self.collectives and self.baseline is None,
+            gradient_bytes=gradient_bytes,
         )
 
 

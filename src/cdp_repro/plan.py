@@ -48,7 +48,7 @@ def make_plan(config: RunConfig) -> Plan:
         ConfigError, ModelError, ScheduleError: as the run itself would.
     """
     cut = cut_model(config)
-    chosen = config.schedule()
+    chosen = config.schedule(cut.costs.gradient_bytes)
     baseline = chosen.data_parallel()
     schedules = {baseline.mode.name: baseline, chosen.mode.name: chosen}
     (other,) = set(SLOT_ORDERS) - {config.slot_order}

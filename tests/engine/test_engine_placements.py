@@ -20,7 +20,7 @@ from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Schedule, simulate
 PLACEMENTS = ("replicated", "zero", "model_parallel", "pipeline")
 STEPS, DRAIN = 5, 3
 MATRIX = "matrix"
-VIT = "test_vit"
+VIT, UNEVEN = "test_vit", "uneven"
 
 
 def linear_stages(count):
@@ -38,6 +38,14 @@ def linear_stages(count):
     return stages
 
 
+def uneven_stages(count):
+    """Between small stages one whose gradients leave in parts."""
+    torch.manual_seed(0)
+    large = nn.Sequential(nn.Linear(5, 600), nn.Tanh(), nn.Linear(600, 700), nn.BatchNorm1d(700), nn.Linear(700, 5))
+    stages = [nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.3), nn.Tanh()) for _ in range(count - 1)]
+    return [stage.double() for stage in (*stages[: count // 2], large, *stages[count // 2 :])]
+
+
 def model_stages(name, count):
     """The blocks of a real network, cut by their parameters."""
     dropout = 0.1 if name == VIT else 0.0
@@ -47,12 +55,13 @@ def model_stages(name, count):
 
 
 def make_stages(kind, count):
-    return linear_stages(count) if kind == "linear" else model_stages(kind, count)
+    own = {"linear": linear_stages, UNEVEN: uneven_stages}
+    return own[kind](count) if kind in own else model_stages(kind, count)
 
 
 def make_batches(kind, micro_batches, micro=3):
     generator = torch.Generator().manual_seed(1)
-    shape = (5,) if kind == "linear" else (3, 16, 16)
+    shape = (5,) if kind in ("linear", UNEVEN) else (3, 16, 16)
     size = micro_batches * micro
     return [
         (
@@ -183,6 +192,19 @@ def test_real_networks_agree_too(tmp_path, placement, kind):
 @pytest.mark.parametrize(("placement", "n", "s", "r"), [("replicated", 2, 4, 1), ("pipeline", 2, 2, 2)])
 def test_two_holders_exchange_gradients_with_more_stages_and_replicas_too(tmp_path, placement, n, s, r, mode):
     check(tmp_path, "linear", mode, placement, n, s, r)
+
+
+@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2", MATRIX])
+@pytest.mark.parametrize(("n", "s", "r"), [(2, 2, 1), (2, 6, 1), (1, 2, 2)])
+def test_gradients_that_leave_in_parts_compute_what_one_device_computes(tmp_path, n, s, r, mode):
+    _, outcomes = check(tmp_path, UNEVEN, mode, "replicated", n, s, r)
+    stages, batches = make_stages(UNEVEN, s), make_batches(UNEVEN, n * r)
+    costs = profile_stages(stages, F.cross_entropy, *(part[:3].clone() for part in batches[0]))
+    schedule = Schedule.build(rule(mode, n, s), n, s, "replicated", replicas=r, gradient_bytes=costs.gradient_bytes)
+    trace, simulated = outcomes[0][2], simulate(schedule, costs, DRAIN)
+    assert max(message.part or 0 for message in trace.messages) > 1
+    end = max(record.slot for record in simulated.records)
+    assert [m for m in trace.messages if m.slot <= end] == list(simulated.messages)
 
 
 def most_kept(mode, placement, steps):

@@ -95,6 +95,7 @@ class Engine:
             replicas=replicas,
             pipeline_schedule=pipeline_schedule,
             collectives=collectives,
+            gradient_bytes=[sum(p.nbytes for p in stage.parameters() if p.requires_grad) for stage in stages],
         )
         self._device = torch.device(device)
         self.team = Team(self.schedule.ranks, self._device, str(self.schedule))

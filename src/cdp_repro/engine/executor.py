@@ -126,7 +126,7 @@ class Executor:
         if self._mailbox is None:
             return
         with self._telling("draining"):
-            for _, stage, micro_batch, _ in self._mailbox.announced():
+            for _, stage, micro_batch, *_ in self._mailbox.announced():
                 assert micro_batch is not None
                 self._receive_buffers(stage, micro_batch)
             self._mailbox.flush()
@@ -270,16 +270,18 @@ class Executor:
         return None if self._mailbox is None else self._mailbox.take(key)
 
     def _taken(self, action: Action) -> dict[str, Tensor]:
-        """Return the message that an ADD waits for; one without bytes was never sent."""
-        (key,) = consumed(action, self._micro_batches)
-        return self._take(key) or {}
+        """Return what an ADD waits for, all parts of it; what has no bytes was never sent."""
+        taken: dict[str, Tensor] = {}
+        for key in consumed(action, self._micro_batches):
+            taken |= self._take(key) or {}
+        return taken
 
     def _input(self, micro_batch: int, stage: int) -> Tensor:
         """Return the output of the stage before, made here or received."""
         if micro_batch in self._outputs:
             return self._outputs.pop(micro_batch)
         assert self._mailbox is not None
-        received = self._take((Payload.ACTIVATIONS, stage - 1, micro_batch, None))
+        received = self._take((Payload.ACTIVATIONS, stage - 1, micro_batch, None, None))
         assert received is not None, "the program of a validated schedule has sent it"
         return received[VALUE].requires_grad_(self._mailbox.requires_grad(stage - 1))
 
@@ -287,12 +289,12 @@ class Executor:
         """Return the gradient of the stage's output, made here or received; None if there is none."""
         if micro_batch in self._gradients:
             return self._gradients.pop(micro_batch)
-        received = self._take((Payload.INPUT_GRADIENTS, stage + 1, micro_batch, None))
+        received = self._take((Payload.INPUT_GRADIENTS, stage + 1, micro_batch, None, None))
         return None if received is None else received[VALUE]
 
     def _receive_buffers(self, stage: int, micro_batch: int) -> None:
         """Take over a worker's buffers after `micro_batch`, if another rank has sent them."""
-        received = self._take((Payload.BUFFERS, stage, micro_batch, None))
+        received = self._take((Payload.BUFFERS, stage, micro_batch, None, None))
         if received is not None:
             own = self._buffers[stage].of[micro_batch % self._micro_batches]
             own.update((name, tensor.clone()) for name, tensor in received.items())  # not as parts of one buffer
@@ -301,7 +303,7 @@ class Executor:
         """Keep the total that `action` needs, if it is not here yet."""
         state, version = self._states[action.stage], _version_of(action)
         if state.total(version) is None:
-            state.keep_total(version, self._take((Payload.TOTAL, action.stage, None, version)) or {})
+            state.keep_total(version, self._take((Payload.TOTAL, action.stage, None, version, None)) or {})
 
     def _read(self, action: Action) -> tuple[Version, Loan | None]:
         """Return the parameters that a forward reads: the rank's own, or what was brought to it."""
@@ -314,7 +316,7 @@ class Executor:
         return Version(_version_of(action), tensors), Loan(tensors)
 
     def _borrowed(self, action: Action) -> dict[str, Tensor]:
-        return self._take((Payload.PARAMETERS, action.stage, action.micro_batch, action.version)) or {}
+        return self._take((Payload.PARAMETERS, action.stage, action.micro_batch, action.version, None)) or {}
 
     def _live_versions(self) -> list[int]:
         stages = range(self._schedule.stages)

@@ -15,7 +15,7 @@ from torch import Tensor
 from cdp_repro.engine.layouts import Layout, StageLayouts
 from cdp_repro.engine.shards import Shards, Views
 from cdp_repro.engine.transfers import Outgoing, Transfer
-from cdp_repro.schedule import Action, MessageKey, Payload, result_of
+from cdp_repro.schedule import Action, MessageKey, Payload, part_of, result_of
 
 
 class Mailbox:
@@ -37,6 +37,10 @@ class Mailbox:
         self._groups = directions(device)
         self._expected: dict[MessageKey, deque[tuple[Transfer, Views]]] = defaultdict(deque)
         self._outgoing = Outgoing()
+        self._leaving: dict[MessageKey, Tensor] = {}
+        """What is being sent in parts, until the last has begun."""
+        self._arriving: dict[MessageKey, Tensor] = {}
+        """Where what is sent in parts arrives, until the last has been announced."""
 
     def enter(self, slot: int) -> None:
         """Begin a slot: let go of what was sent a training step ago or earlier.
@@ -48,22 +52,31 @@ class Mailbox:
         self._outgoing.let_go(before=slot - 2 * len(self._layouts))
 
     def send(self, action: Action, tensors: Mapping[str, Tensor]) -> int:
-        """Start to send copies of `tensors`, the payload of a SEND; return their bytes."""
-        layout = self._layout(action.message)
-        if layout.nbytes:
-            buffer = layout.pack(tensors, self._device)
+        """Start to send copies of `tensors`, the payload of a SEND, or a part of them; return the bytes of that.
+
+        The first part copies for all.
+        """
+        message = _whole(action)
+        if action.part in (None, 1):
+            self._leaving[message] = self._layout(message).pack(tensors, self._device)
+        buffer = _part_of(self._leaving, action)
+        if len(buffer):
             group = self._groups[action.peer > self._rank]  # type: ignore[operator]  # messages have a peer
             self._outgoing.append(Transfer.of(buffer, dist.isend(buffer, action.peer, group=group)), self._slot)
-        return layout.nbytes
+        return len(buffer)
 
     def post(self, action: Action) -> None:
-        """Get ready to receive the message of a RECEIVE."""
-        layout = self._layout(action.message)
-        if layout.nbytes:
-            buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        """Get ready to receive the message of a RECEIVE, or a part of it; the first brings the tensors of all."""
+        message, is_first = _whole(action), action.part in (None, 1)
+        layout = self._layout(message)
+        if is_first:
+            self._arriving[message] = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        everything = self._arriving[message]
+        buffer = _part_of(self._arriving, action)
+        if len(buffer):
             group = self._groups[action.peer < self._rank]  # type: ignore[operator]  # messages have a peer
             received = Transfer.of(buffer, dist.irecv(buffer, action.peer, group=group))
-            self._expected[action.message].append((received, layout.views))
+            self._expected[action.message].append((received, lambda _: layout.views(everything) if is_first else {}))
 
     def join(self, action: Action, tensors: Mapping[str, Tensor]) -> int:
         """Start this rank's part in a COLLECTIVE, to which it brings copies of `tensors`; return the bytes of all."""
@@ -105,6 +118,24 @@ class Mailbox:
 
     def _layout(self, key: MessageKey) -> Layout:
         return self._layouts[key[1]].by_payload[key[0]]
+
+
+def _whole(action: Action) -> MessageKey:
+    """Return the message that the one of `action` is, or is a part of."""
+    payload, stage, micro_batch, version, _ = action.message
+    return payload, stage, micro_batch, version, None
+
+
+def _part_of(buffers: dict[MessageKey, Tensor], action: Action) -> Tensor:
+    """Return the part of its message's buffer that `action` names; the last takes the buffer out."""
+    message = _whole(action)
+    buffer = buffers[message]
+    if action.part in (None, action.parts):
+        del buffers[message]
+    if action.part is None:
+        return buffer
+    inside = part_of(len(buffer), action.part, action.parts)
+    return buffer[inside.start : inside.stop]
 
 
 def directions(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cdp_repro.engine.layouts import Layout
 from cdp_repro.engine.parameters import check_same_tensors
 from cdp_repro.engine.transfers import Transfer
-from cdp_repro.schedule import shard_bytes
+from cdp_repro.schedule import part_bytes
 
 State = dict[str, Any]
 Views = Callable[[Tensor], dict[str, Tensor]]
@@ -37,7 +37,7 @@ class Shards:
             kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[name] = parameter
         self._layouts = [Layout.of(tensors) for tensors in kinds.values()]
         """Of each block."""
-        self._sizes = [shard_bytes(layout.nbytes, ranks) for layout in self._layouts]
+        self._sizes = [part_bytes(layout.nbytes, ranks) for layout in self._layouts]
         """Bytes of a rank's part of each block."""
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

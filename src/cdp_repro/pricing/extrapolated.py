@@ -31,11 +31,12 @@ class Job:
     pipeline_schedule: str = "one_f_one_b"
     collectives: bool = False
 
-    def schedule(self) -> Schedule:
+    def schedule(self, gradient_bytes: Sequence[int]) -> Schedule:
         """Return the schedule, which is validated as it runs."""
         return Schedule.build(
             self.mode, self.workers, self.stages, self.placement, self.slot_order,
-            replicas=self.replicas, pipeline_schedule=self.pipeline_schedule, collectives=self.collectives, ahead=False,
+            replicas=self.replicas, pipeline_schedule=self.pipeline_schedule, collectives=self.collectives,
+            gradient_bytes=gradient_bytes, ahead=False,
         )  # fmt: skip
 
     @property
@@ -78,7 +79,7 @@ def estimate_on_each(
 ) -> list[Price]:
     """Return what `estimate` does on each of several clusters with hosts of one size, which hardly takes longer."""
     if not is_extrapolated(job, clusters[0], simulated):
-        return price_on_each(job.schedule(), costs, clusters, optimizer_states)
+        return price_on_each(job.schedule(costs.gradient_bytes), costs, clusters, optimizer_states)
     prices = iter(_extrapolated(job, costs, [*chain.from_iterable(map(_free, clusters))], optimizer_states, simulated))
     found = []
     for estimated, *alone in zip(prices, prices, prices, strict=True):
@@ -116,7 +117,7 @@ def _extrapolated(
     """Return the price on each of some clusters that differ in seconds only, without bounds."""
     hosts = clusters[0]
     if not is_extrapolated(job, hosts, simulated):
-        return price_on_each(job.schedule(), costs, clusters, optimizer_states)
+        return price_on_each(job.schedule(costs.gradient_bytes), costs, clusters, optimizer_states)
     axis = _axis(job, hosts)
     unit = _unit(hosts, axis, job)
     growth = unit * job.replicas if axis == "workers" else unit

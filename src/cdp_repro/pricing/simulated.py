@@ -151,7 +151,7 @@ class _Reader:
     def _send(self, slot: int, action: Action, waits_for: tuple[int, ...]) -> _Event:
         """Occupy the sender's outgoing and the receiver's incoming link."""
         assert action.payload is not None and action.peer is not None
-        size = self._costs.sent_bytes(action.payload, action.stage)
+        size = self._costs.sent_bytes(action.payload, action.stage, action.part, action.parts)
         if not size:
             return _Event(action.rank, waits_for)
         crosses = self._cluster.crosses(action.rank, action.peer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Schedule, StageCosts, shard_bytes
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Schedule, StageCosts, part_bytes
 
 QUANTITIES = (
     "devices", "activation_bytes_per_device", "activation_bytes_total", "parameter_bytes_per_device",
@@ -34,11 +34,11 @@ class Setting:
     baseline: str | None = None
     collectives: bool = False
 
-    def schedule(self, workers: int) -> Schedule:
+    def schedule(self, workers: int, gradient_bytes: Sequence[int] = ()) -> Schedule:
         """Return the schedule for N = S, which is validated as it runs."""
         return Schedule.build(
             self.mode, workers, placement=self.placement, pipeline_schedule=self.pipeline_schedule,
-            collectives=self.collectives, ahead=False,
+            collectives=self.collectives, gradient_bytes=gradient_bytes, ahead=False,
         )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def _activations(setting: Setting, n: int, sizes: Sizes) -> Values:
 
 def _state(setting: Setting, n: int, sizes: Sizes, optimizer_states: int) -> Values:
     is_sharded = setting.collectives and setting.placement == "zero"
-    p = [min(size, shard_bytes(size, n)) for size in sizes.parameters] if is_sharded else sizes.parameters
+    p = [min(size, part_bytes(size, n)) for size in sizes.parameters] if is_sharded else sizes.parameters
     stale = [setting.mode == "cdp_v1" or (setting.mode == "cdp_v2" and j < n - 1) for j in range(n)]
     if setting.placement == "replicated":
         stale = [False] * n  # a worker's own replica: the old version has no reader once the new one is made

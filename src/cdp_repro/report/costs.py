@@ -48,7 +48,7 @@ def simulated(setting: Setting, workers: int, costs: StageCosts, optimizer_state
 
     Peaks are those of all slots; what is sent and how long ranks idle is of the last training step.
     """
-    schedule = setting.schedule(workers)
+    schedule = setting.schedule(workers, costs.gradient_bytes)
     length = schedule.mode.slots_per_step
     begin = (SIMULATED_STEPS.get(schedule.mode.timeline, 2) - 1) * length
     full = takewhile(lambda slot: slot.number < begin + length, schedule.slots(count()))

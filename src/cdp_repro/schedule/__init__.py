@@ -9,7 +9,8 @@ engine's executor interprets with tensors.
 from cdp_repro.schedule.actions import Action, MessageKey, Op, Payload, Slot, consumed, result_of
 from cdp_repro.schedule.collectives import next_in_ring, ring_bytes
 from cdp_repro.schedule.costs import StageCosts
-from cdp_repro.schedule.placement import PLACEMENTS, Placement, shard_bytes
+from cdp_repro.schedule.parts import part_bytes, part_of
+from cdp_repro.schedule.placement import PLACEMENTS, Placement
 from cdp_repro.schedule.rules import MODES, Mode, resolve_mode
 from cdp_repro.schedule.schedule import COLLECTIVE_PLACEMENTS, PIPELINE_SCHEDULES, SLOT_ORDERS, Schedule
 from cdp_repro.schedule.simulate import simulate, simulate_slots
@@ -41,10 +42,11 @@ __all__ = [
     "TraceRecorder",
     "consumed",
     "next_in_ring",
+    "part_bytes",
+    "part_of",
     "resolve_mode",
     "result_of",
     "ring_bytes",
-    "shard_bytes",
     "simulate",
     "simulate_slots",
     "simulate_totals",

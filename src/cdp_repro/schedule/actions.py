@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 
@@ -62,7 +62,7 @@ _COLLECTIVES = (Payload.TOTAL, Payload.PARAMETERS, Payload.GRADIENTS)
 
 _TEXT = re.compile(
     r"(?P<op>[FBUXSRAC])(?P<stage>\d+)(?:\.m(?P<micro_batch>\d+))?(?:@v(?P<version>\d+))?"
-    r"(?::(?P<payload>[a-z_]+)(?:(?P<direction>[<>])(?P<peer>\d+))?)?"
+    r"(?::(?P<payload>[a-z_]+)(?:(?P<direction>[<>])(?P<peer>\d+))?)?(?:#(?:(?P<part>\d+)/)?(?P<parts>\d+))?"
 )
 
 
@@ -80,6 +80,7 @@ class Action:
     | `S2.m5:activations>3` | send the output of stage 2 on micro-batch 5 to rank 3 |
     | `R2.m5:activations<0` | get ready to receive it from rank 0; whoever needs it waits for it |
     | `A2.m5` | add the gradients of micro-batch 5, or the sum up to it that was received, to the sum of stage 2 |
+    | `S2.m5:gradients>3#1/4` | send the first of four parts of the gradients; `A2.m5#4` waits for all of them |
     | `C2.m5@v3:total` | take part in the all-reduce of the gradients of stage 2 with those of micro-batch 5 |
     | `C2.m5:gradients` | take part in their reduce-scatter, to the shards of stage 2 |
     | `C2.m5@v1:parameters` | take part in the all-gather of version 1 of stage 2, to compute micro-batch 5 with it |
@@ -98,10 +99,17 @@ class Action:
     """Of a message: the rank at its other end."""
     rank: int = 0
     """Where the action runs."""
+    part: int | None = None
+    """Of a message that is part of another: which part, from 1."""
+    parts: int = 1
+    """Of such a message, and of an ADD that waits for all parts: how many there are."""
 
     def __post_init__(self) -> None:
         names = self.micro_batch is not None, self.version is not None, self.peer is not None
-        if fault := _misnamed(self.op, self.payload, *names):
+        fault = _misnamed(self.op, self.payload, *names)
+        if self.parts != 1 or self.part is not None:
+            fault = fault or _misparted(self.op, self.payload, self.part, self.parts)
+        if fault:
             raise ValueError(f"{self.op.name} of stage {self.stage} {fault}: {self}")
 
     def __str__(self) -> str:
@@ -109,7 +117,9 @@ class Action:
         version = "" if self.version is None else f"@v{self.version}"
         payload = "" if self.payload is None else f":{self.payload}"
         peer = "" if self.peer is None else f"{'>' if self.op is Op.SEND else '<'}{self.peer}"
-        return f"{self.op}{self.stage}{micro_batch}{version}{payload}{peer}"
+        part = "" if self.part is None else f"{self.part}/"
+        parts = "" if self.parts == 1 else f"#{part}{self.parts}"
+        return f"{self.op}{self.stage}{micro_batch}{version}{payload}{peer}{parts}"
 
     @classmethod
     def parse(cls, text: str, rank: int = 0) -> Action:
@@ -120,25 +130,27 @@ class Action:
             raise ValueError(f"not an action: {text!r}; actions look like F2.m5@v1, B2.m5@v1, U2@v3, X2@v1, "
                              "S2.m5:activations>3, R2.m5:activations<0, A2.m5, C2.m5@v3:total")  # fmt: skip
         numbers = {
-            name: None if match[name] is None else int(match[name]) for name in ("micro_batch", "version", "peer")
+            name: int(match[name])
+            for name in ("micro_batch", "version", "peer", "part", "parts")
+            if match[name] is not None
         }
         payload = None if match["payload"] is None else Payload(match["payload"])
         return cls(Op(match["op"]), int(match["stage"]), payload=payload, rank=rank, **numbers)
 
     def at_version(self, version: int) -> Action:
         """Return the same action with the given parameter version."""
-        return Action(self.op, self.stage, self.micro_batch, version, self.payload, self.peer, self.rank)
+        return replace(self, version=version)
 
     def at_rank(self, rank: int) -> Action:
         """Return the same action on the given rank."""
-        return Action(self.op, self.stage, self.micro_batch, self.version, self.payload, self.peer, rank)
+        return replace(self, rank=rank)
 
     @property
     def message(self) -> MessageKey:
         """What tells the message of a SEND or RECEIVE from all others on their way between the same two ranks, and
         what a rank brings to a COLLECTIVE from all else."""
         assert self.payload is not None
-        return self.payload, self.stage, self.micro_batch, self.version
+        return self.payload, self.stage, self.micro_batch, self.version, self.part
 
 
 @cache  # a schedule makes millions of actions of a few dozen kinds
@@ -162,8 +174,16 @@ def _misnamed(op: Op, payload: Payload | None, batched: bool, versioned: bool, p
     return f"must name {'a' if needs_version else 'no'} version"
 
 
-MessageKey = tuple[Payload, int, int | None, int | None]
-"""Payload, stage, micro-batch, version."""
+def _misparted(op: Op, payload: Payload | None, part: int | None, parts: int) -> str | None:
+    """Return what is wrong with the part that an action names, or None."""
+    is_part = op.is_message and payload is Payload.GRADIENTS and part is not None and 1 <= part <= parts
+    if parts > 1 and (is_part or (op is Op.ADD and part is None)):
+        return None
+    return "names a part: of two or more, only messages with gradients do, and how many an ADD waits for"
+
+
+MessageKey = tuple[Payload, int, int | None, int | None, int | None]
+"""Payload, stage, micro-batch, version, part."""
 
 
 def send(
@@ -183,17 +203,18 @@ def consumed(action: Action, micro_batches: int) -> tuple[MessageKey, ...]:
     `micro_batches` is M, the number of micro-batches in a training step.
     """
     stage, m, version = action.stage, action.micro_batch, action.version
-    parameters = (Payload.PARAMETERS, stage, m, version)
+    parameters = (Payload.PARAMETERS, stage, m, version, None)
     if action.op is Op.FORWARD:
         assert m is not None
-        buffers = (Payload.BUFFERS, stage, m - micro_batches, None)
-        return (Payload.ACTIVATIONS, stage - 1, m, None), parameters, buffers
+        buffers = (Payload.BUFFERS, stage, m - micro_batches, None, None)
+        return (Payload.ACTIVATIONS, stage - 1, m, None, None), parameters, buffers
     if action.op is Op.BACKWARD:
-        return (Payload.INPUT_GRADIENTS, stage + 1, m, None), parameters
+        return (Payload.INPUT_GRADIENTS, stage + 1, m, None, None), parameters
     if action.op is Op.ADD:
-        return ((Payload.GRADIENTS, stage, m, None),)
+        parts = (None,) if action.parts == 1 else range(1, action.parts + 1)
+        return tuple((Payload.GRADIENTS, stage, m, None, part) for part in parts)
     if action.op is Op.UPDATE or (action.op is Op.SEND and action.payload is Payload.TOTAL):
-        return ((Payload.TOTAL, stage, None, version),)
+        return ((Payload.TOTAL, stage, None, version, None),)
     return ()
 
 
@@ -202,12 +223,12 @@ def result_of(collective: Action, micro_batches: int) -> MessageKey:
 
     `micro_batches` is M, the number of micro-batches in a training step: a reduce-scatter brings the gradients of all.
     """
-    payload, stage, m, version = collective.message
+    payload, stage, m, version, _ = collective.message
     assert m is not None
     if payload is Payload.TOTAL:
-        return payload, stage, None, version
+        return payload, stage, None, version, None
     if payload is Payload.GRADIENTS:
-        return payload, stage, m - m % micro_batches + micro_batches - 1, None
+        return payload, stage, m - m % micro_batches + micro_batches - 1, None, None
     return collective.message
 
 

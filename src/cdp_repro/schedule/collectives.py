@@ -29,7 +29,7 @@ def add_reduce_scatters(slots: Iterable[Slot], placement: Placement) -> Iterator
         parts = [_collective(Payload.GRADIENTS, action, placement) for action in backwards]
         results = [result_of(part, placement.mode.micro_batches) for part in parts]
         adds = [
-            Action(Op.ADD, part.stage, m, rank=part.rank) for part, (_, _, m, _) in zip(parts, results, strict=True)
+            Action(Op.ADD, part.stage, m, rank=part.rank) for part, (_, _, m, *_) in zip(parts, results, strict=True)
         ]
         yield Slot(slot.number, (*slot.actions, *parts, *adds))
 

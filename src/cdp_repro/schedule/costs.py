@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cdp_repro.schedule.actions import Payload
+from cdp_repro.schedule.parts import part_of
 
 _SIZES = {
     Payload.ACTIVATIONS: "output_bytes",
@@ -71,10 +72,10 @@ class StageCosts:
         """Activation bytes of one whole micro-batch (A in the closed forms)."""
         return sum(self.forward_bytes)
 
-    def sent_bytes(self, payload: Payload, stage: int) -> int:
-        """Return the bytes of a message with `payload` of `stage`; one of 0 bytes is never sent."""
+    def sent_bytes(self, payload: Payload, stage: int, part: int | None = None, parts: int = 1) -> int:
+        """Return the bytes of a message with `payload` of `stage`, or of a part; one of 0 bytes is never sent."""
         sizes: tuple[int, ...] = getattr(self, _SIZES[payload])
-        return sizes[stage]
+        return sizes[stage] if part is None else len(part_of(sizes[stage], part, parts))
 
     def received_bytes(self, stage: int) -> tuple[int, int]:
         """Return what forward and backward of `stage` take and release beyond the usual on a rank of their own.

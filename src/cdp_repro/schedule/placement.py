@@ -14,6 +14,7 @@ from math import lcm
 from typing import ClassVar
 
 from cdp_repro.schedule.actions import Action, Op, Payload
+from cdp_repro.schedule.parts import part_of
 from cdp_repro.schedule.rules import Mode
 
 
@@ -77,10 +78,7 @@ class Placement(ABC):
 
     def share(self, rank: int, size: int) -> int:
         """Return how many of `size` bytes of a stage each of its holders has: all, or those of its shard."""
-        if not self.is_sharded:
-            return size
-        whole = shard_bytes(size, self.ranks)
-        return min(whole, max(0, size - rank * whole))
+        return len(part_of(size, rank + 1, self.ranks)) if self.is_sharded else size
 
     def held(self, sizes: Sequence[int]) -> list[int]:
         """Return the bytes that each rank holds of stages that have `sizes`."""
@@ -119,8 +117,8 @@ class Placement(ABC):
 
     @cached_property
     def only_exchanges(self) -> bool:
-        """Whether exchanges are all that ranks send: there are two micro-batches, each with a rank for all stages."""
-        if self.mode.micro_batches != 2 or self.lent:
+        """Whether exchanges are all that ranks send: there are two, each with a micro-batch for all stages."""
+        if self.mode.micro_batches != 2 or self.ranks != 2 or self.lent:
             return False
         return all(len({self.rank_of(m, stage) for stage in range(self.mode.stages)}) == 1 for m in range(2))
 
@@ -189,11 +187,6 @@ class Placement(ABC):
             behind = self.mode.staleness[later % micro_batches][stage] - ahead
             delay = behind if delay is None else max(delay, behind)
         raise AssertionError("unreachable: `count` has no end")
-
-
-def shard_bytes(size: int, ranks: int) -> int:
-    """Return the bytes of each but the last shards of `size` bytes: multiples of 16, so that no value is cut."""
-    return 16 * -(-size // (16 * ranks))
 
 
 def _first_distinct(values: Iterable[int], number: int) -> dict[int, None]:

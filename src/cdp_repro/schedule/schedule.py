@@ -17,6 +17,7 @@ from cdp_repro.schedule.communication import (
     put_off_sums_at_owners,
 )
 from cdp_repro.schedule.generators import TIMELINES
+from cdp_repro.schedule.pacing import pace_exchanges, parts_of
 from cdp_repro.schedule.passes import order_slots, place
 from cdp_repro.schedule.placement import PLACEMENTS, Placement, ShardedZero
 from cdp_repro.schedule.rules import Mode, resolve_mode
@@ -41,6 +42,8 @@ class Schedule:
     slot_order: str
     collectives: bool = False
     """Whether the library's collectives take the place of messages."""
+    gradient_bytes: tuple[int, ...] = ()
+    """Of each stage, where they say what is sent in parts; else none."""
 
     @classmethod
     def build(
@@ -54,6 +57,7 @@ class Schedule:
         replicas: int = 1,
         pipeline_schedule: str = "one_f_one_b",
         collectives: bool = False,
+        gradient_bytes: Sequence[int] = (),
         ahead: bool = True,
     ) -> Schedule:
         """Return the validated schedule of `mode` (a name or a staleness matrix); `stages` defaults to `workers`.
@@ -61,8 +65,10 @@ class Schedule:
         `replicas` is R, the devices that share a worker's micro-batches. `pipeline_schedule` is how data parallelism
         runs on the placement `pipeline`: `one_f_one_b` or `gpipe`. `collectives`: data parallelism on `replicated` or
         `zero` by collectives of the library, whose sums are in an order of their own, in place of ordered messages; on
-        `zero` each rank then has a shard of every stage. `ahead=False` leaves all validation to `slots`,
-        which validates what it yields in any case: for who only simulates, and does so at once.
+        `zero` each rank then has a shard of every stage. `gradient_bytes`, one number a stage, are those of the
+        parameters' gradients: where two ranks do nothing but exchange them, those of large stages leave in parts.
+        `ahead=False` leaves all validation to `slots`, which validates what it yields in any case: for who only
+        simulates, and does so at once.
 
         Raises:
             ValueError: arguments out of range, with a value that works.
@@ -70,6 +76,8 @@ class Schedule:
         """
         stages = workers if stages is None else stages
         check_sizes(workers, stages, replicas)
+        if gradient_bytes and len(gradient_bytes) != stages:
+            raise ValueError(f"gradient_bytes has {len(gradient_bytes)} entries: give {stages}, one a stage")
         for name, value, choices in (
             ("placement", placement, tuple(PLACEMENTS)),
             ("slot_order", slot_order, SLOT_ORDERS),
@@ -94,6 +102,8 @@ class Schedule:
         is_sharded = collectives and placement == "zero" and resolved.micro_batches > 1
         kind = ShardedZero if is_sharded else PLACEMENTS[placement]
         schedule = cls(resolved, kind(resolved), slot_order, collectives)
+        if gradient_bytes and not collectives and schedule.placement.only_exchanges:
+            schedule = replace(schedule, gradient_bytes=tuple(gradient_bytes))
         if ahead:
             schedule._validate_window()
         return schedule
@@ -108,7 +118,7 @@ class Schedule:
         """Return data parallelism on the same sizes, placement and slot order: what this schedule is compared with."""
         return Schedule.build(
             "dp", self.workers, self.stages, self.placement.name, self.slot_order, replicas=self.mode.replicas,
-            collectives=self.collectives,
+            collectives=self.collectives, gradient_bytes=self.gradient_bytes,
         )  # fmt: skip
 
     @property
@@ -153,6 +163,8 @@ class Schedule:
             slots = add_shared_updates(slots, placement)
         if any(placement.is_exchanged(mode.micro_batches - 1, stage) for stage in range(mode.stages)):
             slots = put_off_exchanged_sums(slots, placement)
+        if self.gradient_bytes and max(parts_of(self.gradient_bytes)) > 1:
+            slots = pace_exchanges(slots, placement, self.gradient_bytes)
         if placement.lent:
             slots = (add_all_gathers if self.collectives else add_parameter_messages)(slots, placement)
         slots = add_frees(slots, placement)

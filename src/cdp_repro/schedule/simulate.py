@@ -47,7 +47,7 @@ class Effects:
         """Return the bytes of what the action sends, or of a collective that it is a part in: 0 if there is none."""
         if action.payload is None or action.op not in (Op.SEND, Op.COLLECTIVE):
             return 0
-        return self._costs.sent_bytes(action.payload, action.stage)
+        return self._costs.sent_bytes(action.payload, action.stage, action.part, action.parts)
 
     def _received(self, action: Action) -> tuple[int, int]:
         """Return what an input from another rank adds to the bytes that forward and backward take and release."""

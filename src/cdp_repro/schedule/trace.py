@@ -41,11 +41,12 @@ class Message:
     bytes: int
     micro_batch: int | None = None
     version: int | None = None
+    part: int | None = None
 
     @property
     def key(self) -> MessageKey:
         """What tells the message from all others between the two ranks."""
-        return self.kind, self.stage, self.micro_batch, self.version
+        return self.kind, self.stage, self.micro_batch, self.version, self.part
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ def _longest_chain(records: Sequence[SlotRecord], micro_batches: int, sent: Cont
                     depth[action.peer, action.message] = waited + 1
                 elif action.op is Op.COLLECTIVE and (record.slot, action.payload, action.stage) in sent:
                     assert action.payload is not None
-                    hops, whole = ring_hops(action, len(records)), (action.payload, action.stage, None, action.version)
+                    hops = ring_hops(action, len(records))
+                    whole = action.payload, action.stage, None, action.version, None
                     reached[whole] = max(reached.get(whole, 0), waited + hops)
                     depth[record.rank, result_of(action, micro_batches)] = reached[whole]
         if depth == before:
@@ -217,8 +219,8 @@ class TraceRecorder:
         """Add the message of a SEND that has just run, or what its part in a COLLECTIVE sends, of `size` bytes."""
         assert action.payload is not None
         peer = self._neighbour if action.peer is None else action.peer
-        sent = Message(slot, self._rank, peer, action.payload, action.stage, size, action.micro_batch, action.version)
-        self._messages.append(sent)
+        _, _, *named = action.message
+        self._messages.append(Message(slot, self._rank, peer, action.payload, action.stage, size, *named))
 
     def _close(self) -> None:
         if self._slot is not None:

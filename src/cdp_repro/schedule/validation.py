@@ -126,7 +126,7 @@ class _State:
         if action.version != expected:
             return f"its rule asks for version {expected}"
         assert action.micro_batch is not None
-        lent = (Payload.PARAMETERS, action.stage, action.micro_batch, action.version)
+        lent = (Payload.PARAMETERS, action.stage, action.micro_batch, action.version, None)
         if self.messages.has(action.rank, lent):
             return None  # it was alive when it was sent
         return self._alive(slot, self.placement.reads_from(action.micro_batch, action.stage), action)
@@ -204,8 +204,12 @@ class _State:
 
     def _arrived(self, action: Action) -> range | None:
         """Return the micro-batches whose gradients an ADD has received; None if it has received none."""
-        (key,) = consumed(action, self.micro_batches)
-        return self.sums.in_transit.pop((action.rank, *key), None) if self.messages.take(action.rank, key) else None
+        keys = consumed(action, self.micro_batches)
+        if not all(self.messages.take(action.rank, key) for key in keys):
+            return None
+        first, *others = (self.sums.in_transit.pop((action.rank, *key)) for key in keys)
+        assert all(each == first for each in others), "the sum that is sent does not change between its parts"
+        return first
 
     def _send(self, slot: int, action: Action) -> str | None:
         if action.payload is Payload.PARAMETERS and (fault := self._alive(slot, action.rank, action)):
