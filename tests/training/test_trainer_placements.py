@@ -107,7 +107,8 @@ def test_a_run_on_any_placement_is_that_on_one_device(tmp_path, tiny, alone, pla
     assert (summary["status"], summary["placement"], summary["ranks"]) == ("finished", where, config.ranks)
     with (tmp_path / "run" / "comms.csv").open() as file:
         rows = [tuple(row.values()) for row in csv.DictReader(file)]
-    simulated = simulate(config.schedule(), cut_model(config).costs, 2).messages
+    costs = cut_model(config).costs
+    simulated = simulate(config.schedule(costs.gradient_bytes), costs, 2).messages
     expected = [(m.slot, m.source, m.destination, m.kind, m.stage, m.bytes) for m in simulated]
     end = max(m.slot for m in simulated)
     assert [row for row in rows if int(row[0]) <= end] == [tuple(map(str, row)) for row in expected]
