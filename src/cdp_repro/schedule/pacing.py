@@ -34,26 +34,33 @@ def parts_of(gradient_bytes: Sequence[int]) -> tuple[int, ...]:
     )
 
 
-def pace_exchanges(slots: Iterable[Slot], placement: Placement, gradient_bytes: Sequence[int]) -> Iterator[Slot]:
-    """Send exchanged gradients in parts and in the order in which they are needed, a mean stage a slot.
+def is_paced(placement: Placement, gradient_bytes: Sequence[int]) -> bool:
+    """Whether parts make a difference: two ranks do nothing but exchange, and something overtakes a part."""
+    if not placement.only_exchanges or max(parts_of(gradient_bytes)) == 1:
+        return False
+    orders = ([departure.stage for departure in pace(placement.mode, worker, gradient_bytes)] for worker in range(2))
+    return any(order != sorted(order, reverse=True) for order in orders)
 
-    All has left before either rank adds. Each end of a message goes where `pace` has planned it.
+
+def pace_exchanges(slots: Iterable[Slot], placement: Placement, gradient_bytes: Sequence[int]) -> Iterator[Slot]:
+    """Send exchanged gradients in parts and in the order in which they are needed, as `pace` has planned it.
+
+    All that a rank adds, and all that was made of the sum to which it adds, has left before. In a slot a rank sends
+    what it has just made when it has computed, and waits for what it adds after that.
     """
     parts = parts_of(gradient_bytes)
-    lanes = [_Lane(placement, worker, gradient_bytes) for worker in range(placement.mode.micro_batches)]
+    lanes = {placement.rank_of(m, 0): _Lane(placement, m, gradient_bytes) for m in range(placement.ranks)}
     for slot in slots:
-        computing = {action.rank for action in slot.actions if action.op.is_compute}
         for action in slot.actions:
             if action.op is Op.FORWARD and action.stage == 0:
                 assert action.micro_batch is not None
                 lanes[action.rank].begin(action.micro_batch, slot.number)
-        idle = [lane for lane in lanes if lane.rank not in computing]
-        actions = [end for lane in lanes for end in lane.receives(slot.number)]
-        actions += [end for lane in idle for end in lane.sends(slot.number)]
+        computing = {action.rank for action in slot.actions if action.op.is_compute}
+        actions = [end for lane in lanes.values() for end in lane.receives(slot.number)]
+        actions += [end for rank in sorted(lanes.keys() - computing) for end in lanes[rank].sends(slot.number)]
         for action in slot.actions:
             if action.op is Op.ADD:
-                for lane in lanes:
-                    actions += lane.rest_of(action)
+                actions += [end for lane in lanes.values() for end in lane.rest_of(action)]
                 actions.append(replace(action, parts=parts[action.stage]))
             elif not action.op.is_message:
                 actions.append(action)
@@ -120,8 +127,7 @@ class _Lane:
     """What one rank sends to the other, in order, and what of it has not left, or was not announced there."""
 
     def __init__(self, placement: Placement, worker: int, gradient_bytes: Sequence[int]) -> None:
-        self.rank = placement.rank_of(worker, 0)
-        self._peer = placement.rank_of(1 - worker, 0)
+        self._rank, self._peer = placement.rank_of(worker, 0), placement.rank_of(1 - worker, 0)
         self._plan = pace(placement.mode, worker, gradient_bytes)
         self._parts = parts_of(gradient_bytes)
         self._ahead = _delay(placement.mode, worker)  # ranks may drift so far that the other is that much behind
@@ -134,7 +140,7 @@ class _Lane:
         for departure in self._plan:
             stage, parts = departure.stage, self._parts[departure.stage]
             part = departure.part if parts > 1 else None
-            ends = send(Payload.GRADIENTS, stage, self.rank, self._peer, micro_batch=micro_batch)
+            ends = send(Payload.GRADIENTS, stage, self._rank, self._peer, micro_batch=micro_batch)
             leaves = slot + departure.slot
             for queue, end, at in zip((self._sends, self._receives), ends, (leaves, leaves - self._ahead), strict=True):
                 queue.append((at, replace(end, part=part, parts=parts)))
@@ -148,7 +154,7 @@ class _Lane:
         return _until(self._receives, slot)
 
     def rest_of(self, add: Action) -> list[Action]:
-        """Take out all ends of messages up to the last that has the sum to which `add` adds, or what it adds."""
+        """Take out all ends of messages up to the last with gradients of the stage and the training step of `add`."""
         assert add.micro_batch is not None
         step = add.micro_batch // self._micro_batches
         found: list[Action] = []

@@ -17,7 +17,7 @@ from cdp_repro.schedule.communication import (
     put_off_sums_at_owners,
 )
 from cdp_repro.schedule.generators import TIMELINES
-from cdp_repro.schedule.pacing import pace_exchanges, parts_of
+from cdp_repro.schedule.pacing import is_paced, pace_exchanges
 from cdp_repro.schedule.passes import order_slots, place
 from cdp_repro.schedule.placement import PLACEMENTS, Placement, ShardedZero
 from cdp_repro.schedule.rules import Mode, resolve_mode
@@ -43,7 +43,7 @@ class Schedule:
     collectives: bool = False
     """Whether the library's collectives take the place of messages."""
     gradient_bytes: tuple[int, ...] = ()
-    """Of each stage, where they say what is sent in parts; else none."""
+    """Of each stage, () if not known: they say whether gradients are sent in parts."""
 
     @classmethod
     def build(
@@ -66,7 +66,8 @@ class Schedule:
         runs on the placement `pipeline`: `one_f_one_b` or `gpipe`. `collectives`: data parallelism on `replicated` or
         `zero` by collectives of the library, whose sums are in an order of their own, in place of ordered messages; on
         `zero` each rank then has a shard of every stage. `gradient_bytes`, one number a stage, are those of the
-        parameters' gradients: where two ranks do nothing but exchange them, those of large stages leave in parts.
+        parameters' gradients: where two ranks do nothing but exchange them, and small ones are needed before large ones
+        that are there first, the large ones leave in parts.
         `ahead=False` leaves all validation to `slots`, which validates what it yields in any case: for who only
         simulates, and does so at once.
 
@@ -101,9 +102,7 @@ class Schedule:
             )
         is_sharded = collectives and placement == "zero" and resolved.micro_batches > 1
         kind = ShardedZero if is_sharded else PLACEMENTS[placement]
-        schedule = cls(resolved, kind(resolved), slot_order, collectives)
-        if gradient_bytes and not collectives and schedule.placement.only_exchanges:
-            schedule = replace(schedule, gradient_bytes=tuple(gradient_bytes))
+        schedule = cls(resolved, kind(resolved), slot_order, collectives, tuple(gradient_bytes))
         if ahead:
             schedule._validate_window()
         return schedule
@@ -163,7 +162,7 @@ class Schedule:
             slots = add_shared_updates(slots, placement)
         if any(placement.is_exchanged(mode.micro_batches - 1, stage) for stage in range(mode.stages)):
             slots = put_off_exchanged_sums(slots, placement)
-        if self.gradient_bytes and max(parts_of(self.gradient_bytes)) > 1:
+        if self.gradient_bytes and not self.collectives and is_paced(placement, self.gradient_bytes):
             slots = pace_exchanges(slots, placement, self.gradient_bytes)
         if placement.lent:
             slots = (add_all_gathers if self.collectives else add_parameter_messages)(slots, placement)
