@@ -398,7 +398,7 @@ LINK_NETWORKS = {"links_resnet18": ("resnet18", 32, 6), "links_vit": ("vit_tiny_
 """
 LINK_MODES = ("cdp_v1", "cdp_v2")
 RATES_MBIT = (100, 250, 500, 1000, 1500, 2000, None)
-LINK_ROUNDS, LINK_STEPS = 3, 2
+LINK_ROUNDS, LINK_STEPS = 3, 6
 
 
 def links(name: str) -> dict[str, object]:

@@ -69,7 +69,7 @@ class Shards:
 
     def reduce(self, gradients: Mapping[str, Tensor]) -> tuple[Transfer, Views]:
         """Start to add all ranks' `gradients`; each gets its pieces of the sums. All ranks must take part."""
-        names = gradients.keys()
+        names = {*gradients}  # not the gradients themselves, which need not live until the sums are here
         whole, shard = self._packed(gradients), self._buffer(1)
         works = [
             dist.reduce_scatter_tensor(part.view(dtype), block.view(dtype), async_op=True)
@@ -171,7 +171,7 @@ def _converted(
         entries = [state["optimizer"]["state"]["state"] for state in states]
         found = {index: dict(entry) for index, entry in entries[0].items()}
         for key in {key: None for entry in found.values() for key in entry if key != "step"}:  # may be a 0-d tensor
-            kept = {names[i]: i for i, entry in found.items() if _shape(entry.get(key)) == shapes[names[i]]}
+            kept = {name: i for i, name in enumerate(names) if _shape(found.get(i, {}).get(key)) == shapes[name]}
             converted = convert([{name: entry[i][key] for name, i in kept.items()} for entry in entries])
             for name, i in kept.items():
                 found[i][key] = converted[name]

@@ -1,9 +1,9 @@
 """Schedules as data: pure Python, no torch.
 
 `generators` write which worker computes what in which slot; a `placement` says on which rank, and who owns what;
-`passes`, `communication`, `collectives` and `updates` add versions, messages, updates and frees; `validation` proves
-the result; `Schedule` chains them into one lazy program per rank, which `simulate` interprets with costs and the
-engine's executor interprets with tensors.
+`passes`, `communication`, `collectives`, `updates` and `pacing` add versions, messages, updates and frees; `validation`
+proves the result; `Schedule` chains them into one lazy program per rank, which `simulate` interprets with costs and
+the engine's executor interprets with tensors.
 """
 
 from cdp_repro.schedule.actions import Action, MessageKey, Op, Payload, Slot, consumed, result_of
