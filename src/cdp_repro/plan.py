@@ -119,10 +119,10 @@ def _comparison(plan: Plan) -> str:
     """The line that decides: peak of each forecast, as a share of data parallelism's."""
     baseline = plan.forecasts["dp"].trace.activation_peak_bytes_total
     rows = [("mode", "slot order", "activation peak", "/ dp", "versions kept", "their bytes", "messages")]
-    versions = plan.cut.costs.parameter_bytes
+    sizes = plan.cut.costs.parameter_bytes
     for forecast in [*plan.forecasts.values(), plan.other_order]:
         schedule, trace = forecast.schedule, forecast.trace
-        kept = max(sum(n * size for n, size in zip(r.versions, versions, strict=True)) for r in trace.records)
+        kept = max(schedule.placement.live_bytes(r.rank, r.versions, sizes) for r in trace.records)
         rows.append(
             (
                 schedule.mode.name,

@@ -209,6 +209,56 @@ def test_gradients_that_leave_in_parts_compute_what_one_device_computes(tmp_path
     assert [m for m in trace.messages if m.slot <= end] == list(simulated.messages)
 
 
+class Unused(nn.Module):
+    """Has many parameters that the loss does not depend on."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 8), nn.Linear(1500, 1500)
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+def run_with_unused(mode):
+    """The messages of a run, the parts among its parameters' gradients, and whether parameters are the engine's own."""
+    torch.manual_seed(0)
+    stages = [nn.Linear(8, 8), Unused()]
+    engine = Engine(stages, F.cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), mode, "replicated", traced_steps=9)
+    batches = [(torch.randn(6, 8), torch.randint(8, (6,))) for _ in range(4)]
+    assert len([*engine.run(batches)]) == 4
+    tensors = engine._states[0].read(engine.step).tensors
+    shared = all(engine.model[0].get_parameter(name).data_ptr() == t.data_ptr() for name, t in tensors.items())
+    mailbox = engine._mailbox
+    return engine.trace.messages, shared, (mailbox._leaving, mailbox._arriving, mailbox._expected)
+
+
+def test_only_what_the_loss_depends_on_decides_on_parts_and_the_model_copies_nothing(tmp_path):
+    costs = profile_stages([nn.Linear(8, 8), Unused()], F.cross_entropy, torch.randn(3, 8), torch.randint(8, (3,)))
+    schedule = Schedule.build("cdp_v2", 2, 2, "replicated", gradient_bytes=costs.gradient_bytes)
+    outcomes = run_ranks(run_with_unused, 2, "cdp_v2", folder=tmp_path)
+    assert list(outcomes[0][0]) == list(simulate(schedule, costs, 4).messages)
+    assert all(shared and not any(open_) for _, shared, open_ in outcomes)
+
+
+def left_over(kind, mode, placement, settings):
+    engine = make_engine(kind, mode, placement, 2, 2, **settings)
+    for part in (make_batches(kind, 2)[:DRAIN], make_batches(kind, 2)[DRAIN:]):
+        for _ in engine.run(part):
+            pass
+    mailbox = engine._mailbox
+    return mailbox._outgoing.nbytes, *map(len, (mailbox._leaving, mailbox._arriving, mailbox._expected))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "placement", "settings"),
+    [(UNEVEN, "cdp_v2", "replicated", {}), (UNEVEN, "dp", "replicated", {}), ("linear", "dp", "zero", {}),
+     ("linear", "dp", "zero", {"collectives": True}), ("linear", "dp", "replicated", {"collectives": True})],
+)  # fmt: skip
+def test_a_drain_leaves_nothing_on_its_way(tmp_path, kind, mode, placement, settings):
+    assert run_ranks(left_over, 2, kind, mode, placement, settings, folder=tmp_path) == [(0, 0, 0, 0)] * 2
+
+
 def most_kept(mode, placement, steps):
     """The most bytes kept for messages that may not have been sent, and losses, after any training step."""
     engine = make_engine("linear", mode, placement, 2, 2)

@@ -122,6 +122,39 @@ def test_updates_of_shards_are_those_of_the_whole(optimizer):
             assert torch.equal(torch.as_tensor(mine["state"][index][key]), torch.as_tensor(value)), (index, key)
 
 
+@pytest.mark.parametrize("rank", range(3))
+def test_the_optimizer_groups_pieces_as_it_groups_parameters(rank):
+    """By identity and by size, as usual: on every rank the same."""
+    layer = nn.Linear(40, 3)
+    biases = {id(layer.bias)}
+
+    def make(parameters):
+        plain = [p for p in parameters if id(p) in biases or p.numel() < 10]
+        return torch.optim.SGD([{"params": plain}, {"params": [p for p in parameters if p not in {*plain}]}], lr=0.1)
+
+    tensors = dict(layer.named_parameters())
+    shards = Shards(tensors, rank, 3, CPU)
+    pieces = {name: nn.Parameter(piece) for name, piece in shards.pieces(tensors).items()}
+    state = StageState(pieces, shards.optimizer(make, [*tensors.values()]))
+    assert state.optimized == ["bias", "weight"]
+    assert state.optimized == StageState(tensors, make).optimized
+
+
+def test_an_optimizer_with_values_from_the_start_is_refused():
+    tensors = {"weight": parameter((4, 2), torch.float32, True)}
+    make = Shards(tensors, 0, 2, CPU).optimizer(torch.optim.Adagrad, [*tensors.values()])
+    with pytest.raises(ValueError, match=r"Adagrad keeps values .* use collectives=False"):
+        make([nn.Parameter(torch.zeros(4))])
+
+
+def test_values_of_another_type_than_the_parameters_stay_as_they_are():
+    tensors = {"weight": parameter((5, 3), torch.bfloat16, True)}
+    moment = {"weight": torch.randn(5, 3)}
+    everywhere = [Shards(tensors, rank, 2, CPU) for rank in range(2)]
+    joined = everywhere[0].joined([shards.pieces(moment) for shards in everywhere])
+    assert torch.equal(joined["weight"], moment["weight"])
+
+
 def test_a_state_of_another_model_is_refused():
     shards = Shards({"weight": parameter((4, 2), torch.float32, True)}, 0, 2, CPU)
     state = {"versions": {0: {"weight": torch.zeros(4, 3)}}, "optimizer": {"class": None, "state": None}}

@@ -83,6 +83,13 @@ def test_collectives_of_free_compute_take_their_rings_one_after_the_other(n, dev
     assert zero.sent_bytes_per_device == pytest.approx(3 * n * 8 * (n - 1) / n)
 
 
+def test_each_rank_updates_its_shard_only():
+    cluster = Cluster.equal(4, 1.0, 1.0, 1.0)
+    found = priced("dp", "zero", 4, cluster, collectives=True)
+    assert (found.step_seconds, found.busy_seconds) == (9, 36)
+    assert price_fsdp2(StageCosts.equal(4, 6, 3), cluster, 4).step_seconds == 9
+
+
 def test_an_all_reduce_is_hidden_behind_compute_but_for_the_last():
     """As DDP's (Li et al. 2020): two stages, each 2 + 3 s, each all-reduce 2 x 0.5 s; the first hides, the last not."""
     cluster = linked(Cluster.equal(2, 2.0, 3.0), 0.0, 4.0)
@@ -263,9 +270,10 @@ def test_processes_and_clusters_beside_change_no_price():
 
 
 def test_clusters_that_are_priced_together_have_hosts_of_one_size():
-    clusters = [linked(Cluster.equal(2), devices_per_host=number) for number in (1, 2)]
-    with pytest.raises(ValueError, match="hosts of different sizes"):
-        estimate_on_each(Job("dp", "replicated", 2, 2), StageCosts.equal(2), clusters)
+    clusters = [linked(Cluster.equal(2), devices_per_host=number) for number in (3, 7)]
+    for replicas in (1, 400):
+        with pytest.raises(ValueError, match=r"hosts of \[3, 7\] devices"):
+            estimate_on_each(Job("dp", "replicated", 2, 2, replicas), StageCosts.equal(2), clusters)
 
 
 def test_stages_take_their_flops(capsys):

@@ -56,6 +56,14 @@ def test_every_closed_form_is_what_simulation_gives(setting, costs, states):
 
 
 @pytest.mark.parametrize("setting", OURS, ids=simulation_key)
+def test_closed_forms_hold_where_gradients_leave_in_parts(setting):
+    sizes = (2**20, 40 * 2**20)
+    costs = replace(StageCosts.equal(2, 100), parameter_bytes=sizes, gradient_bytes=sizes)
+    closed, found = (get(setting, 2, costs, 1) for get in (closed_form, simulated))
+    assert {k: v for k, v in found.items() if k in closed} == pytest.approx(closed)
+
+
+@pytest.mark.parametrize("setting", OURS, ids=simulation_key)
 @given(costs=stage_costs(), states=st.integers(0, 2))
 @settings(max_examples=6, deadline=None)
 def test_simulation_without_records_gives_what_a_trace_gives(setting, costs, states):

@@ -66,6 +66,7 @@ def test_each_rank_holds_its_share_of_every_stage():
     costs = replace(StageCosts.equal(3), parameter_bytes=(96, 48, 100))
     schedule = build("zero", 3)
     assert schedule.placement.held(costs.parameter_bytes) == [32 + 16 + 48, 32 + 16 + 48, 32 + 16 + 4]
+    assert schedule.placement.live_bytes(2, (1, 1, 2), costs.parameter_bytes) == 32 + 16 + 2 * 4
     totals = simulate_totals(schedule, costs, schedule.slots(range(2)), optimizer_states=1)
     assert max(total.state_bytes_per_device for total in totals) == 2 * 96
 

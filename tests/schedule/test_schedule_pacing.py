@@ -86,6 +86,25 @@ def test_a_rank_sends_a_mean_stage_a_slot_and_what_is_needed_first_first(schedul
             sent[this] = departure.slot, size
 
 
+@pytest.mark.parametrize("mode", ["dp", "cdp_v2"])
+def test_messages_leave_as_planned_and_the_other_rank_is_ready_in_its_own_backward(mode):
+    """In the steady state nothing is forced; worker 0 is half a training step ahead of worker 1."""
+    schedule = Schedule.build(mode, 2, 6, "replicated", gradient_bytes=RESNET)
+    begins, sends, receives = {}, defaultdict(list), defaultdict(list)
+    for slot in schedule.slots(range(STEPS)):
+        for action in slot.actions:
+            if action.op is Op.FORWARD and action.stage == 0:
+                begins[action.micro_batch] = slot.number
+            for op, found in ((Op.SEND, sends), (Op.RECEIVE, receives)):
+                if action.op is op:
+                    found[action.micro_batch].append((slot.number, action.stage, action.part or 1))
+    for m in range(2, 2 * STEPS - 4):
+        plan = [(begins[m] + each.slot, each.stage, each.part) for each in pace(schedule.mode, m % 2, RESNET)]
+        ahead = 6 if m % 2 and mode == "cdp_v2" else 0
+        assert sends[m] == plan
+        assert receives[m] == [(slot - ahead, stage, part) for slot, stage, part in plan]
+
+
 def test_parts_are_halves_of_the_mean_stage_of_what_is_much_larger():
     assert parts_of(RESNET) == (1, 1, 1, 1, 4, 5)
     assert parts_of([MIB] * 8) == (1,) * 8

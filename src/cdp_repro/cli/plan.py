@@ -69,7 +69,8 @@ def _plan(config: RunConfig) -> Answer:
 
 
 def _quote(config: RunConfig) -> Answer:
-    quote = make_quote(config, processes=os.cpu_count() or 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quote = make_quote(config, processes=cores)
     return quote_text(quote), partial(write_quote, quote)
 
 

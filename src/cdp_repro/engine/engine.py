@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -22,7 +23,7 @@ from cdp_repro.engine.positions import Positions
 from cdp_repro.engine.shards import Shards
 from cdp_repro.engine.team import Team
 from cdp_repro.engine.tracing import Tracer
-from cdp_repro.schedule import Schedule, Slot, Trace
+from cdp_repro.schedule import Payload, Schedule, Slot, Trace
 
 
 class Engine:
@@ -39,7 +40,7 @@ class Engine:
             change its input in place. Their parameters become the initial version of the engine.
         loss_fn: (output of the last stage, targets) -> scalar mean over the micro-batch.
         optimizer: makes the optimizer of a stage from the list of its trainable parameters. With shards (see
-            `collectives`) these are a rank's pieces of them, [values, 1, ..., 1], so that the optimizer must treat
+            `collectives`) it updates a rank's pieces of them, [values, 1, ..., 1], in the same groups: it must treat
             each value by itself, as SGD and Adam do.
         mode: "dp", "cdp_v1", "cdp_v2", "accumulation", or a staleness matrix with a row a worker and a column a stage.
         placement: where the stages run and who holds their parameters: "single_device", "replicated", "zero",
@@ -95,7 +96,6 @@ class Engine:
             replicas=replicas,
             pipeline_schedule=pipeline_schedule,
             collectives=collectives,
-            gradient_bytes=[sum(p.nbytes for p in stage.parameters() if p.requires_grad) for stage in stages],
         )
         self._device = torch.device(device)
         self.team = Team(self.schedule.ranks, self._device, str(self.schedule))
@@ -106,7 +106,7 @@ class Engine:
         self._parameter_layouts = [Layout.of(dict(stage.named_parameters())) for stage in self._stages]
         self._shards = self._cut_stages() if self.schedule.placement.is_sharded else []
         self._states = {
-            number: StageState(self._held(number), optimizer)
+            number: self._state_of(number, optimizer)
             for number in range(len(stages))
             if self.team.rank in self.schedule.placement.holders(number)
         }
@@ -128,13 +128,17 @@ class Engine:
         size = self.team.rank, self.team.size, self._device
         return [Shards(dict(stage.named_parameters()), *size) for stage in self._stages]
 
-    def _held(self, number: int) -> dict[str, nn.Parameter]:
-        """Return what this rank holds of the parameters of a stage: all, or its pieces of them."""
+    def _state_of(self, number: int, optimizer: OptimizerFactory) -> StageState:
+        """Return what this rank holds of a stage: all, or its pieces of the parameters."""
         parameters = dict(self._stages[number].named_parameters())
         if not self._shards:
-            return parameters
-        pieces = self._shards[number].pieces(parameters)
-        return {name: nn.Parameter(piece, parameters[name].requires_grad) for name, piece in pieces.items()}
+            return StageState(parameters, optimizer)
+        shards, trainable = self._shards[number], [p for p in parameters.values() if p.requires_grad]
+        pieces = {
+            name: nn.Parameter(piece, parameters[name].requires_grad)
+            for name, piece in shards.pieces(parameters).items()
+        }
+        return StageState(pieces, shards.optimizer(optimizer, trainable))
 
     def _holds(self, number: int) -> bool:
         """Whether this rank holds all of a stage."""
@@ -188,6 +192,8 @@ class Engine:
         if self._mailbox is None and (first := feed.first()) is not None:
             layouts = stage_layouts([*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast)
             self._mailbox = Mailbox(layouts, self._shards, self.schedule.micro_batches, self._device)
+            sizes = tuple(layout.by_payload[Payload.GRADIENTS].nbytes for layout in layouts)
+            self.schedule = replace(self.schedule, gradient_bytes=sizes)
         for number, stage in enumerate(self._stages):
             if not self._holds(number):
                 for parameter in stage.parameters():
@@ -218,7 +224,7 @@ class Engine:
         self._share_buffers()
         for number, stage in enumerate(self._stages):
             whole = self._whole_parameters(number)
-            for name, parameter in stage.named_parameters():
+            for name, parameter in stage.named_parameters() if not self._holds(number) else ():
                 parameter.data = whole[name]
             average = self._buffers[number].average() if list(stage.buffers()) else {}
             for name, buffer in stage.named_buffers():

@@ -1,4 +1,4 @@
-"""Parameters that another rank owns: here for the time of one forward, and again for that of its backward."""
+"""Parameters that a rank does not hold, or not whole: here for the time of one forward, again for its backward."""
 
 from __future__ import annotations
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cdp_repro.engine.layouts import Layout
-from cdp_repro.engine.parameters import check_same_tensors
+from cdp_repro.engine.layouts import Layout, TensorLayout
+from cdp_repro.engine.parameters import OptimizerFactory, check_same_tensors
 from cdp_repro.engine.transfers import Transfer
 from cdp_repro.schedule import part_bytes
 
@@ -25,7 +26,8 @@ class Shards:
 
     Parameters of one type lie end to end in a block, those that take gradients in a block of their own. A rank's shard
     is one of as many equal parts of each block as there are ranks; the last may be short, and is padded to be sent. A
-    parameter so has a piece on every rank, perhaps an empty one: a tensor [values, 1, ..., 1] of as many dimensions.
+    parameter so has a piece on every rank, perhaps an empty one: a tensor [values, 1, ..., 1] of as many dimensions,
+    but at least one.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], rank: int, ranks: int, device: torch.device) -> None:
@@ -35,32 +37,59 @@ class Shards:
         kinds: dict[tuple[torch.dtype, bool], dict[str, Tensor]] = {}
         for name, parameter in parameters.items():
             kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[name] = parameter
+        self._types = [dtype for dtype, _ in kinds]
+        """Of each block."""
         self._layouts = [Layout.of(tensors) for tensors in kinds.values()]
         """Of each block."""
         self._sizes = [part_bytes(layout.nbytes, ranks) for layout in self._layouts]
         """Bytes of a rank's part of each block."""
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of this rank's pieces of the stage's `tensors`, or of some of them."""
-        shard = self._buffer(1)
-        for part, block in zip(self._parts(shard), self._blocks_of(self._packed(tensors)), strict=True):
-            part.copy_(block.view(self._ranks, -1)[self._rank])
-        pieces = self._pieces_in(shard, self._rank)
-        return {name: pieces[name].clone() for name in tensors}
+        """Return copies of this rank's pieces of the stage's `tensors`, or of some of them, of any types."""
+        ends = self._ends
+        found = {}
+        for name, tensor in tensors.items():
+            layout = self._whole[name]
+            dense = torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype, device=self._device)
+            first, end = ends[name][self._rank : self._rank + 2]
+            flat = dense.copy_(tensor.detach()).as_strided((dense.numel(),), (1,))
+            found[name] = flat[first:end].clone().view(_piece_shape(layout.shape))
+        return found
 
     def joined(self, pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the tensors whose pieces on each rank are `pieces`."""
-        whole = self._buffer(self._ranks)
-        for rank, present in enumerate(pieces):
-            shard = self._shard_of(present, rank)
-            for part, block in zip(self._parts(shard), self._blocks_of(whole), strict=True):
-                block.view(self._ranks, -1)[rank].copy_(part)
-        tensors = self._tensors_in(whole)
-        return {name: tensors[name].clone() for name in pieces[0]}
+        """Return the tensors, on the CPU, whose pieces on each rank are `pieces`."""
+        found = {}
+        for name in pieces[0]:
+            layout = self._whole[name]
+            flat = torch.cat([each[name].detach().cpu().flatten() for each in pieces])
+            found[name] = flat.as_strided(layout.shape, layout.stride)
+        return found
+
+    def optimizer(self, make: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> OptimizerFactory:
+        """Return what makes the optimizer of pieces of the trainable `parameters`, in their order.
+
+        `make` sees the parameters themselves, so that it groups them as on one device.
+        """
+
+        def make_of_pieces(pieces: list[nn.Parameter]) -> torch.optim.Optimizer:
+            optimizer = make([*parameters])
+            if optimizer.state:
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps values of its parameters before its first step, which cannot be "
+                    "cut into shards: use collectives=False"
+                )
+            piece_of = dict(zip(parameters, pieces, strict=True))
+            for group in optimizer.param_groups:
+                group["params"] = [piece_of[parameter] for parameter in group["params"]]
+            return optimizer
+
+        return make_of_pieces
 
     def gather(self, pieces: Mapping[str, Tensor]) -> tuple[Transfer, Views]:
         """Start to gather the tensors of which this rank has `pieces`, in one buffer. All ranks must take part."""
-        shard, whole = self._shard_of(pieces, self._rank), self._buffer(self._ranks)
+        shard, whole = self._buffer(1), self._buffer(self._ranks)
+        for name, view in self._pieces_in(shard).items():
+            view.copy_(pieces[name].detach())
         works = [
             dist.all_gather_into_tensor(block, part, async_op=True)
             for block, part in zip(self._blocks_of(whole), self._parts(shard), strict=True)
@@ -70,14 +99,19 @@ class Shards:
     def reduce(self, gradients: Mapping[str, Tensor]) -> tuple[Transfer, Views]:
         """Start to add all ranks' `gradients`; each gets its pieces of the sums. All ranks must take part."""
         names = {*gradients}  # not the gradients themselves, which need not live until the sums are here
-        whole, shard = self._packed(gradients), self._buffer(1)
+        whole, shard = self._buffer(self._ranks).zero_(), self._buffer(1)
+        for name, view in self._tensors_in(whole).items():
+            if name in names:
+                view.copy_(gradients[name])
         works = [
             dist.reduce_scatter_tensor(part.view(dtype), block.view(dtype), async_op=True)
-            for layout, block, part in zip(self._layouts, self._blocks_of(whole), self._parts(shard), strict=True)
-            for dtype in {layout.tensors[name].dtype for name in layout.tensors.keys() & names}
+            for dtype, layout, block, part in zip(
+                self._types, self._layouts, self._blocks_of(whole), self._parts(shard), strict=True
+            )
+            if layout.tensors.keys() & names
         ]
         return Transfer.of(shard, *works, source=whole), lambda received: {
-            name: piece for name, piece in self._pieces_in(received, self._rank).items() if name in names
+            name: piece for name, piece in self._pieces_in(received).items() if name in names
         }
 
     def cut_state(self, state: State, names: Sequence[str]) -> State:
@@ -88,20 +122,36 @@ class Shards:
         Raises:
             ValueError: it is of another model.
         """
-        whole = {name: layout for block in self._layouts for name, layout in block.tensors.items()}
         for tensors in state["versions"].values():
-            check_same_tensors(whole, tensors)
-        shapes = {name: layout.shape for name, layout in whole.items()}
+            check_same_tensors(self._whole, tensors)
+        shapes = {name: layout.shape for name, layout in self._whole.items()}
         return _converted([state], names, shapes, lambda tensors: self.pieces(*tensors))
 
     def join_states(self, states: Sequence[State], names: Sequence[str]) -> State:
         """Return the whole stage's state, of which each rank has one of `states`; `names` as in `cut_state`."""
-        first = self._pieces_in(self._buffer(1), rank=0)
-        return _converted(states, names, {name: tuple(piece.shape) for name, piece in first.items()}, self.joined)
+        shapes = {name: (self._ends[name][1], *_piece_shape(layout.shape)[1:]) for name, layout in self._whole.items()}
+        return _converted(states, names, shapes, self.joined)
+
+    @cached_property
+    def _whole(self) -> dict[str, TensorLayout]:
+        """The layout of each parameter."""
+        return {name: tensor for layout in self._layouts for name, tensor in layout.tensors.items()}
+
+    @cached_property
+    def _ends(self) -> dict[str, list[int]]:
+        """By name: where, of the values of a parameter as they lie in memory, each rank's piece ends; first, 0."""
+        found = {}
+        for layout, size in zip(self._layouts, self._sizes, strict=True):
+            start = 0
+            for name, tensor in layout.tensors.items():
+                borders = (min(max(0, rank * size - start), tensor.nbytes) for rank in range(self._ranks + 1))
+                found[name] = [border // tensor.dtype.itemsize for border in borders]
+                start += tensor.nbytes
+        return found
 
     def _buffer(self, shards: int) -> Tensor:
         """Return a new buffer for so many ranks' parts of all blocks: of one, or the padded blocks themselves."""
-        return torch.zeros(shards * sum(self._sizes), dtype=torch.uint8, device=self._device)
+        return torch.empty(shards * sum(self._sizes), dtype=torch.uint8, device=self._device)
 
     def _parts(self, shard: Tensor) -> Sequence[Tensor]:
         """Return one rank's part of each block."""
@@ -111,22 +161,6 @@ class Shards:
         """Return the padded blocks."""
         return torch.split(whole, [self._ranks * size for size in self._sizes])
 
-    def _packed(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return a buffer of the padded blocks with copies of `tensors`, and zeros elsewhere."""
-        whole = self._buffer(self._ranks)
-        for name, view in self._tensors_in(whole).items():
-            if name in tensors:
-                view.copy_(tensors[name].detach())
-        return whole
-
-    def _shard_of(self, pieces: Mapping[str, Tensor], rank: int) -> Tensor:
-        """Return a buffer of `rank`'s parts of all blocks with copies of `pieces`, and zeros elsewhere."""
-        shard = self._buffer(1)
-        for name, view in self._pieces_in(shard, rank).items():
-            if name in pieces:
-                view.copy_(pieces[name].detach())
-        return shard
-
     def _tensors_in(self, whole: Tensor) -> dict[str, Tensor]:
         """Return the tensors in a buffer of the padded blocks, as views of it."""
         return {
@@ -135,23 +169,21 @@ class Shards:
             for name, view in layout.views(block[: layout.nbytes]).items()
         }
 
-    def _pieces_in(self, shard: Tensor, rank: int) -> dict[str, Tensor]:
-        """Return the pieces in a buffer of `rank`'s parts of all blocks, as views of it."""
-        return {
-            name: piece
-            for layout, part in zip(self._layouts, self._parts(shard), strict=True)
-            for name, piece in _pieces_of(layout, part, rank * len(part))
-        }
+    def _pieces_in(self, shard: Tensor) -> dict[str, Tensor]:
+        """Return this rank's pieces in a buffer of its parts of all blocks, as views of it."""
+        found = {}
+        for layout, part in zip(self._layouts, self._parts(shard), strict=True):
+            start = 0
+            for name, tensor in layout.tensors.items():
+                first, end = self._ends[name][self._rank : self._rank + 2]
+                size = (end - first) * tensor.dtype.itemsize
+                found[name] = part[start : start + size].view(tensor.dtype).view(_piece_shape(tensor.shape))
+                start += size
+        return found
 
 
-def _pieces_of(layout: Layout, part: Tensor, first: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield by name what lies of each tensor in `part`, the bytes from `first` on of a block."""
-    start = -first
-    for name, tensor in layout.tensors.items():
-        end = start + tensor.nbytes
-        inside = part[max(0, start) : max(0, end)].view(tensor.dtype)
-        yield name, inside.view(-1, *(1 for _ in tensor.shape[1:]))
-        start = end
+def _piece_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    return -1, *(1 for _ in shape[1:])
 
 
 def _converted(

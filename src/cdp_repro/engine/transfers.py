@@ -59,5 +59,6 @@ class Outgoing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers that are kept."""
-        return sum(transfer.buffer.nbytes for _, transfer in self._transfers)
+        """Bytes of the memory that is kept, in which several buffers may lie."""
+        kept = (transfer.buffer.untyped_storage() for _, transfer in self._transfers)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())

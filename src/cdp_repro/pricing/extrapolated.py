@@ -78,6 +78,9 @@ def estimate_on_each(
     simulated: int = SIMULATED_FORWARDS,
 ) -> list[Price]:
     """Return what `estimate` does on each of several clusters with hosts of one size, which hardly takes longer."""
+    sizes = {cluster.devices_per_host for cluster in clusters}
+    if len(sizes) > 1:
+        raise ValueError(f"the clusters have hosts of {sorted(sizes)} devices: give clusters with hosts of one size")
     if not is_extrapolated(job, clusters[0], simulated):
         return price_on_each(job.schedule(costs.gradient_bytes), costs, clusters, optimizer_states)
     prices = iter(_extrapolated(job, costs, [*chain.from_iterable(map(_free, clusters))], optimizer_states, simulated))

@@ -206,15 +206,17 @@ class _SelfTimedClock:
         """At the start of each training step: all times above, sorted, as ranks may take turns."""
         self.is_done = False
         """Whether all times grew by the same in the last two steps, or there is no use to go on."""
+        updated = 1 / schedule.ranks if schedule.placement.is_sharded else 1.0
         self.seconds = {
-            (op, stage): seconds
-            for op, times in (
-                (Op.FORWARD, cluster.forward_seconds),
-                (Op.BACKWARD, cluster.backward_seconds),
-                (Op.UPDATE, cluster.update_seconds),
+            (op, stage): share * seconds
+            for op, times, share in (
+                (Op.FORWARD, cluster.forward_seconds, 1.0),
+                (Op.BACKWARD, cluster.backward_seconds, 1.0),
+                (Op.UPDATE, cluster.update_seconds, updated),
             )
             for stage, seconds in enumerate(times)
         }
+        """Of what keeps a rank busy: op and stage."""
 
     def run(self, event: _Event) -> None:
         """Let an event happen as soon as its rank has come to it, and all that it waits for is there."""
@@ -297,8 +299,6 @@ def price_on_each(
                 f"the cluster has times of {cluster.stages} stages, the schedule has {schedule.stages}: give one a "
                 "stage"
             )
-    if len({cluster.devices_per_host for cluster in clusters}) > 1:
-        raise ValueError("the clusters have hosts of different sizes: give those of one size")
     settled = max(map(schedule.mode.oldest, range(schedule.stages))) + 2
     reader = _Reader(schedule, costs, clusters[0])
     clocks = [_SelfTimedClock(schedule, cluster, settled + 2) for cluster in clusters]

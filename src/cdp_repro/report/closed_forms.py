@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Schedule, StageCosts, part_bytes
+from cdp_repro.schedule.pacing import is_paced
 
 QUANTITIES = (
     "devices", "activation_bytes_per_device", "activation_bytes_total", "parameter_bytes_per_device",
@@ -216,6 +217,8 @@ def _messages(setting: Setting, n: int, sizes: Sizes) -> Values:
     values: Values = {"sent_bytes_per_device": sent, "messages_per_slot": messages, "chain": chain}
     if (setting.placement, setting.mode) == ("model_parallel", "cdp_v2"):
         del values["messages_per_slot"]  # 2(N-1) up to N = 6, less beyond: which totals meet in a slot depends on N
+    elif is_paced(setting.schedule(n).placement, sizes.gradients):
+        del values["messages_per_slot"]  # how many parts there are depends on the sizes
     return values
 
 

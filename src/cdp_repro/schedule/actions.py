@@ -128,7 +128,8 @@ class Action:
         direction = {"S": ">", "R": "<"}.get(text[:1])
         if match is None or match["direction"] != direction or (match["payload"] or "total") not in list(Payload):
             raise ValueError(f"not an action: {text!r}; actions look like F2.m5@v1, B2.m5@v1, U2@v3, X2@v1, "
-                             "S2.m5:activations>3, R2.m5:activations<0, A2.m5, C2.m5@v3:total")  # fmt: skip
+                             "S2.m5:activations>3, R2.m5:activations<0, A2.m5, C2.m5@v3:total, "
+                             "S2.m5:gradients>3#1/4, A2.m5#4")  # fmt: skip
         numbers = {
             name: int(match[name])
             for name in ("micro_batch", "version", "peer", "part", "parts")
@@ -176,10 +177,12 @@ def _misnamed(op: Op, payload: Payload | None, batched: bool, versioned: bool, p
 
 def _misparted(op: Op, payload: Payload | None, part: int | None, parts: int) -> str | None:
     """Return what is wrong with the part that an action names, or None."""
-    is_part = op.is_message and payload is Payload.GRADIENTS and part is not None and 1 <= part <= parts
-    if parts > 1 and (is_part or (op is Op.ADD and part is None)):
-        return None
-    return "names a part: of two or more, only messages with gradients do, and how many an ADD waits for"
+    is_message = op.is_message and payload is Payload.GRADIENTS
+    if not is_message and op is not Op.ADD:
+        return "names parts: only messages with gradients do, and an ADD that waits for them"
+    if parts < 2 or is_message is (part is None) or (part is not None and not 1 <= part <= parts):
+        return f"names part {part} of {parts}: a message names one from 1 on of 2 or more, an ADD only how many"
+    return None
 
 
 MessageKey = tuple[Payload, int, int | None, int | None, int | None]

@@ -77,8 +77,15 @@ class Placement(ABC):
         return stage in self.lent and (self.is_sharded or rank not in self.holders(stage))
 
     def share(self, rank: int, size: int) -> int:
-        """Return how many of `size` bytes of a stage each of its holders has: all, or those of its shard."""
+        """Return how many of `size` bytes of a stage one of its holders has: all, or those of its shard.
+
+        Parameters of several types are cut by type, which may move a few bytes from rank to rank.
+        """
         return len(part_of(size, rank + 1, self.ranks)) if self.is_sharded else size
+
+    def live_bytes(self, rank: int, versions: Sequence[int], sizes: Sequence[int]) -> int:
+        """Return the bytes of so many `versions` of each stage on `rank`, of stages that have `sizes`."""
+        return sum(number * self.share(rank, size) for number, size in zip(versions, sizes, strict=True))
 
     def held(self, sizes: Sequence[int]) -> list[int]:
         """Return the bytes that each rank holds of stages that have `sizes`."""

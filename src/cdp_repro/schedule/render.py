@@ -75,8 +75,7 @@ def write_memory_csv(trace: Trace, file: IO[str], parameter_bytes: Sequence[int]
     stages = [f"versions_stage_{stage}" for stage in range(trace.stages)]
     writer.writerow(["slot", "rank", "activation_bytes", "parameter_bytes", *stages])
     for record in trace.records:
-        held = (placement.share(record.rank, size) for size in parameter_bytes)
-        live = sum(number * size for number, size in zip(record.versions, held, strict=True))
+        live = placement.live_bytes(record.rank, record.versions, parameter_bytes)
         writer.writerow([record.slot, record.rank, record.activation_bytes, live, *record.versions])
 
 

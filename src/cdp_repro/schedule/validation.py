@@ -207,9 +207,8 @@ class _State:
         keys = consumed(action, self.micro_batches)
         if not all(self.messages.take(action.rank, key) for key in keys):
             return None
-        first, *others = (self.sums.in_transit.pop((action.rank, *key)) for key in keys)
-        assert all(each == first for each in others), "the sum that is sent does not change between its parts"
-        return first
+        first, *others = [self.sums.in_transit.pop((action.rank, *key), None) for key in keys]
+        return first if all(each == first for each in others) else None
 
     def _send(self, slot: int, action: Action) -> str | None:
         if action.payload is Payload.PARAMETERS and (fault := self._alive(slot, action.rank, action)):
