@@ -113,7 +113,8 @@ def closed_form(setting: Setting, workers: int, costs: StageCosts, optimizer_sta
     - Messages. Gradients: N-1 partial sums and N-1 relayed totals of each stage (replicated, both modes); one
       parameter message for each forward and backward and one gradient to the owner (ZeRO), but none of the owner's own
       to itself: 3P(N-1)/N a rank; sums along a stage's group of n ranks and totals back: N-1 + n-1 where n > 1
-      (model parallel). Two ranks exchange what they have, so that the second message waits for nothing. Activations and
+      (model parallel). Two ranks exchange what they have, so that the second message waits for nothing (in parts where
+      stages are large and very uneven: how many messages a slot has then depends on the sizes). Activations and
       their gradients: N of each over each boundary. Collectives are rings, and what a rank sends in one is a message: N
       of an all-reduce, which goes round twice; N of an all-gather or a reduce-scatter, of which each slot has two, the
       second after the first where it gathers what has just been made. A rank then holds 1/N of every stage.
