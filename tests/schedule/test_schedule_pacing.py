@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cdp_repro.pricing import Cluster, Link, price
 from cdp_repro.schedule import Action, Op, Payload, Schedule, ScheduleError, Slot, StageCosts, part_of, simulate
-from cdp_repro.schedule.pacing import MIN_PART_BYTES, is_paced, pace, parts_of
+from cdp_repro.schedule.pacing import MIN_PART_BYTES, _Lane, is_paced, pace, parts_of
 from cdp_repro.schedule.validation import validated
 
 STEPS = 5
@@ -150,6 +150,17 @@ def test_only_two_ranks_that_exchange_everything_send_parts(placement, n, r):
 def test_sizes_of_other_stages_are_refused():
     with pytest.raises(ValueError, match="gradient_bytes has 3 entries: give 2"):
         Schedule.build("cdp_v2", 2, 2, "replicated", gradient_bytes=(1, 2, 3))
+    with pytest.raises(ValueError, match="gradient_bytes has 3 entries: give 2"):
+        Schedule.build("cdp_v2", 2, 2, "replicated").sized((1, 2, 3))
+
+
+def test_what_leaves_in_parts_is_validated_before_anything_starts(monkeypatch):
+    plain = Schedule.build("cdp_v2", 2, 6, "replicated")
+    assert plain.sized(RESNET) == Schedule.build("cdp_v2", 2, 6, "replicated", gradient_bytes=RESNET)
+    monkeypatch.setattr(_Lane, "sends", lambda *_: [])
+    monkeypatch.setattr(_Lane, "rest_of", lambda *_: [])
+    with pytest.raises(ScheduleError):
+        plain.sized(RESNET)
 
 
 @pytest.mark.parametrize("seconds_of_link_over_compute", [0.8, 1.0, 1.2])

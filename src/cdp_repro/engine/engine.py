@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -192,8 +191,7 @@ class Engine:
         if self._mailbox is None and (first := feed.first()) is not None:
             layouts = stage_layouts([*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast)
             self._mailbox = Mailbox(layouts, self._shards, self.schedule.micro_batches, self._device)
-            sizes = tuple(layout.by_payload[Payload.GRADIENTS].nbytes for layout in layouts)
-            self.schedule = replace(self.schedule, gradient_bytes=sizes)
+            self.schedule = self.schedule.sized([layout.by_payload[Payload.GRADIENTS].nbytes for layout in layouts])
         for number, stage in enumerate(self._stages):
             if not self._holds(number):
                 for parameter in stage.parameters():

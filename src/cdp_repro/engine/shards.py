@@ -46,12 +46,11 @@ class Shards:
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of this rank's pieces of the stage's `tensors`, or of some of them, of any types."""
-        ends = self._ends
         found = {}
         for name, tensor in tensors.items():
             layout = self._whole[name]
             dense = torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype, device=self._device)
-            first, end = ends[name][self._rank : self._rank + 2]
+            first, end = self._ends[name][self._rank : self._rank + 2]
             flat = dense.copy_(tensor.detach()).as_strided((dense.numel(),), (1,))
             found[name] = flat[first:end].clone().view(_piece_shape(layout.shape))
         return found

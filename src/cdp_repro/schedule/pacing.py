@@ -155,17 +155,19 @@ class _Lane:
 
     def rest_of(self, add: Action) -> list[Action]:
         """Take out all ends of messages up to the last with gradients of the stage and the training step of `add`."""
-        assert add.micro_batch is not None
-        step = add.micro_batch // self._micro_batches
         found: list[Action] = []
         for queue in (self._sends, self._receives):
             wanted = [
                 number
                 for number, (_, end) in enumerate(queue)
-                if end.stage == add.stage and end.micro_batch // self._micro_batches <= step  # type: ignore[operator]
+                if end.stage == add.stage and self._step_of(end) <= self._step_of(add)
             ]
             found += [queue.popleft()[1] for _ in range(wanted[-1] + 1 if wanted else 0)]
         return found
+
+    def _step_of(self, action: Action) -> int:
+        assert action.micro_batch is not None
+        return action.micro_batch // self._micro_batches
 
 
 def _until(queue: deque[tuple[int, Action]], slot: int) -> list[Action]:

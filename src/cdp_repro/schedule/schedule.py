@@ -77,8 +77,7 @@ class Schedule:
         """
         stages = workers if stages is None else stages
         check_sizes(workers, stages, replicas)
-        if gradient_bytes and len(gradient_bytes) != stages:
-            raise ValueError(f"gradient_bytes has {len(gradient_bytes)} entries: give {stages}, one a stage")
+        check_gradient_bytes(gradient_bytes, stages)
         for name, value, choices in (
             ("placement", placement, tuple(PLACEMENTS)),
             ("slot_order", slot_order, SLOT_ORDERS),
@@ -162,7 +161,7 @@ class Schedule:
             slots = add_shared_updates(slots, placement)
         if any(placement.is_exchanged(mode.micro_batches - 1, stage) for stage in range(mode.stages)):
             slots = put_off_exchanged_sums(slots, placement)
-        if self.gradient_bytes and not self.collectives and is_paced(placement, self.gradient_bytes):
+        if self._is_paced:
             slots = pace_exchanges(slots, placement, self.gradient_bytes)
         if placement.lent:
             slots = (add_all_gathers if self.collectives else add_parameter_messages)(slots, placement)
@@ -176,11 +175,34 @@ class Schedule:
             if actions:
                 yield Slot(slot.number, actions)
 
+    def sized(self, gradient_bytes: Sequence[int]) -> Schedule:
+        """Return this schedule, validated, for stages whose gradients have so many bytes (see `build`).
+
+        Raises:
+            ValueError: another number of stages.
+        """
+        check_gradient_bytes(gradient_bytes, self.stages)
+        schedule = replace(self, gradient_bytes=tuple(gradient_bytes))
+        if schedule._is_paced:  # else nothing changes
+            schedule._validate_window()
+        return schedule
+
+    @property
+    def _is_paced(self) -> bool:
+        """Whether gradients are sent in parts."""
+        return bool(self.gradient_bytes) and not self.collectives and is_paced(self.placement, self.gradient_bytes)
+
     def _validate_window(self) -> None:
         """Validate from the fill to the drain, over enough steps that the periodic pattern has settled."""
         longest = max(map(self.mode.oldest, range(self.stages)))
         for _ in self.slots(range(longest + 2)):
             pass
+
+
+def check_gradient_bytes(gradient_bytes: Sequence[int], stages: int) -> None:
+    """Raise ValueError unless there is one number a stage, or none."""
+    if gradient_bytes and len(gradient_bytes) != stages:
+        raise ValueError(f"gradient_bytes has {len(gradient_bytes)} entries: give {stages}, one a stage")
 
 
 def check_sizes(workers: int, stages: int, replicas: int = 1) -> None:
