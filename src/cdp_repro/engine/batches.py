@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cdp_repro.engine.ending import Ending
+
 
 class MiniBatch(Protocol):
     """The data of one training step, cut into one micro-batch a worker."""
@@ -50,24 +52,41 @@ class TensorMiniBatch:
 class Feed:
     """Hands out training steps as long as there are batches, and holds the batches of the steps in flight."""
 
-    def __init__(self, batches: Iterable[MiniBatch], first_step: int) -> None:
+    def __init__(self, batches: Iterable[MiniBatch], first_step: int, ending: Ending) -> None:
+        """`ending` tells this rank when all end the run."""
         self._batches: Iterator[MiniBatch] = iter(batches)
-        self._step = first_step
+        self._first_step = first_step
+        self._ending = ending
         self._held: dict[int, MiniBatch] = {}
         self._error: Exception | None = None
+        self._is_closed = False
+        self.begun = 0
+        """Training steps of this run that have begun."""
 
-    def steps(self) -> Iterator[int]:
-        """Yield the next step number each time it is asked for one and there is a batch for it.
+    def begin_step(self) -> bool:
+        """Begin the next training step if there is a batch for it, and return whether there is.
 
-        An error of the source ends the steps, like its end; `raise_error` raises it when the pipeline has drained.
+        An error of the source ends the steps, like its end; `raise_error` raises it when the pipeline has drained. Where
+        other ranks have begun more steps, this one goes on, too.
+
+        Raises:
+            ValueError: other ranks have begun more steps than this one has batches for.
         """
-        while True:
-            batch = self._next()
+        batch = None if self._is_closed else self._next()
+        if batch is None and not self._ending.ends_after(self.begun):
+            batch = self._next() if self._is_closed else None
             if batch is None:
-                return
-            self._held[self._step] = batch
-            self._step += 1
-            yield self._step - 1
+                self.raise_error()
+                raise ValueError(
+                    f"another rank has begun more than {self.begun} steps, but the batches of this one end there: give "
+                    "all ranks the same number of batches"
+                )
+        if batch is None:
+            return False
+        self._held[self._first_step + self.begun] = batch
+        self.begun += 1
+        self._ending.begin(self.begun)
+        return True
 
     def first(self) -> MiniBatch | None:
         """Return the batch of the first step, before anybody has asked for it; None if there is none."""
@@ -82,7 +101,7 @@ class Feed:
             return next(self._batches, None)
         except Exception as error:
             self._error = error
-            self.close()
+            self._batches = iter(())
             return None
 
     def raise_error(self) -> None:
@@ -91,8 +110,8 @@ class Feed:
             raise self._error
 
     def close(self) -> None:
-        """Hand out no more steps."""
-        self._batches = iter(())
+        """Begin no more steps than other ranks do."""
+        self._is_closed = True
 
     def __getitem__(self, step: int) -> MiniBatch:
         return self._held[step]

@@ -1,28 +1,42 @@
-"""The engine: what others build on. It ties schedule, state and executor together."""
+"""The engine: what others build on. It ties a program, the state of the stages and the executor together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from cdp_repro.engine.batches import Feed, MiniBatch, TensorMiniBatch
-from cdp_repro.engine.compute import LossFn, StageCompute
+from cdp_repro.engine.compute import LossFn, StageCompute, Version
+from cdp_repro.engine.ending import Ending
 from cdp_repro.engine.executor import Executor, Settings, StepResult
-from cdp_repro.engine.layouts import Layout, stage_layouts
-from cdp_repro.engine.ledger import Ledger
 from cdp_repro.engine.losses import Losses
-from cdp_repro.engine.mailbox import Mailbox
-from cdp_repro.engine.parameters import OptimizerFactory, StageState, WorkerBuffers
+from cdp_repro.engine.mailbox import Mailbox, connect
+from cdp_repro.engine.messages import Layout, layouts_of
+from cdp_repro.engine.parameters import Buffers, OptimizerFactory, StageState, average, check_buffers
 from cdp_repro.engine.positions import Positions
 from cdp_repro.engine.shards import Shards
 from cdp_repro.engine.team import Team
 from cdp_repro.engine.tracing import Tracer
-from cdp_repro.schedule import Payload, Schedule, Slot, Trace
+from cdp_repro.schedule import Program, RankProgram, Schedule, Spec, Value
+from cdp_repro.schedule.summation import strategy_of
+from cdp_repro.schedule.values import PARAMETERS, buffers
+from cdp_repro.trace import Trace
+
+
+class Choices(TypedDict, total=False):
+    """Fields of `Spec` that `Engine` takes by name; there is what each means."""
+
+    slot_order: str
+    accumulate: int
+    replicas: int
+    ranks: int | None
+    pipeline_schedule: str
+    collectives: bool
 
 
 class Engine:
@@ -32,32 +46,28 @@ class Engine:
                         optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
         for result in engine.run(batches):
             print(result.step, result.losses)
-        engine.model.eval()
+        engine.model().eval()
 
     Args:
         stages: modules in forward order; each takes and returns one tensor, [micro-batch, ...]. A stage must not
             change its input in place. Their parameters become the initial version of the engine.
         loss_fn: (output of the last stage, targets) -> scalar mean over the micro-batch.
         optimizer: makes the optimizer of a stage from the list of its trainable parameters. With shards (see
-            `collectives`) it updates a rank's pieces of them, [values, 1, ..., 1], in the same groups: it must treat
-            each value by itself, as SGD and Adam do.
-        mode: "dp", "cdp_v1", "cdp_v2", "accumulation", or a staleness matrix with a row a worker and a column a stage.
+            `Spec.collectives`) it updates a rank's pieces of them, [values, 1, ..., 1], in the same groups: it must
+            treat each value by itself, as SGD and Adam do.
+        mode: "dp", "cdp_v1", "cdp_v2", "accumulation", or a staleness matrix with a row for each micro-batch of a
+            training step and a column for each stage.
         placement: where the stages run and who holds their parameters: "single_device", "replicated", "zero",
             "model_parallel" or "pipeline". All but the first need as many processes in the torch.distributed group
             as the schedule has ranks, each of which builds the same engine and takes part in every call.
-        workers: N, micro-batches per mini-batch; the number of stages must be a multiple; default: that number.
-        replicas: R, ranks that share each worker's micro-batch.
-        pipeline_schedule: how mode "dp" runs on the placement "pipeline": "one_f_one_b" or "gpipe".
-        collectives: mode "dp" on the placements "replicated" and "zero" by the library's collectives (all-reduce;
-            on "zero" all-gathers and reduce-scatters of shards, of which each rank then has one of every stage), whose
-            sums are in an order of their own, in place of our ordered messages.
-        slot_order: "paper" or "backward_first": the order of the actions of a slot that share a device.
+        workers: N, micro-batches that are under way at once; default: the number of stages.
         device: where the stages are moved.
-        seed: of what the stages draw in training (dropout), with step, worker and stage.
+        seed: of what the stages draw in training (dropout), with step, micro-batch and stage.
         learning_rate_factor: step -> factor on the optimizer's learning rate in the update that makes
             theta[step + 1] (a schedule).
         autocast: makes the context in which forwards run, e.g. `lambda: torch.autocast("cpu", torch.bfloat16)`.
         traced_steps: training steps, from the first on, whose actions and live activation bytes are recorded.
+        choices: the other fields of `Spec`: accumulate, replicas, slot_order, ...
 
     Raises:
         ValueError: sizes that do not fit, parameters shared by two stages, another number of processes than ranks.
@@ -73,55 +83,50 @@ class Engine:
         placement: str = "single_device",
         *,
         workers: int | None = None,
-        replicas: int = 1,
-        pipeline_schedule: str = "one_f_one_b",
-        collectives: bool = False,
-        slot_order: str = "paper",
         device: torch.device | str = "cpu",
         seed: int = 0,
         learning_rate_factor: Callable[[int], float] = lambda _: 1.0,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         traced_steps: int = 0,
+        **choices: Unpack[Choices],
     ) -> None:
         if not stages:
             raise ValueError("stages=[]: at least 1 stage is needed")
         refuse_shared_parameters(stages)
-        self.schedule = Schedule.build(
-            mode,
-            len(stages) if workers is None else workers,
-            len(stages),
-            placement,
-            slot_order,
-            replicas=replicas,
-            pipeline_schedule=pipeline_schedule,
-            collectives=collectives,
-        )
+        count = len(stages)
+        self.schedule = Schedule.build(mode, count if workers is None else workers, count, placement, **choices)
         self._device = torch.device(device)
         self.team = Team(self.schedule.ranks, self._device, str(self.schedule))
+        program = Program(self.schedule)
         self.learning_rate_factor = learning_rate_factor
         self._loss_fn, self._autocast = loss_fn, autocast
-        self._settings = Settings(self._device, seed, learning_rate_factor)
         self._stages = nn.Sequential(*stages).to(self._device)
         self._parameter_layouts = [Layout.of(dict(stage.named_parameters())) for stage in self._stages]
         self._shards = self._cut_stages() if self.schedule.placement.is_sharded else []
         self._states = {
             number: self._state_of(number, optimizer)
-            for number in range(len(stages))
+            for number in range(count)
             if self.team.rank in self.schedule.placement.holders(number)
         }
-        self._buffers = [WorkerBuffers(stage, self.schedule.micro_batches) for stage in self._stages]
         self._compute = [
-            StageCompute(stage, loss_fn if number == len(stages) - 1 else None, autocast)
+            StageCompute(stage, loss_fn if number == count - 1 else None, autocast)
             for number, stage in enumerate(self._stages)
         ]
-        self._mailbox: Mailbox | None = None
-        self._losses = Losses(self.schedule, self.team.rank, self.team.control)
-        self._ledger = Ledger(self.schedule.mode)
-        self._next_slot = 0
+        self._tracer = Tracer(self.schedule, self.team, self._device, traced_steps)
+        self._executor = Executor(
+            RankProgram(program, self.team.rank),
+            self._states,
+            self._compute,
+            Losses(self.schedule, self.team.rank, self.team.control),
+            Settings(self._device, seed, learning_rate_factor),
+            self._tracer,
+            Positions(self.team),
+        )
+        self._executor.hold(self._initial_values(program))
+        self._program = program
+        self._next_slot = self._runs = 0
         self._undrained: str | None = None
         self.step = 0
-        self._positions = Positions(self.team)
-        self._tracer = Tracer(self.schedule, self.team, self._device, traced_steps)
 
     def _cut_stages(self) -> list[Shards]:
         size = self.team.rank, self.team.size, self._device
@@ -129,15 +134,24 @@ class Engine:
 
     def _state_of(self, number: int, optimizer: OptimizerFactory) -> StageState:
         """Return what this rank holds of a stage: all, or its pieces of the parameters."""
-        parameters = dict(self._stages[number].named_parameters())
+        whole = dict(self._stages[number].named_parameters())
         if not self._shards:
-            return StageState(parameters, optimizer)
-        shards, trainable = self._shards[number], [p for p in parameters.values() if p.requires_grad]
+            return StageState(whole, optimizer)
+        shards, trainable = self._shards[number], [p for p in whole.values() if p.requires_grad]
         pieces = {
-            name: nn.Parameter(piece, parameters[name].requires_grad)
-            for name, piece in shards.pieces(parameters).items()
+            name: nn.Parameter(piece, whole[name].requires_grad) for name, piece in shards.pieces(whole).items()
         }
         return StageState(pieces, shards.optimizer(optimizer, trainable))
+
+    def _initial_values(self, program: Program) -> dict[Value, Any]:
+        """Return theta[0] of the stages that this rank holds, and a copy of the buffers for each worker."""
+        found: dict[Value, Any] = {}
+        for value in program.held_at(0).get(self.team.rank, ()):
+            if value.kind == PARAMETERS:
+                found[value] = self._states[value.stage].newest(0)
+            else:
+                found[value] = {name: b.detach().clone() for name, b in self._stages[value.stage].named_buffers()}
+        return found
 
     def _holds(self, number: int) -> bool:
         """Whether this rank holds all of a stage."""
@@ -149,26 +163,30 @@ class Engine:
         return self.team.rank
 
     def run(self, batches: Iterable[tuple[Tensor, Tensor] | MiniBatch]) -> Generator[StepResult, None, None]:
-        """Train on `batches`, one a training step, and yield each step when its updates are done.
+        """Train on `batches`, one a training step, and yield each step when its updates are done on this rank.
 
-        Batches are taken when their first forward is due: up to two steps are in flight. At the end of the
+        Batches are taken when their first forward is about due: up to two steps are in flight. At the end of the
         batches, or when the iterator is closed early (a `break`), the pipeline drains: steps that have begun are
-        finished; after a `break` nobody sees their losses. A later call goes on where this one ended; where calls
-        are cut changes no number. If `batches` raises, the pipeline drains before the error is passed on.
+        finished; after a `break` nobody sees their losses. Several ranks end after the same step, whichever has begun
+        most: one that has left goes on with its batches until all have. A later call goes on where this one ended;
+        where calls are cut changes no number. If `batches` raises, the pipeline drains before the error is passed on.
         """
         if self._undrained is not None:
             raise RuntimeError(f"the engine cannot run: {self._undrained}")
-        feed = Feed(map(self._as_mini_batch, batches), self.step)
-        executor = self._executor(feed)
-        slots = self.schedule.slots(feed.steps(), self._next_slot)
+        feed = Feed(map(self._as_mini_batch, batches), self.step, Ending(self.team, self._runs))
+        self._runs += 1
+        if self.team.size > 1:
+            self._connect(feed)
+        results = self._results(feed)
         self._stages.train()
         self._undrained = "it is in the middle of another run; exhaust or close that iterator first"
         try:
             try:
-                yield from self._results(executor, slots)
+                for result in results:
+                    yield result
             except GeneratorExit:
                 feed.close()
-                for _ in self._results(executor, slots):
+                for _ in results:
                     pass
                 self._undrained = None
                 raise
@@ -178,33 +196,38 @@ class Engine:
         self._undrained = None
         feed.raise_error()
 
-    def _executor(self, feed: Feed) -> Executor:
-        if self.team.size > 1:
-            self._connect(feed)
-        return Executor(
-            self.schedule, self.team.rank, self._states, self._buffers, self._compute, feed, self._losses,
-            self._settings, self._ledger, self._tracer, self._positions, self._mailbox,
-        )  # fmt: skip
-
     def _connect(self, feed: Feed) -> None:
         """Learn from the first batch what messages look like; then drop the parameters that other ranks hold."""
-        if self._mailbox is None and (first := feed.first()) is not None:
-            layouts = stage_layouts([*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast)
-            self._mailbox = Mailbox(layouts, self._shards, self.schedule.micro_batches, self._device)
-            self.schedule = self.schedule.sized([layout.by_payload[Payload.GRADIENTS].nbytes for layout in layouts])
+        if self._executor.mailbox is None and (first := feed.first()) is not None:
+            layouts = layouts_of([*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast)
+            self._size([layout.gradients.nbytes for layout in layouts.stages])
+            groups = connect(self._program.communicators, self._device)
+            self._executor.mailbox = Mailbox(layouts, self._shards, groups, self._device, 2 * self.schedule.stages)
         for number, stage in enumerate(self._stages):
             if not self._holds(number):
                 for parameter in stage.parameters():
                     parameter.data = parameter.data.new_empty(0)
 
-    def _results(self, executor: Executor, slots: Iterator[Slot]) -> Iterator[StepResult]:
-        for slot in slots:
-            self._next_slot = slot.number + 1
+    def _size(self, gradient_bytes: Sequence[int]) -> None:
+        """Make the program anew where sums are added in another way once the bytes of gradients are known."""
+        sized, stages = self.schedule.sized(gradient_bytes), range(self.schedule.stages)
+        differs = any(strategy_of(sized, stage) is not strategy_of(self.schedule, stage) for stage in stages)
+        self.schedule = sized
+        if differs:
+            self._program = Program(sized)
+            self._executor.program = RankProgram(self._program, self.team.rank)
+
+    def _results(self, feed: Feed) -> Iterator[StepResult]:
+        program, first_step = self._executor.program, self.step
+        self._tracer.begin_run(self._next_slot, first_step)
+        for slot in program.replay(first_step, feed.begin_step, self._next_slot):
             self._tracer.enter(slot)
-            for result in executor.execute(Slot(slot.number, slot.program_of(self.team.rank))):
+            for result in self._executor.execute(slot, feed):
                 self.step = result.step + 1
                 yield result
-        executor.drain()
+        self._executor.finish()
+        self.step = first_step + feed.begun
+        self._next_slot += program.length(first_step, feed.begun)
 
     def _as_mini_batch(self, batch: tuple[Tensor, Tensor] | MiniBatch) -> MiniBatch:
         if isinstance(batch, (tuple, list)):
@@ -212,58 +235,66 @@ class Engine:
             return TensorMiniBatch(inputs, targets, self.schedule.micro_batches, self._device)
         return batch
 
-    @property
     def model(self) -> nn.Sequential:
-        """The model with theta[step] and buffers averaged over workers; all ranks must ask for it together.
+        """Return the model with theta[step] and buffers averaged over workers; all ranks must ask for it together.
 
         It shares its parameters with the engine: read, evaluate or copy it, do not train it.
         """
         self._require_drained()
-        self._share_buffers()
         for number, stage in enumerate(self._stages):
             whole = self._whole_parameters(number)
             for name, parameter in stage.named_parameters() if not self._holds(number) else ():
                 parameter.data = whole[name]
-            average = self._buffers[number].average() if list(stage.buffers()) else {}
+            mean = average(self._buffers_of_workers(number)) if list(stage.buffers()) else {}
             for name, buffer in stage.named_buffers():
-                buffer.copy_(average[name])
+                buffer.copy_(mean[name])
         return self._stages
 
     def _whole_parameters(self, number: int) -> Mapping[str, Tensor]:
         """Return the current parameters of a stage, from the ranks that hold them; all must ask for it together."""
         if self._shards:
-            transfer, views = self._shards[number].gather(self._states[number].read(self.step).tensors)
+            newest = self._states[number].newest(self.step)
+            transfer, views = self._shards[number].gather(newest.tensors)
             return {name: view.clone() for name, view in views(transfer.wait()).items()}
         own = dict(self._stages[number].named_parameters()) if self._holds(number) else None
-        keeper = self.schedule.placement.keeper(number, self.step)
-        return self.team.broadcast(self._parameter_layouts[number], own, keeper)
+        return self.team.broadcast(self._parameter_layouts[number], own, self._keeper(number))
 
-    def _share_buffers(self) -> None:
-        """Tell every rank the buffers of all workers, each from the rank that computes for the worker next."""
-        first = self.step * self.schedule.micro_batches
-        for stage, buffers in enumerate(self._buffers):
-            for worker, own in enumerate(buffers.of):
-                source = self.schedule.placement.rank_of(first + worker, stage)
-                own.update(self.team.broadcast(Layout.of(own), own, source))
+    def _keeper(self, number: int) -> int:
+        """Return a rank that holds every version of a stage that any rank holds."""
+        held = self._program.held_at(self.step)
+        return max(
+            self.schedule.placement.holders(number),
+            key=lambda rank: sum(value.kind == PARAMETERS and value.stage == number for value in held[rank]),
+        )
 
-    @property
+    def _buffers_of_workers(self, number: int) -> list[Buffers]:
+        """Return all workers' buffers of a stage, each from the rank that computes for it next; for all ranks together."""
+        found: list[Buffers] = []
+        layout = Layout.of(dict(self._stages[number].named_buffers()))
+        for worker in range(self.schedule.sizes.lanes):
+            own = self._executor.values.get(buffers(number, worker))
+            source = self.schedule.placement.rank_of(self.step * self.schedule.micro_batches + worker, number)
+            found.append(dict(self.team.broadcast(layout, own, source)))
+        return found
+
     def trace(self) -> Trace:
-        """What ran in the traced steps: actions, versions, live activation bytes, messages.
+        """Return what ran in the traced steps: actions, versions, live activation bytes, messages.
 
         All ranks must ask for it together; rank 0 gets that of all ranks, others their own.
         """
-        parts = self.team.gather(self._tracer.recorded())
-        return Trace.merged(self.schedule.micro_batches, self.schedule.stages, parts or [self._tracer.recorded()])
+        sizes, recorded = self.schedule.sizes, self._tracer.recorded()
+        parts = self.team.gather(recorded) or [recorded]
+        return Trace.merged(sizes.micro_batches, sizes.lanes, sizes.stages, parts)
 
     @property
     def ledger_reads(self) -> int:
         """Number of reads of parameters that the ledger has compared with the update rule."""
-        return self._ledger.reads
+        return self._executor.ledger.reads
 
     @property
     def max_lead(self) -> int:
         """Training steps by which one rank can at most be ahead of another."""
-        return max(map(max, self.schedule.mode.staleness)) + 4
+        return self.schedule.rule.longest + 4
 
     @property
     def is_tracing(self) -> bool:
@@ -273,7 +304,8 @@ class Engine:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of all parameter versions that are alive on this rank."""
-        return sum(len(state.versions) * state.version_bytes for state in self._states.values())
+        held = (value.stage for value in self._executor.values if value.kind == PARAMETERS)
+        return sum(self._states[stage].version_bytes for stage in held)
 
     @property
     def optimizer_bytes(self) -> int:
@@ -287,13 +319,13 @@ class Engine:
         rank 0 gets it, others an empty one. Its tensors may be the engine's own: save or copy them before going on.
         """
         self._require_drained()
-        self._share_buffers()
-        placement, rank = self.schedule.placement, self.team.rank
+        rank = self.team.rank
+        of_workers = [self._buffers_of_workers(number) for number in range(len(self._stages))]
         parts = self.team.gather(
             {
-                stage: state.state_dict()
-                for stage, state in self._states.items()
-                if self._shards or placement.keeper(stage, self.step) == rank
+                number: state.state_dict(self._versions(number))
+                for number, state in self._states.items()
+                if self._shards or self._keeper(number) == rank
             }
         )
         if rank:
@@ -303,8 +335,13 @@ class Engine:
             stages[number] = shards.join_states([part[number] for part in parts], self._states[number].optimized)
         return {
             "step": self.step,
-            "stages": [{**stages[number], "buffers": buffers.of} for number, buffers in enumerate(self._buffers)],
+            "stages": [{**stages[number], "buffers": each} for number, each in enumerate(of_workers)],
         }
+
+    def _versions(self, number: int) -> dict[int, Version]:
+        """Return the versions of a stage that this rank holds."""
+        held = self._executor.values.items()
+        return {v.index: content for v, content in held if v.kind == PARAMETERS and v.stage == number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on, bitwise, from what `state_dict` returned, on any placement; nothing is traced from there on.
@@ -313,25 +350,36 @@ class Engine:
             ValueError: it is of another model, mode or optimizer; the engine is as it was.
         """
         self._require_drained()
-        step, stages = state["step"], state["stages"]
-        if len(stages) != self.schedule.stages:
-            raise ValueError(f"the checkpoint has {len(stages)} stages, this engine {self.schedule.stages}")
+        step, stages, schedule = state["step"], state["stages"], self.schedule
+        if len(stages) != schedule.stages:
+            raise ValueError(f"the checkpoint has {len(stages)} stages, this engine {schedule.stages}")
         held = {
             number: self._shards[number].cut_state(stages[number], mine.optimized) if self._shards else stages[number]
             for number, mine in self._states.items()
         }
         for number, mine in self._states.items():
-            oldest = max(0, step - self.schedule.mode.oldest(number))
+            oldest = max(0, step - schedule.rule.oldest[number])
             mine.check_state(held[number], set(range(oldest, step + 1)))
-        for buffers, theirs in zip(self._buffers, stages, strict=True):
-            buffers.check_state(theirs["buffers"])
-        for number, mine in self._states.items():
-            kept = self.schedule.placement.versions_kept(self.team.rank, number, step)
-            mine.load_state_dict(held[number], kept)
-        for buffers, theirs in zip(self._buffers, stages, strict=True):
-            buffers.load_state(theirs["buffers"])
+        for stage, theirs in zip(self._stages, stages, strict=True):
+            check_buffers(dict(stage.named_buffers()), theirs["buffers"], schedule.sizes.lanes)
+        self._executor.hold(self._loaded_values(step, held, stages))
         self.step = step
         self._tracer.stop()
+
+    def _loaded_values(self, step: int, held: Mapping[int, Any], stages: Sequence[Any]) -> dict[Value, Any]:
+        """Take over the state of each stage that this rank holds; return the values to go on with."""
+        wanted = self._program.held_at(step).get(self.team.rank, [])
+        found: dict[Value, Any] = {}
+        for number, mine in self._states.items():
+            values = {v.index: v for v in wanted if v.kind == PARAMETERS and v.stage == number}
+            for version, content in mine.load_state_dict(held[number], values).items():
+                found[values[version]] = content
+        for value in wanted:
+            if value.kind != PARAMETERS:
+                theirs = stages[value.stage]["buffers"][value.index]
+                like = self._stages[value.stage].named_buffers()
+                found[value] = {name: theirs[name].to(buffer, copy=True) for name, buffer in like}
+        return found
 
     def _require_drained(self) -> None:
         if self._undrained is not None:

@@ -1,42 +1,58 @@
-"""The second interpreter: runs a rank's program on tensors, action by action. There is no other loop."""
+"""The second interpreter: runs a rank's program on tensors, action by action. There is no other loop.
+
+What an action means stands in the action. The executor waits for the values that it reads, runs it, keeps the values
+that it writes, and drops those that it frees.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
+from torch.autograd.profiler import record_function
 
 from cdp_repro.engine.batches import Feed
 from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version, backward
-from cdp_repro.engine.layouts import VALUE
 from cdp_repro.engine.ledger import Ledger
 from cdp_repro.engine.loan import Loan
 from cdp_repro.engine.losses import Losses
-from cdp_repro.engine.mailbox import Mailbox
-from cdp_repro.engine.parameters import StageState, WorkerBuffers
+from cdp_repro.engine.mailbox import Arrival, Mailbox
+from cdp_repro.engine.messages import VALUE
+from cdp_repro.engine.parameters import StageState
 from cdp_repro.engine.positions import Positions
 from cdp_repro.engine.randomness import seeded
 from cdp_repro.engine.tracing import Tracer
-from cdp_repro.schedule import Action, MessageKey, Op, Payload, Schedule, Slot, consumed, ring_bytes
+from cdp_repro.schedule import Action, Op, RankProgram, Slot, Value
+from cdp_repro.schedule.rings import ring_bytes
+from cdp_repro.schedule.values import (
+    BUFFERS,
+    GRADIENTS,
+    INPUT,
+    LENT_BACKWARD,
+    LENT_FORWARD,
+    OUTPUT_GRADIENT,
+    PARAMETERS,
+    SAVED,
+)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """A training step whose updates are all done."""
+    """A training step whose updates are all done on this rank."""
 
     step: int
     loss_tensor: Tensor
-    """[N]: the mean loss of each worker's micro-batch (with replicas, of all of them). On ranks other than 0 only of
-    the workers whose last stage they compute; nan of others."""
+    """[kN]: the mean loss of each micro-batch, over its replicas. On ranks other than 0 only of the micro-batches whose
+    last stage they compute; nan of others."""
 
     @property
     def losses(self) -> list[float]:
-        """The mean loss of each worker's micro-batch. Waits for the device."""
+        """The mean loss of each micro-batch. Waits for the device."""
         losses: list[float] = self.loss_tensor.tolist()
         return losses
 
@@ -54,297 +70,271 @@ class Settings:
 class Executor:
     """Executes the program of one rank, from a drained state to a drained state.
 
-    Between two actions it holds only what is in flight: for each micro-batch the saved forwards, the output or the
-    gradient that the next stage will read, and gradients on their way to the owner of a stage.
+    `values` are what is there, by name: between two runs the parameter versions and buffers that the rank holds, within
+    a run also saved forwards, inputs, gradients and sums. What a message will bring is there as an `Arrival`.
     """
 
     def __init__(
         self,
-        schedule: Schedule,
-        rank: int,
+        program: RankProgram,
         states: Mapping[int, StageState],
-        buffers: Sequence[WorkerBuffers],
         compute: Sequence[StageCompute],
-        feed: Feed,
         losses: Losses,
         settings: Settings,
-        ledger: Ledger,
         tracer: Tracer,
         positions: Positions,
-        mailbox: Mailbox | None = None,
     ) -> None:
-        """`states` are of the stages that this rank holds; `mailbox` is None on a single device."""
-        self._schedule = schedule
-        self._micro_batches = schedule.micro_batches
-        self._rank = rank
-        self._states = states
-        self._buffers = buffers
-        self._compute = compute
-        self._feed = feed
-        self._losses = losses
-        self._settings = settings
-        self._ledger = ledger
-        self._tracer = tracer
-        self._positions = positions
-        self._mailbox = mailbox
-        self._saved: dict[tuple[int, int], SavedForward] = {}
-        self._outputs: dict[int, Tensor] = {}
-        self._gradients: dict[int, Tensor | None] = {}
-        self._for_owner: dict[tuple[int, int], Gradients] = {}
+        """`states` are of the stages that this rank holds, whole or in part."""
+        schedule = program.schedule
+        self.program = program
+        self.values: dict[Value, Any] = {}
+        self.ledger = Ledger(schedule)
+        self.mailbox: Mailbox | None = None
+        """None until it is known what messages look like, and on a single device."""
+        self._states, self._compute, self._losses = states, compute, losses
+        self._settings, self._tracer, self._positions = settings, tracer, positions
+        self._micro_batches, self._last_stage, self._ranks = schedule.micro_batches, schedule.stages - 1, schedule.ranks
+        self._finishing = program.finishing
+        self._done: Counter[int] = Counter()
+        """By training step: actions of the kind whose last one finishes it on this rank."""
         self._finished: list[StepResult] = []
-        self._last_uses: set[Action] = set()
+        self._versions = [0] * schedule.stages
         self._handlers = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
             Op.ADD: self._add,
             Op.UPDATE: self._update,
-            Op.FREE: self._free,
             Op.SEND: self._send,
             Op.RECEIVE: self._receive,
             Op.COLLECTIVE: self._collective,
         }
 
-    def execute(self, slot: Slot) -> list[StepResult]:
-        """Run the actions of one slot; return the training steps that they complete on this rank."""
-        if slot.actions:
-            self._positions.enter(slot)
-        if self._mailbox is not None:
-            with self._telling(f"waiting, in slot {slot.number}, for what it has sent a training step before"):
-                self._mailbox.enter(slot.number)
-        self._last_uses = _last_uses(slot)
+    def hold(self, values: Mapping[Value, Any]) -> None:
+        """Take over what the rank holds between two runs, in place of what it held."""
+        self.values = dict(values)
+        held = Counter(value.stage for value in values if value.kind == PARAMETERS)
+        self._versions = [held[stage] for stage in range(self._last_stage + 1)]
+
+    def execute(self, slot: Slot, feed: Feed) -> list[StepResult]:
+        """Run the actions of one slot; return the training steps that they finish on this rank."""
+        self._positions.enter(slot)
+        self._feed = feed
+        if self.mailbox is not None:
+            self._telling(f"waiting, in slot {slot.number}, for what it has sent a training step before", self._let_go)
         for action in slot.actions:
-            begin, text = self._tracer.now(), str(action)
-            with self._telling(f"running {text} in slot {slot.number}"), record_function(text):
-                executed = self._handlers[action.op](action)
-            if self._tracer.active:
-                self._tracer.record(slot.number, executed, self._live_versions(), begin)
+            self._telling(action, self._run, action, slot.number)
         finished, self._finished = self._finished, []
         return finished
 
-    def drain(self) -> None:
-        """Take in what waits for the next program (buffers), and wait until all has been sent."""
-        if self._mailbox is None:
-            return
-        with self._telling("draining"):
-            for _, stage, micro_batch, *_ in self._mailbox.announced():
-                assert micro_batch is not None
-                self._receive_buffers(stage, micro_batch)
-            self._mailbox.flush()
-            self._losses.flush()
+    def finish(self) -> None:
+        """End a run: take in what waits for the next one, and wait until all has been sent."""
+        self._telling("draining", self._flush)
 
-    @contextmanager
-    def _telling(self, doing: str) -> Iterator[None]:
-        """Add to an error what this rank was doing, and, if there are others, where all stand."""
+    def _run(self, action: Action, slot: int) -> None:
+        traced = self._tracer.active
+        begin = self._tracer.now() if traced else 0.0
+        with record_function(action.label) if torch.autograd._profiler_enabled() else nullcontext():
+            executed = self._handlers[action.op](action)
+        for value in action.frees:
+            if value not in action.writes:  # buffers are read and written under one name
+                self._drop(value)
+        if traced:
+            self._tracer.record(slot, executed, self._versions, begin)
+
+    def _drop(self, value: Value) -> None:
+        # a handler takes out what it passes on, so that nothing here keeps it alive any longer
+        self.values.pop(value, None)
+        if value.kind == PARAMETERS:
+            self._versions[value.stage] -= 1
+
+    def _telling(self, doing: object, run: Callable[..., None], *arguments: object) -> None:
+        """Run something; add to an error what this rank was doing, and, if there are others, where all stand."""
         try:
-            yield
+            run(*arguments)
         except Exception as error:
-            where = f" on rank {self._rank}; where the ranks stand:\n{self._positions.report()}"
-            error.add_note(f"while {doing}{where if self._mailbox else ''}")
+            what = f"running {doing.label} in slot {arguments[1]}" if isinstance(doing, Action) else doing
+            where = f" on rank {self.program.rank}; where the ranks stand:\n{self._positions.report()}"
+            error.add_note(f"while {what}{where if self._ranks > 1 else ''}")
             raise
 
+    def _let_go(self) -> None:
+        assert self.mailbox is not None
+        self.mailbox.let_go()
+
+    def _flush(self) -> None:
+        for value, content in self.values.items():
+            if isinstance(content, Arrival):
+                self.values[value] = _received(value, content)
+        if self.mailbox is not None:
+            self.mailbox.flush()
+        self._losses.flush()
+
+    def _take(self, value: Value) -> Any:
+        """Return a value, after waiting for the message that brings it; it is taken out until it is written again."""
+        content = self.values.pop(value)
+        return _received(value, content) if isinstance(content, Arrival) else content
+
+    def _read(self, value: Value) -> Any:
+        """Return a value that stays."""
+        content = self.values[value]
+        if isinstance(content, Arrival):
+            content = self.values[value] = _received(value, content)
+        return content
+
     def _forward(self, action: Action) -> Action:
-        micro_batch, stage = _compute_of(action)
-        step, worker = divmod(micro_batch, self._micro_batches)
+        stage, (step, i) = action.stage, divmod(action.micro_batch, self._micro_batches)
+        read = {value.kind: value for value in action.reads}
         batch = self._feed[step]
-        self._receive_buffers(stage, micro_batch - self._micro_batches)
-        inputs = batch.inputs(worker) if stage == 0 else self._input(micro_batch, stage)
-        is_last = stage == self._schedule.stages - 1
-        targets = batch.targets(worker) if is_last else None
-        version, loan = self._read(action)
-        with seeded(self._settings.device, self._settings.seed, step, worker, stage):
+        is_last = stage == self._last_stage
+        inputs = batch.inputs(i) if stage == 0 else self._input(read[INPUT])
+        version, loan = self._parameters(action, read, LENT_FORWARD)
+        buffers = self._take(read[BUFFERS])
+        with seeded(self._settings.device, self._settings.seed, step, i, stage):
             output, saved = self._compute[stage].forward(
-                version, self._buffers[stage].of[worker], inputs, targets, self._tracer.meter, loan
+                version, buffers, inputs, batch.targets(i) if is_last else None, self._tracer.meter, loan
             )
         if loan is not None:
             loan.give_back()
-        self._saved[micro_batch, stage] = saved
-        if is_last:
-            self._losses.enter(step, worker, output)
-            # the mean over workers: each contributes with weight 1/N, so that gradients only need to be added
-            self._gradients[micro_batch] = torch.full_like(output, 1 / self._micro_batches)
-        else:
-            self._outputs[micro_batch] = output.requires_grad_(saved.edge is not None)
-        return self._in_ledger(action, saved)
+        for value in action.writes:
+            if value.kind == SAVED:
+                self.values[value] = saved
+            elif value.kind == BUFFERS:
+                self.values[value] = buffers
+            elif is_last:
+                self._losses.enter(step, i, output)
+                # the mean over micro-batches: each contributes with weight 1/M, so that gradients only need to be added
+                self.values[value] = torch.full_like(output, 1 / self._micro_batches)
+            else:
+                self.values[value] = output.requires_grad_(saved.edge is not None)
+        return self._in_ledger(action, version)
 
     def _backward(self, action: Action) -> Action:
-        micro_batch, stage = _compute_of(action)
-        saved = self._saved.pop((micro_batch, stage))
+        read = {value.kind: value for value in action.reads}
+        saved: SavedForward = self._take(read[SAVED])
         if saved.loan is not None:
-            saved.loan.renew(self._borrowed(action))
-        is_lent = stage in self._schedule.placement.lent
-        sums: Gradients = {} if is_lent else self._states[stage].gradient_sum
-        grad_input = backward(saved, self._output_gradient(micro_batch, stage), sums)
+            version, _ = self._parameters(action, read, LENT_BACKWARD)
+            saved.loan.renew(version.tensors)
+        sums: Gradients = self._take(read[GRADIENTS]) if GRADIENTS in read else {}
+        grad_input = backward(saved, self._take(read[OUTPUT_GRADIENT]), sums)
         if saved.loan is not None:
             saved.loan.give_back()
-        if stage > 0:
-            self._gradients[micro_batch] = grad_input
-        if is_lent:
-            self._for_owner[micro_batch, stage] = sums
-        else:
-            self._close_sum(action)
-        return self._in_ledger(action, saved)
+        for value in action.writes:
+            self.values[value] = sums if value.kind == GRADIENTS else grad_input
+        self._count(action, Op.BACKWARD, action.micro_batch // self._micro_batches)
+        return self._in_ledger(action, saved.version)
 
     def _add(self, action: Action) -> Action:
-        micro_batch, stage = _compute_of(action)
-        own = self._for_owner.pop((micro_batch, stage), None)
-        if own is None:
-            self._states[stage].add_gradients(self._taken(action))
-        else:
-            self._states[stage].add_gradients(own)
-        self._close_sum(action)
+        """Add two sums into the one that is not needed any more; a sum may come in parts."""
+        sums: dict[Value, Gradients] = {}
+        for value in action.reads:
+            content = self._take(value) if value in action.frees else _copied(self._read(value))
+            sums.setdefault(value.whole, {}).update(content)
+        earlier, later = sums.values()
+        for name, gradient in earlier.items():
+            present = later.get(name)
+            later[name] = gradient if present is None else present.add_(gradient)
+        (total,) = action.writes
+        self.values[total] = later
         return action
-
-    def _close_sum(self, action: Action) -> None:
-        if self._schedule.placement.completes_sum(action):
-            assert action.micro_batch is not None
-            self._states[action.stage].close_sum(self._schedule.mode.version_made(action.micro_batch))
 
     def _update(self, action: Action) -> Action:
-        version, state = _version_of(action), self._states[action.stage]
-        self._receive_total(action)
-        factor, keep_total = self._settings.learning_rate_factor(version - 1), action.payload is Payload.TOTAL
-        state.update(factor, keep_total, is_last_use=action in self._last_uses)
-        if all(other.current >= version for other in self._states.values()):
-            self._feed.release(version - 1)
-            self._finished.append(StepResult(version - 1, self._losses.of(version - 1)))
-        return action.at_version(state.current)
+        (before, total), (after,) = action.reads, action.writes
+        version: Version = self._read(before)
+        self.values[after] = self._states[action.stage].update(
+            version,
+            self._read(total),
+            self._settings.learning_rate_factor(version.number),
+            in_place=before in action.frees,
+            gradients_are_ours=total in action.frees,
+        )
+        self._versions[action.stage] += 1
+        self._count(action, Op.UPDATE, action.version - 1)
+        return action._replace(version=self.values[after].number)
 
-    def _free(self, action: Action) -> Action:
-        state, version = self._states[action.stage], _version_of(action)
-        if action.payload is Payload.TOTAL:
-            state.free_total(version)
-        else:
-            state.free(version)
-        return action
+    def _count(self, action: Action, op: Op, step: int) -> None:
+        """Note an action of a step; with the last of those that finish a step on this rank, its result is ready."""
+        if op is not self._finishing[0]:
+            return
+        self._done[step] += 1
+        if self._done[step] == self._finishing[1]:
+            del self._done[step]
+            self._feed.release(step)
+            self._finished.append(StepResult(step, self._losses.of(step)))
 
     def _send(self, action: Action) -> Action:
-        assert self._mailbox is not None
-        size = self._mailbox.send(action, self._payload(action))
+        assert self.mailbox is not None and action.value is not None
+        (read,) = action.reads
+        content = self._take(read) if read in action.frees and read.kind != PARAMETERS else self._read(read)
+        size = self.mailbox.send(action.value, action.peer, _as_message(content), _tag(content))
         if size and self._tracer.active:
             self._tracer.sent(action, size)
         return action
 
-    def _payload(self, action: Action) -> Mapping[str, Tensor]:
-        """Return what a SEND sends; activations and gradients are not kept, unless exchanged."""
-        stage, m = action.stage, action.micro_batch
-        if action.payload is Payload.PARAMETERS:
-            return self._states[stage].read(_version_of(action)).tensors
-        if action.payload is Payload.TOTAL:
-            self._receive_total(action)
-            return self._states[stage].total(_version_of(action)) or {}
-        assert m is not None
-        if action.payload is Payload.ACTIVATIONS:
-            return {VALUE: self._outputs.pop(m)}
-        if action.payload is Payload.INPUT_GRADIENTS:
-            gradient = self._gradients.pop(m)
-            return {} if gradient is None else {VALUE: gradient}
-        if action.payload is Payload.BUFFERS:
-            return self._buffers[stage].of[m % self._micro_batches]
-        if self._schedule.placement.is_exchanged(m, stage):
-            return self._states[stage].gradient_sum
-        return self._gradients_of(m, stage)
-
     def _receive(self, action: Action) -> Action:
-        assert self._mailbox is not None
-        self._mailbox.post(action)
+        assert self.mailbox is not None and action.value is not None
+        self.values[action.value] = self.mailbox.receive(action.value, action.peer)
         return action
 
     def _collective(self, action: Action) -> Action:
-        assert self._mailbox is not None and action.micro_batch is not None
-        if action.payload is Payload.PARAMETERS:
-            brought = self._states[action.stage].read(_version_of(action)).tensors
-        else:
-            brought = self._gradients_of(action.micro_batch, action.stage)
-        size = self._mailbox.join(action, brought)
-        if self._tracer.active and (sent := ring_bytes(action, size, self._schedule.ranks)):
+        assert self.mailbox is not None and action.value is not None
+        (read,) = action.reads
+        content = self._take(read) if read in action.frees and read.kind != PARAMETERS else self._read(read)
+        self.values[action.value], size = self.mailbox.join(action.value, _as_message(content), _tag(content))
+        if self._tracer.active and (sent := ring_bytes(action, size, self._ranks)):
             self._tracer.sent(action, sent)
         return action
 
-    def _gradients_of(self, micro_batch: int, stage: int) -> Gradients:
-        """Return the gradients of a micro-batch, or the sum up to it, which are not kept."""
-        if stage in self._schedule.placement.lent:
-            return self._for_owner.pop((micro_batch, stage))
-        return self._states[stage].take_sum()
+    def _input(self, value: Value) -> Tensor:
+        """Return the input of a stage, made here or received."""
+        content = self.values.pop(value)
+        if not isinstance(content, Arrival):
+            return content
+        assert self.mailbox is not None
+        received: Tensor = _received(value, content)
+        return received.requires_grad_(self.mailbox.requires_grad(value))
 
-    def _take(self, key: MessageKey) -> dict[str, Tensor] | None:
-        return None if self._mailbox is None else self._mailbox.take(key)
-
-    def _taken(self, action: Action) -> dict[str, Tensor]:
-        """Return what an ADD waits for, all parts of it; what has no bytes was never sent."""
-        taken: dict[str, Tensor] = {}
-        for key in consumed(action, self._micro_batches):
-            taken |= self._take(key) or {}
-        return taken
-
-    def _input(self, micro_batch: int, stage: int) -> Tensor:
-        """Return the output of the stage before, made here or received."""
-        if micro_batch in self._outputs:
-            return self._outputs.pop(micro_batch)
-        assert self._mailbox is not None
-        received = self._take((Payload.ACTIVATIONS, stage - 1, micro_batch, None, None))
-        assert received is not None, "the program of a validated schedule has sent it"
-        return received[VALUE].requires_grad_(self._mailbox.requires_grad(stage - 1))
-
-    def _output_gradient(self, micro_batch: int, stage: int) -> Tensor | None:
-        """Return the gradient of the stage's output, made here or received; None if there is none."""
-        if micro_batch in self._gradients:
-            return self._gradients.pop(micro_batch)
-        received = self._take((Payload.INPUT_GRADIENTS, stage + 1, micro_batch, None, None))
-        return None if received is None else received[VALUE]
-
-    def _receive_buffers(self, stage: int, micro_batch: int) -> None:
-        """Take over a worker's buffers after `micro_batch`, if another rank has sent them."""
-        received = self._take((Payload.BUFFERS, stage, micro_batch, None, None))
-        if received is not None:
-            own = self._buffers[stage].of[micro_batch % self._micro_batches]
-            own.update((name, tensor.clone()) for name, tensor in received.items())  # not as parts of one buffer
-
-    def _receive_total(self, action: Action) -> None:
-        """Keep the total that `action` needs, if it is not here yet."""
-        state, version = self._states[action.stage], _version_of(action)
-        if state.total(version) is None:
-            state.keep_total(version, self._take((Payload.TOTAL, action.stage, None, version, None)) or {})
-
-    def _read(self, action: Action) -> tuple[Version, Loan | None]:
-        """Return the parameters that a forward reads: the rank's own, or what was brought to it."""
-        stage = action.stage
-        if not self._schedule.placement.borrows(self._rank, stage):
-            return self._states[stage].read(_version_of(action)), None
-        tensors = self._borrowed(action)
-        for name, requires_grad in self._compute[stage].parameters:
+    def _parameters(self, action: Action, read: Mapping[str, Value], lent: str) -> tuple[Version, Loan | None]:
+        """Return the parameters that a forward or backward reads: the rank's own, or a copy that is lent to it."""
+        if lent not in read:
+            version: Version = self._read(read[PARAMETERS])
+            return version, None
+        tensors, came = self._take(read[lent])
+        for name, requires_grad in self._compute[action.stage].parameters:
             tensors[name].requires_grad_(requires_grad)
-        return Version(_version_of(action), tensors), Loan(tensors)
+        number = action.version if came is None else came  # parameters without values do not travel
+        self.ledger.check(action, number)
+        return Version(number, tensors), Loan(tensors)
 
-    def _borrowed(self, action: Action) -> dict[str, Tensor]:
-        return self._take((Payload.PARAMETERS, action.stage, action.micro_batch, action.version, None)) or {}
-
-    def _live_versions(self) -> list[int]:
-        stages = range(self._schedule.stages)
-        return [len(self._states[stage].versions) if stage in self._states else 0 for stage in stages]
-
-    def _in_ledger(self, action: Action, saved: SavedForward) -> Action:
+    def _in_ledger(self, action: Action, version: Version) -> Action:
         """Enter the version that was really used in the ledger; return the action as it was executed."""
-        micro_batch, stage = _compute_of(action)
-        step, worker = divmod(micro_batch, self._micro_batches)
-        self._ledger.record(action.op, step, worker, stage, saved.version.number)
-        return action.at_version(saved.version.number)
+        self.ledger.record(action, version.number)
+        return action._replace(version=version.number)
 
 
-def _last_uses(slot: Slot) -> set[Action]:
-    """Return the updates right after which the program frees the version that they start from."""
-    return {
-        update
-        for update, free in pairwise(slot.actions)
-        if update.op is Op.UPDATE and free.op is Op.FREE and free.payload is None and update.stage == free.stage
-        and free.version == _version_of(update) - 1
-    }  # fmt: skip
+def _received(value: Value, arrival: Arrival) -> Any:
+    """Return what a message has brought, as a value is kept."""
+    tensors, number = arrival.wait()
+    if value.kind in (INPUT, OUTPUT_GRADIENT):
+        return tensors.get(VALUE)
+    if value.kind == BUFFERS:
+        return {name: tensor.clone() for name, tensor in tensors.items()}  # not as parts of one buffer
+    return (tensors, number) if value.kind in (LENT_FORWARD, LENT_BACKWARD) else tensors
 
 
-def _compute_of(action: Action) -> tuple[int, int]:
-    assert action.micro_batch is not None
-    return action.micro_batch, action.stage
+def _as_message(content: Any) -> Mapping[str, Tensor]:
+    """Return the tensors of a value by name."""
+    if isinstance(content, Version):
+        return content.tensors
+    if content is None:
+        return {}
+    return {VALUE: content} if isinstance(content, Tensor) else content
 
 
-def _version_of(action: Action) -> int:
-    assert action.version is not None
-    return action.version
+def _tag(content: Any) -> int:
+    """Return the version that travels with parameters; 0 with other values."""
+    return content.number if isinstance(content, Version) else 0
+
+
+def _copied(gradients: Gradients) -> Gradients:
+    return {name: gradient.clone() for name, gradient in gradients.items()}
+

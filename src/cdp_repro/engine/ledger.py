@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cdp_repro.schedule.actions import Op
-from cdp_repro.schedule.rules import Mode
+from cdp_repro.schedule import Action, Schedule
 
 
 class LedgerError(RuntimeError):
@@ -11,19 +10,24 @@ class LedgerError(RuntimeError):
 
 
 class Ledger:
-    """Compares each read with d(i, j) as given, independently of the passes that wrote the program."""
+    """Compares each read with the rule's staleness, independently of the passes that wrote the program."""
 
-    def __init__(self, mode: Mode) -> None:
-        self._mode = mode
+    def __init__(self, schedule: Schedule) -> None:
+        self._sizes = schedule.sizes
+        self._staleness = schedule.rule.matrix
         self.reads = 0
 
-    def record(self, op: Op, step: int, worker: int, stage: int, version: int) -> None:
-        """Record that `op` of (step, worker, stage) used `version`, as tagged by the update that made it."""
-        delay = self._mode.staleness[worker][stage]
-        expected = max(0, step - delay)
-        if version != expected:
-            raise LedgerError(
-                f"{op.name.lower()} of stage {stage} by worker {worker} in step {step} used version {version}; "
-                f"its staleness {delay} asks for version {expected}"
-            )
+    def record(self, action: Action, version: int) -> None:
+        """Record that a forward or backward used `version`, as tagged by the update that made it."""
+        self.check(action, version)
         self.reads += 1
+
+    def check(self, action: Action, version: int) -> None:
+        """Raise LedgerError unless `version` is the one that the rule asks for."""
+        step, i = divmod(action.micro_batch, self._sizes.micro_batches)
+        delay = self._staleness[i // self._sizes.replicas][action.stage]
+        if version != max(0, step - delay):
+            raise LedgerError(
+                f"{action.op.name.lower()} of stage {action.stage} by worker {i} in step {step} used version {version}; "
+                f"its staleness {delay} asks for version {max(0, step - delay)}"
+            )

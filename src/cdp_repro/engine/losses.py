@@ -27,7 +27,7 @@ class Losses:
         self._group = group
         self._known: dict[int, dict[int, Tensor]] = {}
         self._outgoing = Outgoing()
-        self._lag = max(map(max, schedule.mode.staleness)) + 1
+        self._lag = schedule.rule.longest + 1
         """Finished steps after which rank 0 has come to the losses of a step, in any mode: it updates the later, the
         older the parameters are that it reads."""
 
@@ -43,7 +43,7 @@ class Losses:
         self._outgoing.flush()
 
     def of(self, step: int) -> Tensor:
-        """Return the losses of the workers, [N], in a step that is finished; rank 0 waits for all."""
+        """Return the losses of the micro-batches, [kN], of a step that is finished; rank 0 waits for all."""
         self._outgoing.let_go(before=step - self._lag)
         known = self._known.pop(step, {})
         if self._rank == 0:
@@ -51,7 +51,7 @@ class Losses:
         like = next(iter(known.values()), torch.zeros(()))
         missing = torch.full_like(like, torch.nan)
         losses = torch.stack([known.get(worker, missing).to(like) for worker in range(self._schedule.micro_batches)])
-        return losses.view(-1, self._schedule.mode.replicas).mean(1)
+        return losses.view(-1, self._schedule.sizes.replicas).mean(1)
 
     def _elsewhere(self, step: int) -> list[tuple[int, int]]:
         """Return (worker, rank) of each loss of a step that another rank computes, in the order they are sent."""

@@ -1,154 +1,182 @@
 """Messages between ranks: sends that do not block, and receives that are posted before they are needed.
 
-And collectives of all ranks, which do not block either: their result is a message to each of them.
+And collectives of all ranks, which do not block either: what they make arrives on each rank like a message.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdp_repro.engine.layouts import Layout, StageLayouts
+from cdp_repro.engine.messages import Layouts
 from cdp_repro.engine.shards import Shards, Views
 from cdp_repro.engine.transfers import Outgoing, Transfer
-from cdp_repro.schedule import Action, MessageKey, Payload, part_of, result_of
+from cdp_repro.schedule import Value
+from cdp_repro.schedule.parts import part_of
+from cdp_repro.schedule.transport import Communicator, Edge
+from cdp_repro.schedule.values import LENT_BACKWARD, LENT_FORWARD
+
+TAG_BYTES = 16
+"""In front of lent parameters: the version that travels with them. Reported bytes are those of the parameters alone."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a message or collective will bring; a value of 0 bytes is there at once, as it is never sent."""
+
+    transfer: Transfer | None
+    buffer: Tensor
+    views: Views
+    tag: Tensor | None = None
+    """The version that comes with parameters; None if nothing comes, and so none can be wrong."""
+
+    def wait(self) -> tuple[dict[str, Tensor], int | None]:
+        """Wait for it; return its tensors by name, and the version that came with parameters, else None."""
+        if self.transfer is not None:
+            self.transfer.wait()
+        return self.views(self.buffer), None if self.tag is None else int(self.tag.view(torch.int64)[0])
 
 
 class Mailbox:
-    """One rank's sends and receives. Between two ranks, messages arrive in the order in which they were sent.
-
-    A message without bytes (gradients of a stage without parameters) is neither sent nor awaited.
-    """
+    """One rank's sends and receives. Between two ranks, messages arrive in the order in which they were sent."""
 
     def __init__(
-        self, layouts: Sequence[StageLayouts], shards: Sequence[Shards], micro_batches: int, device: torch.device
+        self,
+        layouts: Layouts,
+        shards: Sequence[Shards],
+        groups: Mapping[Edge, dist.ProcessGroup],
+        device: torch.device,
+        kept_slots: int,
     ) -> None:
-        """`shards` are of each stage, if stages are sharded; `micro_batches` is M, those of a training step."""
-        self._layouts = layouts
-        self._shards = shards
-        self._slot = 0
-        self._micro_batches = micro_batches
-        self._device = device
-        self._rank = dist.get_rank()
-        self._groups = directions(device)
-        self._expected: dict[MessageKey, deque[tuple[Transfer, Views]]] = defaultdict(deque)
-        self._outgoing = Outgoing()
-        self._leaving: dict[MessageKey, Tensor] = {}
-        """What is being sent in parts, until the last has begun."""
-        self._arriving: dict[MessageKey, Tensor] = {}
-        """Where what is sent in parts arrives, until the last has been announced."""
+        """`shards` are of each stage, if stages are sharded.
 
-    def enter(self, slot: int) -> None:
+        What was sent is kept for `kept_slots` slots: by then its receiver must have come to the message.
+        """
+        self._layouts, self._shards, self._groups, self._device = layouts, shards, groups, device
+        self._rank = dist.get_rank()
+        self._kept_slots = kept_slots
+        self._slot = 0
+        self._outgoing = Outgoing()
+        self._leaving: dict[Value, tuple[Tensor, set[int]]] = {}
+        """What is being sent in parts: its buffer, and the parts that have not begun."""
+        self._arriving: dict[Value, tuple[Tensor, set[int]]] = {}
+        """The same of what arrives in parts."""
+
+    def let_go(self) -> None:
         """Begin a slot: let go of what was sent a training step ago or earlier.
 
         That does not block unless another rank is as far behind. No ranks can so wait for each other: the one that is
         furthest behind has all that it needs under way.
         """
-        self._slot = slot
-        self._outgoing.let_go(before=slot - 2 * len(self._layouts))
-
-    def send(self, action: Action, tensors: Mapping[str, Tensor]) -> int:
-        """Start to send copies of `tensors`, the payload of a SEND, or a part of them; return the bytes of that.
-
-        The first part copies for all.
-        """
-        message = _whole(action)
-        if action.part in (None, 1):
-            self._leaving[message] = self._layout(message).pack(tensors, self._device)
-        buffer = _part_of(self._leaving, action)
-        if len(buffer):
-            group = self._groups[action.peer > self._rank]  # type: ignore[operator]  # messages have a peer
-            self._outgoing.append(Transfer.of(buffer, dist.isend(buffer, action.peer, group=group)), self._slot)
-        return len(buffer)
-
-    def post(self, action: Action) -> None:
-        """Get ready to receive the message of a RECEIVE, or a part of it; the first brings the tensors of all."""
-        message, is_first = _whole(action), action.part in (None, 1)
-        layout = self._layout(message)
-        if is_first:
-            self._arriving[message] = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
-        everything = self._arriving[message]
-        buffer = _part_of(self._arriving, action)
-        if len(buffer):
-            group = self._groups[action.peer < self._rank]  # type: ignore[operator]  # messages have a peer
-            received = Transfer.of(buffer, dist.irecv(buffer, action.peer, group=group))
-            self._expected[action.message].append((received, lambda _: layout.views(everything) if is_first else {}))
-
-    def join(self, action: Action, tensors: Mapping[str, Tensor]) -> int:
-        """Start this rank's part in a COLLECTIVE, to which it brings copies of `tensors`; return the bytes of all."""
-        layout = self._layout(action.message)
-        if not layout.nbytes:
-            return 0
-        if action.payload is Payload.PARAMETERS:
-            started = self._shards[action.stage].gather(tensors)
-        elif action.payload is Payload.GRADIENTS:
-            layout.check(tensors)
-            started = self._shards[action.stage].reduce(tensors)
-        else:
-            buffer = layout.pack(tensors, self._device)
-            works = (dist.all_reduce(values, async_op=True) for values in layout.values(buffer))
-            started = Transfer.of(buffer, *works), layout.views
-        self._expected[result_of(action, self._micro_batches)].append(started)
-        return layout.nbytes
-
-    def take(self, key: MessageKey) -> dict[str, Tensor] | None:
-        """Wait for what a RECEIVE or a COLLECTIVE has announced; return its tensors by name, or None without one."""
-        if not self._expected.get(key):
-            return None
-        transfer, views = self._expected[key].popleft()
-        if not self._expected[key]:
-            del self._expected[key]
-        return views(transfer.wait())
-
-    def announced(self) -> list[MessageKey]:
-        """Return what was announced and not taken yet."""
-        return [*self._expected]
+        self._slot += 1
+        self._outgoing.let_go(before=self._slot - self._kept_slots)
 
     def flush(self) -> None:
         """Wait until everything has been sent."""
         self._outgoing.flush()
 
-    def requires_grad(self, stage: int) -> bool:
-        """Whether the activations that `stage` sends take a gradient."""
-        return self._layouts[stage].output_requires_grad
+    def send(self, value: Value, peer: int, tensors: Mapping[str, Tensor], version: int) -> int:
+        """Start to send a copy of `tensors`, or of a part of them; return the bytes without a tag.
 
-    def _layout(self, key: MessageKey) -> Layout:
-        return self._layouts[key[1]].by_payload[key[0]]
+        The first part copies for all.
+        """
+        if value.whole not in self._leaving:
+            self._leaving[value.whole] = self._packed(value, tensors, version), {*range(1, value.parts + 1)}
+        buffer = _part(self._leaving, value)
+        if len(buffer):
+            group = self._groups[self._rank, peer]
+            self._outgoing.append(Transfer.of(buffer, dist.isend(buffer, peer, group=group)), self._slot)
+        return len(buffer) - self._tag_bytes(value)
 
+    def receive(self, value: Value, peer: int) -> Arrival:
+        """Get ready for a message, or for a part of one; the first part brings the tensors of all."""
+        layout, tag_bytes = self._layouts.of(value), self._tag_bytes(value)
+        is_first = value.whole not in self._arriving
+        if is_first:
+            whole = torch.empty(tag_bytes + layout.nbytes, dtype=torch.uint8, device=self._device)
+            self._arriving[value.whole] = whole, {*range(1, value.parts + 1)}
+        everything = self._arriving[value.whole][0]
+        buffer = _part(self._arriving, value)
+        transfer = None
+        if len(buffer):
+            transfer = Transfer.of(buffer, dist.irecv(buffer, peer, group=self._groups[peer, self._rank]))
+        return Arrival(
+            transfer,
+            everything,
+            lambda received: layout.views(received[tag_bytes:]) if is_first else {},
+            everything[:tag_bytes] if tag_bytes else None,
+        )
 
-def _whole(action: Action) -> MessageKey:
-    """Return the message that the one of `action` is, or is a part of."""
-    payload, stage, micro_batch, version, _ = action.message
-    return payload, stage, micro_batch, version, None
+    def join(self, value: Value, tensors: Mapping[str, Tensor], version: int) -> tuple[Arrival, int]:
+        """Start this rank's part in the collective that makes `value`, with copies of `tensors`.
 
+        Returns what it will bring, and the bytes of the whole.
+        """
+        layout = self._layouts.of(value)
+        if not layout.nbytes:
+            return Arrival(None, torch.empty(0, dtype=torch.uint8, device=self._device), layout.views), 0
+        if value.kind in (LENT_FORWARD, LENT_BACKWARD):
+            transfer, views = self._shards[value.stage].gather(tensors)
+            tag = torch.tensor([version], dtype=torch.int64, device=self._device)
+            return Arrival(transfer, transfer.buffer, views, tag), layout.nbytes
+        layout.check(tensors)
+        if value.parts > 1:
+            transfer, views = self._shards[value.stage].reduce(tensors)
+            return Arrival(transfer, transfer.buffer, views), layout.nbytes
+        buffer = layout.pack(tensors, self._device)
+        works = [dist.all_reduce(values, async_op=True) for values in layout.values(buffer)]
+        return Arrival(Transfer.of(buffer, *works), buffer, layout.views), layout.nbytes
 
-def _part_of(buffers: dict[MessageKey, Tensor], action: Action) -> Tensor:
-    """Return the part of its message's buffer that `action` names; the last takes the buffer out."""
-    message = _whole(action)
-    buffer = buffers[message]
-    if action.part in (None, action.parts):
-        del buffers[message]
-    if action.part is None:
+    def requires_grad(self, value: Value) -> bool:
+        """Whether a received input takes a gradient."""
+        return self._layouts.stages[value.stage - 1].output_requires_grad
+
+    def _packed(self, value: Value, tensors: Mapping[str, Tensor], version: int) -> Tensor:
+        """Return a new buffer with copies of the tensors, and the version of lent parameters in front of them."""
+        tag_bytes = self._tag_bytes(value)
+        buffer = self._layouts.of(value).pack(tensors, self._device, tag_bytes)
+        if tag_bytes:
+            buffer[:tag_bytes].view(torch.int64).fill_(version)
         return buffer
-    inside = part_of(len(buffer), action.part, action.parts)
+
+    def _tag_bytes(self, value: Value) -> int:
+        is_lent = value.kind in (LENT_FORWARD, LENT_BACKWARD)
+        return TAG_BYTES if is_lent and self._layouts.of(value).nbytes else 0
+
+
+def _part(buffers: dict[Value, tuple[Tensor, set[int]]], value: Value) -> Tensor:
+    """Return the part of its message's buffer that a value names; the last part takes the buffer out."""
+    buffer, missing = buffers[value.whole]
+    missing.discard(value.part or 1)
+    if not missing:
+        del buffers[value.whole]
+    if value.parts == 1:
+        return buffer
+    inside = part_of(len(buffer), value.part, value.parts)
     return buffer[inside.start : inside.stop]
 
 
-def directions(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the groups for messages to lower and to higher ranks, which wait as long as the world's group does.
+def connect(communicators: Sequence[Communicator], device: torch.device) -> dict[Edge, dist.ProcessGroup]:
+    """Make the process groups of a program; return the group of each edge. All ranks must call it together.
 
-    One group moves the messages between two ranks one after the other, whatever their direction: with NCCL two could
-    wait for each other, with gloo both directions together get the bandwidth of one. NCCL is told the device, or the
-    first message between two ranks would wait in each for the other's.
+    On gloo, edges in one direction share a group of all ranks: it has no order between messages of different pairs, and
+    with one group both directions together would get the bandwidth of one. On NCCL each communicator is eager, a group
+    that is told its device: else two ranks build it at their first message, and each waits there for the other.
     """
     world = dist.group.WORLD
     assert world is not None, "the engine has checked that there is one"
     timeout = world._get_backend(device).options._timeout  # a new group would wait for 30 minutes
     gpu = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None
-    down, up = (dist.new_group(timeout=timeout, device_id=gpu) for _ in range(2))
-    assert isinstance(down, dist.ProcessGroup) and isinstance(up, dist.ProcessGroup), "every rank is a member"
-    return down, up
+    found: dict[Edge, dist.ProcessGroup] = {}
+    for edges in communicators:
+        members = sorted({rank for edge in edges for rank in edge})
+        group = dist.new_group(
+            members if gpu else None, timeout=timeout, device_id=gpu if dist.get_rank() in members else None
+        )
+        if isinstance(group, dist.ProcessGroup):
+            found |= dict.fromkeys(edges, group)
+    return found

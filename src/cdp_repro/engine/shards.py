@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cdp_repro.engine.layouts import Layout, TensorLayout
+from cdp_repro.engine.messages import Layout, TensorLayout
 from cdp_repro.engine.parameters import OptimizerFactory, check_same_tensors
 from cdp_repro.engine.transfers import Transfer
-from cdp_repro.schedule import part_bytes
+from cdp_repro.schedule.parts import part_bytes
 
 State = dict[str, Any]
 Views = Callable[[Tensor], dict[str, Tensor]]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from cdp_repro.engine.layouts import Layout
+from cdp_repro.engine.messages import Layout
 
 T = TypeVar("T")
 _CLOCK_TAG = 2
@@ -96,6 +96,14 @@ class Team:
         dist.recv(now, 0, group=self.control, tag=_CLOCK_TAG)
         end = time.perf_counter()
         return end - begin, now.item() - (begin + end) / 2
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long a rank waits for another."""
+        world = dist.group.WORLD
+        assert world is not None, "asked only where there are several ranks"
+        seconds: float = world._get_backend(self._device).options._timeout.total_seconds()
+        return seconds
 
     @property
     def store(self) -> Store:

@@ -9,7 +9,8 @@ import torch
 
 from cdp_repro.engine.memory import ActivationMeter
 from cdp_repro.engine.team import Team
-from cdp_repro.schedule import Action, Message, Schedule, Slot, SlotRecord, TraceRecorder
+from cdp_repro.schedule import Action, Schedule, Slot
+from cdp_repro.trace import Message, SlotRecord, TraceRecorder
 
 
 class Tracer:
@@ -19,7 +20,7 @@ class Tracer:
         self._schedule = schedule
         self._device = device
         self._end_step = steps
-        self._recorder = TraceRecorder(team.rank, schedule.ranks, schedule.stages)
+        self._recorder = TraceRecorder(team.rank, schedule.ranks, schedule.micro_batches)
         self._meter = ActivationMeter()
         self._origin = team.share(time.perf_counter()) - team.clock_offset() if steps > 0 else 0.0
         self.active = steps > 0
@@ -33,11 +34,14 @@ class Tracer:
         """Record nothing from here on."""
         self.active = False
 
+    def begin_run(self, first_slot: int, first_step: int) -> None:
+        """Begin a run: nothing is recorded from the slot on in which the first step beyond the traced ones begins."""
+        self._end_slot = first_slot + (self._end_step - first_step) * self._schedule.slots_per_step
+
     def enter(self, slot: Slot) -> None:
-        """Begin a slot; stop at the first that computes a step beyond the traced ones."""
+        """Begin a slot."""
         self._slot = slot.number
-        micro_batches = [action.micro_batch for action in slot.actions if action.op.is_compute]
-        if any(m is not None and m // self._schedule.micro_batches >= self._end_step for m in micro_batches):
+        if slot.number >= self._end_slot:
             self.stop()
 
     def now(self) -> float:

@@ -1,22 +1,36 @@
 """Schedules as data: pure Python, no torch.
 
-`generators` write which worker computes what in which slot; a `placement` says on which rank, and who owns what;
-`passes`, `communication`, `collectives`, `updates` and `pacing` add versions, messages, updates and frees; `validation`
-proves the result; `Schedule` chains them into one lazy program per rank, which `simulate` interprets with costs and
-the engine's executor interprets with tensors.
+A `Schedule` is the choice of a timeline, a rule and a placement; its `Program` is what all ranks do, checked:
+
+    timelines/      which micro-batch computes which stage in which slot
+    rules           which version of the parameters it reads
+    placements      on which rank, and who holds the state
+    passes/         messages, lent parameters, last reads
+    summation/      one way to sum gradients a file
+    generate        the passes in their order: a run, written out
+    check, meaning  what must hold of every run
+    transport       edges, communicators, and NCCL's order
+    program         fill, period and drain; the part of one rank
+    text            a program as a file
 """
 
-from cdp_repro.schedule.actions import Action, MessageKey, Op, Payload, Slot, consumed, result_of
-from cdp_repro.schedule.collectives import next_in_ring, ring_bytes
-from cdp_repro.schedule.costs import StageCosts
-from cdp_repro.schedule.parts import part_bytes, part_of
-from cdp_repro.schedule.placement import PLACEMENTS, Placement
-from cdp_repro.schedule.rules import MODES, Mode, resolve_mode
-from cdp_repro.schedule.schedule import COLLECTIVE_PLACEMENTS, PIPELINE_SCHEDULES, SLOT_ORDERS, Schedule
-from cdp_repro.schedule.simulate import simulate, simulate_slots
-from cdp_repro.schedule.totals import Live, SlotTotals, simulate_totals
-from cdp_repro.schedule.trace import Message, SlotRecord, Trace, TraceRecorder
-from cdp_repro.schedule.validation import ScheduleError
+from cdp_repro.schedule.actions import Action, Op, Slot
+from cdp_repro.schedule.check import ScheduleError
+from cdp_repro.schedule.program import Program, RankProgram
+from cdp_repro.schedule.schedule import (
+    COLLECTIVE_PLACEMENTS,
+    MODES,
+    PIPELINE_SCHEDULES,
+    PLACEMENTS,
+    SLOT_ORDERS,
+    TIMELINES,
+    Schedule,
+    Spec,
+    add_mode,
+    add_placement,
+    add_timeline,
+)
+from cdp_repro.schedule.values import Value
 
 __all__ = [
     "COLLECTIVE_PLACEMENTS",
@@ -24,30 +38,17 @@ __all__ = [
     "PIPELINE_SCHEDULES",
     "PLACEMENTS",
     "SLOT_ORDERS",
+    "TIMELINES",
     "Action",
-    "Live",
-    "Message",
-    "MessageKey",
-    "Mode",
     "Op",
-    "Payload",
-    "Placement",
+    "Program",
+    "RankProgram",
     "Schedule",
     "ScheduleError",
     "Slot",
-    "SlotRecord",
-    "SlotTotals",
-    "StageCosts",
-    "Trace",
-    "TraceRecorder",
-    "consumed",
-    "next_in_ring",
-    "part_bytes",
-    "part_of",
-    "resolve_mode",
-    "result_of",
-    "ring_bytes",
-    "simulate",
-    "simulate_slots",
-    "simulate_totals",
+    "Spec",
+    "Value",
+    "add_mode",
+    "add_placement",
+    "add_timeline",
 ]

@@ -1,131 +1,117 @@
-"""Update rules: a mode names a timeline and the staleness d(i, j) of every worker and stage."""
+"""Rules: which version of a stage's parameters a micro-batch reads."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
-Staleness = tuple[tuple[int, ...], ...]
+from cdp_repro.schedule.sizes import Sizes
 
 
 @dataclass(frozen=True)
-class Mode:
-    """A timeline and its update rule.
+class Rule(ABC):
+    """Micro-batch i of training step t reads stage j at version max(0, t - staleness(i, j)), forward and backward.
 
-    Worker i of training step t reads stage j at version max(0, t - staleness[i][j]) in its forward and in its
-    backward; the update is theta[t+1, j] = optimizer(theta[t, j], mean over i of worker i's gradients).
+    A subclass gives `staleness`. As for timelines, i counts the k N micro-batches of a step without replicas, all of
+    which read the same.
     """
 
-    name: str
-    timeline: str
-    """`simultaneous` (all workers run the same stage in the same slot), `sequential` (one worker after the other),
-    `cyclic` (uniformly delayed), or `gpipe` or `one_f_one_b` (one stage after the other, with a flush at the end of
-    each training step)."""
-    staleness: Staleness
-    """Row i is worker i, column j is stage j; with replicas, each worker has one row for each of them."""
-    replicas: int = 1
-    """R: micro-batches that a worker's share is split into, which run in the same slots on R devices."""
+    sizes: Sizes
+    name: ClassVar[str]
+
+    @abstractmethod
+    def staleness(self, i: int, j: int) -> int:
+        """Return how many training steps old the version is that micro-batch i reads of stage j."""
 
     @cached_property
-    def micro_batches(self) -> int:
-        """M = N * R: micro-batches in a training step."""
-        return len(self.staleness)
-
-    @cached_property
-    def workers(self) -> int:
-        """N."""
-        return self.micro_batches // self.replicas
-
-    @cached_property
-    def stages(self) -> int:
-        """S."""
-        return len(self.staleness[0])
-
-    @property
-    def slots_per_step(self) -> int:
-        """Slots from the start of one training step to that of the next."""
-        if self.timeline in ("simultaneous", "cyclic"):
-            return 2 * self.stages
-        if self.timeline == "sequential":
-            return 2 * self.stages * self.workers
-        return 2 * (self.workers + self.stages - 1)
-
-    def version_read(self, micro_batch: int, stage: int) -> int:
-        """Return the version of `stage` that the rule asks for on a micro-batch."""
-        step, row = divmod(micro_batch, self.micro_batches)
-        return max(0, step - self.staleness[row][stage])
-
-    def version_made(self, micro_batch: int) -> int:
-        """Return the version that is made from the gradients of the micro-batch's training step."""
-        return micro_batch // self.micro_batches + 1
-
-    def oldest(self, stage: int) -> int:
-        """Return the largest staleness that any worker has on `stage`, in training steps."""
-        return self._oldest[stage]
-
-    @cached_property
-    def _oldest(self) -> tuple[int, ...]:
-        return tuple(map(max, zip(*self.staleness, strict=True)))
-
-
-def _constant(delay: int) -> Callable[[int, int], Staleness]:
-    return lambda workers, stages: ((delay,) * stages,) * workers
-
-
-def _freshest_cyclic(workers: int, stages: int) -> Staleness:
-    """CDP-v2: fresh wherever the cyclic timeline can serve it, i.e. where c*i + j >= c*(N-1), with S = c*N."""
-    per_worker = stages // workers
-    return tuple(
-        tuple(0 if per_worker * worker + stage >= per_worker * (workers - 1) else 1 for stage in range(stages))
-        for worker in range(workers)
-    )
-
-
-MODES: dict[str, tuple[str, Callable[[int, int], Staleness]]] = {
-    "dp": ("simultaneous", _constant(0)),
-    "cdp_v1": ("cyclic", _constant(1)),
-    "cdp_v2": ("cyclic", _freshest_cyclic),
-    "accumulation": ("sequential", _constant(0)),
-}
-"""All modes, the paper's first: name -> (timeline, rule)."""
-
-
-def resolve_mode(mode: str | Sequence[Sequence[int]], workers: int, stages: int, replicas: int = 1) -> Mode:
-    """Return the mode that a name or a staleness matrix stands for.
-
-    A matrix has one row a worker and one column a stage, runs on the cyclic timeline, and may hold any
-    non-negative integers that this timeline can serve (validation decides which).
-
-    Raises:
-        ValueError: an unknown name, or a matrix of another shape or with entries that are not integers >= 0.
-    """
-    name = mode if isinstance(mode, str) else "matrix"
-    if isinstance(mode, str):
-        if mode not in MODES:
-            nearest = difflib.get_close_matches(mode, MODES, n=1, cutoff=0.3)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"unknown mode {mode!r}: choose {', '.join(MODES)} or give a staleness matrix{hint}")
-        timeline, rule = MODES[mode]
-        staleness = rule(workers, stages)
-    else:
-        timeline, staleness = "cyclic", _checked_matrix(mode, workers, stages)
-    return Mode(name, timeline, tuple(row for row in staleness for _ in range(replicas)), replicas)
-
-
-def _checked_matrix(matrix: Sequence[Sequence[int]], workers: int, stages: int) -> Staleness:
-    shape = [len(row) if isinstance(row, Sequence) else "no list" for row in matrix]
-    if shape != [stages] * workers:
-        raise ValueError(
-            f"the staleness matrix needs {workers} rows (workers) of {stages} entries (stages); "
-            f"got {len(shape)} rows of {shape} entries; one that works: {[[1] * stages] * workers}"
+    def matrix(self) -> tuple[tuple[int, ...], ...]:
+        """The staleness of all: a row for each of the k N micro-batches, a column for each stage."""
+        return tuple(
+            tuple(self.staleness(i, j) for j in range(self.sizes.stages)) for i in range(self.sizes.turns)
         )
-    for worker, row in enumerate(matrix):
-        for stage, delay in enumerate(row):
-            if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
-                raise ValueError(
-                    f"staleness of worker {worker} on stage {stage} is {delay!r}: "
-                    "it must be an integer number of training steps, 0 or more"
-                )
-    return tuple(tuple(row) for row in matrix)
+
+    @cached_property
+    def oldest(self) -> tuple[int, ...]:
+        """The largest staleness on each stage."""
+        return tuple(map(max, zip(*self.matrix, strict=True)))
+
+    @cached_property
+    def longest(self) -> int:
+        """The largest staleness of all."""
+        return max(self.oldest)
+
+    def version(self, micro_batch: int, stage: int) -> int:
+        """Return v(m, j), the version of `stage` that micro-batch m reads; m counts replicas, too."""
+        step, i = divmod(micro_batch, self.sizes.micro_batches)
+        return max(0, step - self.matrix[i // self.sizes.replicas][stage])
+
+
+class Fresh(Rule):
+    """The version that the step before has made: synchronous training."""
+
+    name = "fresh"
+
+    def staleness(self, i: int, j: int) -> int:  # noqa: ARG002 - the same for all
+        """Return 0."""
+        return 0
+
+
+class UniformDelay(Rule):
+    """One training step late everywhere: `cdp_v1`; on a pipeline PipeDream-2BW."""
+
+    name = "uniform_delay"
+
+    def staleness(self, i: int, j: int) -> int:  # noqa: ARG002 - the same for all
+        """Return 1."""
+        return 1
+
+
+class Freshest(Rule):
+    """The newest version that the cyclic timeline can serve: `cdp_v2`.
+
+    The last backward of stage j in training step t is in slot 2c((t+1)M - 1) + 2S-1-j, and version t+1 exists from the
+    next slot on. Micro-batch m reads in slot 2cm + j, so that it can have version v if 2c(vM - 1) + 2S - j <= 2cm + j,
+    which is v <= (c(m+1) + j - S) / (cM). With m = tM + i that is fresh, v = t, exactly if c(i+1) + j >= S, else one
+    step late where M >= N. So the share of stale reads on stage j is (ceil((S-j)/c) - 1) / M: more micro-batches in a
+    training step make it smaller, and the pipeline still never drains.
+    """
+
+    name = "freshest"
+
+    def staleness(self, i: int, j: int) -> int:
+        """Return -floor((c(i+1) + j - S) / (cM))."""
+        per_worker = self.sizes.stages // self.sizes.workers
+        return -((per_worker * (i + 1) + j - self.sizes.stages) // (per_worker * self.sizes.turns))
+
+
+@dataclass(frozen=True)
+class Matrix(Rule):
+    """Any staleness: bounded staleness as a study."""
+
+    rows: tuple[tuple[int, ...], ...] = ()
+    name = "matrix"
+
+    def staleness(self, i: int, j: int) -> int:
+        """Return the entry."""
+        return self.rows[i][j]
+
+    @classmethod
+    def checked(cls, sizes: Sizes, rows: Sequence[Sequence[int]]) -> Matrix:
+        """Return the rule of a matrix; ValueError if it has another shape or entries that are not integers >= 0."""
+        shape = [len(row) if isinstance(row, Sequence) else "no list" for row in rows]
+        if shape != [sizes.stages] * sizes.turns:
+            raise ValueError(
+                f"the staleness matrix needs {sizes.turns} rows (micro-batches) of {sizes.stages} entries (stages); "
+                f"got {len(shape)} rows of {shape} entries; one that works: {[[1] * sizes.stages] * sizes.turns}"
+            )
+        for i, row in enumerate(rows):
+            for stage, delay in enumerate(row):
+                if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
+                    raise ValueError(
+                        f"staleness of worker {i} on stage {stage} is {delay!r}: "
+                        "it must be an integer number of training steps, 0 or more"
+                    )
+        return cls(sizes, tuple(map(tuple, rows)))

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from cdp_repro.engine.compute import LossFn
 from cdp_repro.engine.rehearsal import Autocast, Rehearsal, fake_tensors
-from cdp_repro.schedule import Payload
+from cdp_repro.schedule import Value
+from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,15 @@ class Layout:
             differing = sorted(tensors.keys() ^ self.tensors.keys())
             raise RuntimeError(f"a micro-batch differs from the first in what takes a gradient: {differing[:3]}")
 
-    def pack(self, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """Return a new buffer that holds copies of the tensors.
+    def pack(self, tensors: Mapping[str, Tensor], device: torch.device, before: int = 0) -> Tensor:
+        """Return a new buffer that holds copies of the tensors, behind `before` bytes for something else.
 
         Raises:
             RuntimeError: they are not those of the layout.
         """
         self.check(tensors)
-        buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        for name, view in self.views(buffer).items():
+        buffer = torch.empty(before + self.nbytes, dtype=torch.uint8, device=device)
+        for name, view in self.views(buffer[before:]).items():
             view.copy_(tensors[name].detach())
         return buffer
 
@@ -99,14 +100,36 @@ VALUE = "value"
 class StageLayouts:
     """The messages of one stage."""
 
-    by_payload: Mapping[Payload, Layout]
+    output: Layout
+    input_gradient: Layout
+    gradients: Layout
+    parameters: Layout
+    buffers: Layout
     output_requires_grad: bool
 
 
-def stage_layouts(
+class Layouts:
+    """What each value looks like when it is sent."""
+
+    def __init__(self, stages: Sequence[StageLayouts]) -> None:
+        self.stages = stages
+
+    def of(self, value: Value) -> Layout:
+        """Return the layout of a value, whole."""
+        kind, stage = value.kind, value.stage
+        if kind == INPUT:
+            return self.stages[stage - 1].output
+        if kind == OUTPUT_GRADIENT:
+            return self.stages[stage + 1].input_gradient
+        if kind == GRADIENTS:
+            return self.stages[stage].gradients
+        return self.stages[stage].buffers if kind == BUFFERS else self.stages[stage].parameters
+
+
+def layouts_of(
     stages: Sequence[nn.Module], loss_fn: LossFn, inputs: Tensor, targets: Tensor, autocast: Autocast
-) -> list[StageLayouts]:
-    """Return the layouts of each stage's messages, for micro-batches like (inputs, targets)."""
+) -> Layouts:
+    """Return what the values of each stage look like, for micro-batches like (inputs, targets)."""
     outputs: list[Tensor] = []
     with fake_tensors() as convert:
         rehearsal = Rehearsal(stages, loss_fn, autocast, convert)
@@ -119,16 +142,16 @@ def stage_layouts(
         found = []
         for number, (module, (input_gradient, of_parameters)) in enumerate(zip(stages, gradients, strict=True)):
             parameters = dict(module.named_parameters())
-            summed = Layout.of({name: parameters[name] for name in of_parameters})
             made = {VALUE: outputs[number]} if number < len(outputs) else {}
             taken = {VALUE: outputs[number - 1]} if number and input_gradient is not None else {}
-            by_payload = {
-                Payload.ACTIVATIONS: Layout.of(made),
-                Payload.INPUT_GRADIENTS: Layout.of(taken),
-                Payload.GRADIENTS: summed,
-                Payload.TOTAL: summed,
-                Payload.PARAMETERS: Layout.of(parameters),
-                Payload.BUFFERS: Layout.of(dict(module.named_buffers())),
-            }
-            found.append(StageLayouts(by_payload, bool(made) and outputs[number].requires_grad))
-    return found
+            found.append(
+                StageLayouts(
+                    output=Layout.of(made),
+                    input_gradient=Layout.of(taken),
+                    gradients=Layout.of({name: parameters[name] for name in of_parameters}),
+                    parameters=Layout.of(parameters),
+                    buffers=Layout.of(dict(module.named_buffers())),
+                    output_requires_grad=bool(made) and outputs[number].requires_grad,
+                )
+            )
+    return Layouts(found)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from cdp_repro.schedule.actions import Action, MessageKey, Op, Payload, consumed, result_of
-from cdp_repro.schedule.collectives import next_in_ring, ring_hops
-from cdp_repro.schedule.costs import StageCosts
+from cdp_repro.schedule.actions import Action, Op, message_name
+from cdp_repro.schedule.rings import collective_name, next_in_ring
+from cdp_repro.schedule.values import Value
+from cdp_repro.trace.chains import longest_chain
 
 
 @dataclass(frozen=True)
@@ -36,24 +38,22 @@ class Message:
     slot: int
     source: int
     destination: int
-    kind: Payload
+    kind: str
+    """What it carries: activations, input_gradients, gradients, total, parameters or buffers."""
     stage: int
+    """The stage that has made it."""
     bytes: int
-    micro_batch: int | None = None
-    version: int | None = None
-    part: int | None = None
-
-    @property
-    def key(self) -> MessageKey:
-        """What tells the message from all others between the two ranks."""
-        return self.kind, self.stage, self.micro_batch, self.version, self.part
+    value: Value
 
 
 @dataclass(frozen=True)
 class Trace:
     """Slot records and messages of one or many ranks, in the order of their slots."""
 
-    workers: int
+    micro_batches: int
+    """M: micro-batches of a training step."""
+    lanes: int
+    """N R: micro-batches that are under way at once."""
     stages: int
     records: tuple[SlotRecord, ...]
     messages: tuple[Message, ...] = ()
@@ -61,13 +61,13 @@ class Trace:
 
     @classmethod
     def merged(
-        cls, micro_batches: int, stages: int, parts: Iterable[tuple[Sequence[SlotRecord], Sequence[Message]]]
+        cls, micro_batches: int, lanes: int, stages: int, parts: Iterable[tuple[Sequence[SlotRecord], Sequence[Message]]]
     ) -> Trace:
         """Return one trace of what the recorders of all ranks have collected."""
         parts = list(parts)
         records = sorted((r for records, _ in parts for r in records), key=lambda r: (r.slot, r.rank))
         messages = sorted((m for _, messages in parts for m in messages), key=lambda m: (m.slot, m.source))
-        return cls(micro_batches, stages, tuple(records), tuple(messages))
+        return cls(micro_batches, lanes, stages, tuple(records), tuple(messages))
 
     @property
     def activation_bytes_per_slot(self) -> dict[int, int]:
@@ -106,13 +106,20 @@ class Trace:
     @property
     def max_chain_per_slot(self) -> int:
         """Longest chain of messages in one slot, each of which had to wait for the one before."""
-        by_slot: dict[int, list[SlotRecord]] = defaultdict(list)
+        actions: dict[int, list[Action]] = defaultdict(list)
         for record in self.records:
-            by_slot[record.slot].append(record)
-        sent = {message.slot for message in self.messages}
-        sizes: set[tuple[object, ...]] = {(m.slot, m.source, m.destination, *m.key) for m in self.messages}
-        sizes |= {(m.slot, m.kind, m.stage) for m in self.messages}  # a collective may leave nothing to one rank
-        return max((_longest_chain(by_slot[slot], self.workers, sizes) for slot in sent), default=0)
+            actions[record.slot] += record.actions
+        sent: dict[int, set[object]] = defaultdict(set)
+        for message in self.messages:  # a ring may leave nothing to send to one rank: any rank's message tells of it
+            sent[message.slot] |= {(message.source, message.destination, message.value), collective_name(message.value)}
+
+        def is_sent(action: Action, slot: int) -> bool:
+            assert action.value is not None
+            if action.op is Op.COLLECTIVE:
+                return collective_name(action.value) in sent[slot]
+            return (action.rank, action.peer, action.value) in sent[slot]
+
+        return max((longest_chain(actions[slot], partial(is_sent, slot=slot), self._ranks) for slot in sent), default=0)
 
     def bytes_sent_per_device_per_step(self, slots_per_step: int) -> float:
         """Return the bytes that a rank sends, on average, in the slots of the last training step of the trace.
@@ -132,60 +139,26 @@ class Trace:
     def last_step(self, slots_per_step: int) -> range:
         """Return the slots from the start of the last training step in the trace to where the next would start."""
         computed = [
-            a.micro_batch for r in self.records for a in r.actions if a.op.is_compute and a.micro_batch is not None
+            a.micro_batch for r in self.records for a in r.actions if a.op.is_compute
         ]
         if not computed:
             return range(0)
-        begin = self.records[0].slot + (max(computed) - min(computed)) // self.workers * slots_per_step
+        begin = self.records[0].slot + (max(computed) - min(computed)) // self.micro_batches * slots_per_step
         return range(begin, begin + slots_per_step)
 
     @property
     def _ranks(self) -> int:
         return len({record.rank for record in self.records})
 
-    def flops_per_slot(self, costs: StageCosts) -> dict[int, int]:
-        """Return the floating-point operations of each slot, summed over ranks."""
-        by_op = {"F": costs.forward_flops, "B": costs.backward_flops}
-        total: dict[int, int] = defaultdict(int)
-        for record in self.records:
-            total[record.slot] += sum(by_op[a.op][a.stage] for a in record.actions if a.op.is_compute)
-        return dict(total)
-
-
-def _longest_chain(records: Sequence[SlotRecord], micro_batches: int, sent: Container[tuple[object, ...]]) -> int:
-    """Return the longest chain among the messages of one slot.
-
-    A message waits for all that its sender has waited for before, in the order of the sender's program; a collective
-    for all that any rank has waited for.
-    """
-    depth: dict[tuple[int, MessageKey], int] = {}
-    reached: dict[MessageKey, int] = {}
-    while True:
-        before = dict(depth)
-        for record in records:
-            waited = 0
-            for action in record.actions:
-                waited = max([waited, *(depth.get((record.rank, key), 0) for key in consumed(action, micro_batches))])
-                if action.op is Op.SEND and (record.slot, record.rank, action.peer, *action.message) in sent:
-                    assert action.peer is not None
-                    depth[action.peer, action.message] = waited + 1
-                elif action.op is Op.COLLECTIVE and (record.slot, action.payload, action.stage) in sent:
-                    assert action.payload is not None
-                    hops = ring_hops(action, len(records))
-                    whole = action.payload, action.stage, None, action.version, None
-                    reached[whole] = max(reached.get(whole, 0), waited + hops)
-                    depth[record.rank, result_of(action, micro_batches)] = reached[whole]
-        if depth == before:
-            return max(depth.values(), default=0)
-
 
 class TraceRecorder:
     """Collects the events of one rank into slot records."""
 
-    def __init__(self, rank: int, ranks: int, stages: int) -> None:
+    def __init__(self, rank: int, ranks: int, micro_batches: int) -> None:
+        """`micro_batches` are those of a training step."""
         self._rank = rank
         self._neighbour = next_in_ring(rank, ranks)
-        self._stages = stages
+        self._micro_batches = micro_batches
         self._records: list[SlotRecord] = []
         self._messages: list[Message] = []
         self._slot: int | None = None
@@ -217,10 +190,10 @@ class TraceRecorder:
 
     def sent(self, slot: int, action: Action, size: int) -> None:
         """Add the message of a SEND that has just run, or what its part in a COLLECTIVE sends, of `size` bytes."""
-        assert action.payload is not None
-        peer = self._neighbour if action.peer is None else action.peer
-        _, _, *named = action.message
-        self._messages.append(Message(slot, self._rank, peer, action.payload, action.stage, size, *named))
+        assert action.value is not None
+        peer = self._neighbour if action.peer < 0 else action.peer
+        kind, stage = message_name(action.value, self._micro_batches)
+        self._messages.append(Message(slot, self._rank, peer, kind, stage, size, action.value))
 
     def _close(self) -> None:
         if self._slot is not None:

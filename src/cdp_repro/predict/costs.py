@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cdp_repro.schedule.actions import Payload
 from cdp_repro.schedule.parts import part_of
-
-_SIZES = {
-    Payload.ACTIVATIONS: "output_bytes",
-    Payload.INPUT_GRADIENTS: "input_gradient_bytes",
-    Payload.GRADIENTS: "gradient_bytes",
-    Payload.TOTAL: "gradient_bytes",
-    Payload.PARAMETERS: "parameter_bytes",
-    Payload.BUFFERS: "buffer_bytes",
-}
-"""By what a message carries: which of the costs it has the bytes of."""
-
+from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT, Value
 
 @dataclass(frozen=True)
 class StageCosts:
@@ -72,10 +61,21 @@ class StageCosts:
         """Activation bytes of one whole micro-batch (A in the closed forms)."""
         return sum(self.forward_bytes)
 
-    def sent_bytes(self, payload: Payload, stage: int, part: int | None = None, parts: int = 1) -> int:
-        """Return the bytes of a message with `payload` of `stage`, or of a part; one of 0 bytes is never sent."""
-        sizes: tuple[int, ...] = getattr(self, _SIZES[payload])
-        return sizes[stage] if part is None else len(part_of(sizes[stage], part, parts))
+    def bytes_of(self, value: Value) -> int:
+        """Return the bytes of a value that ranks send or hold; one of 0 bytes is never sent.
+
+        Those of SAVED are not known by themselves: see `forward_bytes`.
+        """
+        kind, stage = value.kind, value.stage
+        if kind == INPUT:
+            size = self.output_bytes[stage - 1]
+        elif kind == OUTPUT_GRADIENT:
+            size = self.input_gradient_bytes[stage + 1]
+        elif kind == GRADIENTS:
+            size = self.gradient_bytes[stage]
+        else:
+            size = (self.buffer_bytes if kind == BUFFERS else self.parameter_bytes)[stage]
+        return size if value.parts == 1 else len(part_of(size, value.part, value.parts))
 
     def received_bytes(self, stage: int) -> tuple[int, int]:
         """Return what forward and backward of `stage` take and release beyond the usual on a rank of their own.
@@ -86,7 +86,7 @@ class StageCosts:
         made_and_kept, kept = self.output_kept[stage - 1], self.input_kept[stage]
         return before * (kept or not made_and_kept), before * (kept and made_and_kept)
 
-    def left_bytes(self, stage: int) -> int:
+    def released_by_sending(self, stage: int) -> int:
         """Return the live activation bytes that end when the output of `stage` leaves for another rank."""
         return 0 if self.output_kept[stage] else self.output_bytes[stage]
 

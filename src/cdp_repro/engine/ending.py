@@ -1,0 +1,60 @@
+"""Ranks that leave a run at different moments agree on the step after which it drains."""
+
+from __future__ import annotations
+
+import time
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from cdp_repro.engine.team import Team
+
+
+class Ending:
+    """How many training steps each rank has begun in one run, and which ranks would begin no more.
+
+    Ranks are not at the same place when a step is finished: one may have begun five steps when another, which has
+    yielded the same results, has begun four. Those of the fifth would then miss each other's messages. So a rank that
+    would end writes that down, and goes on as long as another has begun more steps; all end after the same one.
+    """
+
+    def __init__(self, team: Team, run: int) -> None:
+        """`run` numbers the runs of an engine, the same on all ranks."""
+        self._team = team
+        self._store = PrefixStore(f"run/{run}", team.store) if team.size > 1 else None
+
+    def begin(self, steps: int) -> None:
+        """Write down that this rank has begun so many steps."""
+        if self._store is not None:
+            self._store.set(f"begun/{self._team.rank}", str(steps))
+
+    def ends_after(self, steps: int) -> bool:
+        """Return whether the run ends after so many steps, as this rank would have it: False if another has begun more.
+
+        Waits until all ranks have begun as many and would end, or one has begun more.
+
+        Raises:
+            TimeoutError: some rank has done neither in the time that it may take to answer.
+        """
+        if self._store is None:
+            return True
+        ranks = range(self._team.size)
+        self._store.set(f"ends/{self._team.rank}/{steps}", "")
+        deadline = time.monotonic() + self._team.timeout_seconds
+        while True:
+            ended = [self._store.check([f"ends/{rank}/{steps}"]) for rank in ranks]
+            if all(ended):
+                return True
+            if any(self._begun(rank) > steps for rank in ranks if not ended[rank]):
+                return False
+            if time.monotonic() > deadline:
+                missing = [rank for rank in ranks if not ended[rank]]
+                raise TimeoutError(
+                    f"rank {self._team.rank} would end this run after {steps} steps, but ranks {missing} have neither ended "
+                    f"it nor begun another step for {self._team.timeout_seconds:.0f} s: leave `run` on every rank"
+                )
+            time.sleep(0.001)
+
+    def _begun(self, rank: int) -> int:
+        assert self._store is not None
+        key = f"begun/{rank}"
+        return int(self._store.get(key)) if self._store.check([key]) else 0

@@ -1,0 +1,166 @@
+"""The first interpreter: runs a program on costs instead of tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.schedule.actions import Action, Op, Slot
+from cdp_repro.schedule.passes.frees import held_after
+from cdp_repro.schedule.program import Program
+from cdp_repro.schedule.rings import ring_bytes
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.values import INPUT, PARAMETERS
+from cdp_repro.trace import Trace, TraceRecorder, longest_chain
+
+
+class Devices:
+    """What is alive on each rank: activation bytes, parameter versions and optimizer state.
+
+    `activation_bytes` and `state_bytes` have one entry a rank; `versions` counts those of a stage on a rank.
+    """
+
+    def __init__(self, schedule: Schedule, costs: StageCosts, optimizer_states: int = 0) -> None:
+        """Raise ValueError if `costs` has another number of stages than the schedule."""
+        if costs.stages != schedule.stages:
+            raise ValueError(f"the schedule has {schedule.stages} stages but the costs are of {costs.stages}")
+        self._costs = costs
+        self._ranks = schedule.ranks
+        self._received: set[tuple[int, int]] = set()
+        """(micro-batch, stage) whose input came from another rank."""
+        self.activation_bytes = [0] * schedule.ranks
+        self.state_bytes = [0] * schedule.ranks
+        self.versions: Counter[tuple[int, int]] = Counter()
+        """By rank and stage."""
+        for rank, values in held_after(schedule, 0).items():
+            for value in values:
+                if value.kind == PARAMETERS:
+                    self.state_bytes[rank] += (1 + optimizer_states) * costs.bytes_of(value)
+                    self.versions[rank, value.stage] += 1
+
+    def run(self, action: Action) -> int:
+        """Run an action; return the bytes that it sends, by a message or by its part in a collective."""
+        op, rank, stage, costs = action.op, action.rank, action.stage, self._costs
+        if op is Op.FORWARD:
+            received = costs.received_bytes(stage)[0] if (action.micro_batch, stage) in self._received else 0
+            self.activation_bytes[rank] += costs.forward_bytes[stage] + received
+        elif op is Op.BACKWARD:
+            place = action.micro_batch, stage
+            received = costs.received_bytes(stage)[1] if place in self._received else 0
+            self._received.discard(place)
+            self.activation_bytes[rank] -= costs.backward_bytes[stage] + received
+        elif op is Op.SEND and action.value is not None and action.value.kind == INPUT:
+            self.activation_bytes[rank] -= costs.released_by_sending(stage - 1)
+        elif op is Op.RECEIVE and action.value is not None and action.value.kind == INPUT:
+            self._received.add((action.value.index, stage))
+        for change, values in ((1, action.writes), (-1, action.frees)):
+            for value in values:
+                if value.kind == PARAMETERS:
+                    self.versions[rank, stage] += change
+                    self.state_bytes[rank] += change * costs.bytes_of(value)
+        return self.sent_bytes(action)
+
+    def sent_bytes(self, action: Action) -> int:
+        """Return the bytes that an action sends."""
+        if action.value is None or op_sends_nothing(action):
+            return 0
+        if action.op is Op.COLLECTIVE:
+            return ring_bytes(action, self._costs.bytes_of(action.value.whole), self._ranks)
+        return self._costs.bytes_of(action.value)
+
+
+def op_sends_nothing(action: Action) -> bool:
+    """Whether an action is of a kind that sends nothing."""
+    return action.op is not Op.SEND and action.op is not Op.COLLECTIVE
+
+
+def simulate(program: Program, costs: StageCosts, steps: int) -> Trace:
+    """Run `steps` training steps of a program, from the initial parameters, and return the trace of all ranks.
+
+    Raises:
+        ValueError: `costs` has another number of stages than the schedule.
+    """
+    return simulate_slots(program.schedule, costs, program.slots(steps))
+
+
+def simulate_slots(schedule: Schedule, costs: StageCosts, slots: Iterable[Slot]) -> Trace:
+    """Run the first slots of a program and return the trace of all ranks, in which a slot is a second.
+
+    Raises:
+        ValueError: `costs` has another number of stages than the schedule.
+    """
+    devices, stages = Devices(schedule, costs), range(schedule.stages)
+    recorders = [TraceRecorder(rank, schedule.ranks, schedule.micro_batches) for rank in range(schedule.ranks)]
+    for slot in slots:
+        for action in slot.actions:
+            rank, size = action.rank, devices.run(action)
+            versions = [devices.versions[rank, stage] for stage in stages]
+            span = float(slot.number), slot.number + 1.0
+            recorders[rank].record(slot.number, action, devices.activation_bytes[rank], versions, span)
+            if size:
+                recorders[rank].sent(slot.number, action, size)
+    parts = [recorder.finish() for recorder in recorders]
+    return Trace.merged(schedule.micro_batches, schedule.sizes.lanes, schedule.stages, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTotals:
+    """What all ranks did in one slot: what a `Trace` of them says of it, where the properties have the same names."""
+
+    slot: int
+    activation_bytes: int
+    """Live activation bytes, summed over ranks: of each the peak during the slot."""
+    activation_bytes_per_device: int
+    """The largest of these peaks, of ranks that act in the slot."""
+    state_bytes_per_device: int
+    """Largest number of bytes of optimizer state, and of parameter versions that are alive at the end of the slot, on a
+    rank that acts in it."""
+    versions_kept: int
+    """Largest number of versions of one stage that are alive at the end of the slot on a rank that acts in it."""
+    messages: int
+    """Messages of more than 0 bytes: others are never sent."""
+    chain: int
+    """Longest chain of these messages, each of which had to wait for the one before."""
+    bytes_sent: int
+    """By all ranks."""
+    computing_ranks: int
+    """Ranks that run a forward or a backward."""
+
+
+def simulate_totals(
+    schedule: Schedule, costs: StageCosts, slots: Iterable[Slot], optimizer_states: int = 0
+) -> Iterator[SlotTotals]:
+    """Run the first slots of a program, as `simulate_slots` does, and yield the totals of each, without a trace.
+
+    Keeps nothing of a slot that has passed but what is alive: for programs of a million ranks. `optimizer_states` is
+    the number of values that the optimizer keeps for a parameter.
+
+    Raises:
+        ValueError: `costs` has another number of stages than the schedule.
+    """
+    devices = Devices(schedule, costs, optimizer_states)
+    held = 0
+    for slot in slots:
+        before: dict[int, int] = {}
+        peaks: dict[int, int] = {}
+        sizes = []
+        for action in slot.actions:
+            rank = action.rank
+            before.setdefault(rank, devices.activation_bytes[rank])
+            if size := devices.run(action):
+                sizes.append(size)
+            peaks[rank] = max(peaks.get(rank, before[rank]), devices.activation_bytes[rank])
+        started = sum(before.values())
+        peak = held + sum(peaks.values()) - started
+        held += sum(devices.activation_bytes[rank] for rank in before) - started
+        yield SlotTotals(
+            slot.number, peak, max(peaks.values(), default=0),
+            max((devices.state_bytes[rank] for rank in before), default=0),
+            max((devices.versions[a.rank, a.stage] for a in slot.actions), default=0),
+            len(sizes),
+            longest_chain(slot.actions, lambda a: devices.sent_bytes(a) > 0, schedule.ranks) if sizes else 0,
+            sum(sizes),
+            len({action.rank for action in slot.actions if action.op.is_compute}),
+        )  # fmt: skip

@@ -1,0 +1,292 @@
+"""The check of a program: every value is there when it is read, and every action means what it should.
+
+It follows the values of all ranks through a run, slot by slot. Together with what each kind of action must read and
+write this proves: micro-batches run their stages forward, then backward; versions are those of the rule; sums hold each
+micro-batch once, in order; messages match at both ends; nothing waits for what comes later; nothing is left over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from cdp_repro.schedule.actions import Action, Op, Slot
+from cdp_repro.schedule.meaning import fault_of
+from cdp_repro.schedule.rings import collective_name
+from cdp_repro.schedule.grid import text_grid
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.values import GRADIENTS, LENT_BACKWARD, LENT_FORWARD, PARAMETERS, Value
+
+SHOWN_SLOTS = 128
+"""Slots before a fault that its error shows at most."""
+
+SHOWN_WIDTH = 240
+"""Characters of a line of the grid that an error shows."""
+
+_LENT = (LENT_FORWARD, LENT_BACKWARD)
+
+
+class ScheduleError(ValueError):
+    """A program that cannot run, or would compute something other than its rule; shows the grid at the fault."""
+
+
+class Snapshot(NamedTuple):
+    """All that later actions depend on, at the end of a slot."""
+
+    live: tuple[frozenset[Value], ...]
+    """By rank."""
+    announced: tuple[frozenset[Value], ...]
+    """By rank: what receives wait for."""
+
+    def shifted(self, steps: int, schedule: Schedule, roles: Sequence[int]) -> Snapshot:
+        """Return the same a number of training steps later; `roles` maps ranks."""
+
+        def later(values: tuple[frozenset[Value], ...]) -> tuple[frozenset[Value], ...]:
+            moved = {
+                roles[rank]: frozenset(v.shifted(steps, schedule.micro_batches) for v in each)
+                for rank, each in enumerate(values)
+            }
+            return tuple(moved[rank] for rank in range(len(values)))
+
+        return Snapshot(later(self.live), later(self.announced))
+
+
+class _OpenEnd(NamedTuple):
+    """One end of a message whose other end has not come."""
+
+    action: Action
+    slot: int
+    born: int
+    """Of a SEND: the slot in which the value was made."""
+
+
+class _Fault(Exception):
+    """What is wrong with an action."""
+
+
+class Checker:
+    """Follows the values of all ranks; `slot` raises at the first fault."""
+
+    def __init__(self, schedule: Schedule, held: Mapping[int, Sequence[Value]]) -> None:
+        """`held` are the values that each rank holds at the start."""
+        self._schedule = schedule
+        self._live: list[dict[Value, int]] = [dict.fromkeys(held.get(r, ()), -1) for r in range(schedule.ranks)]
+        """By rank: each value that is there, and the slot in which it was made."""
+        self._announced: list[set[Value]] = [set() for _ in range(schedule.ranks)]
+        self._edges: dict[tuple[int, int], deque[_OpenEnd]] = defaultdict(deque)
+        self._joined: dict[int, Action] = {}
+        """By rank: its part in the one collective that has begun."""
+        self._recent: deque[Slot] = deque(maxlen=min(2 * schedule.stages, SHOWN_SLOTS))
+        self._busy: dict[tuple[str, int, int], str] = {}
+
+    def slot(self, slot: Slot, following: Sequence[Slot] = ()) -> Slot:
+        """Check a slot; return it with its actions in an order in which one process could run them.
+
+        Ranks do not wait for each other at the end of a slot: an action that waits for a message is tried again when
+        other ranks have gone on. If none can, they wait for each other for ever.
+        """
+        self._recent.append(slot)
+        self._busy.clear()
+        waiting, ordered = list(slot.actions), []
+        while waiting:
+            blocked: list[Action] = []
+            blocked_ranks: set[int] = set()
+            for action in waiting:
+                try:
+                    done = action.rank not in blocked_ranks and self._apply(slot.number, action)
+                except _Fault as fault:
+                    hint = self._when_it_exists(action, slot, following)
+                    raise self._error(slot, action, f"{fault}{hint}") from None
+                if done:
+                    ordered.append(action)
+                else:
+                    blocked.append(action)
+                    blocked_ranks.add(action.rank)
+            if len(blocked) == len(waiting):
+                missing = [v for v in blocked[0].reads if v not in self._live[blocked[0].rank]]
+                raise self._error(slot, blocked[0], self._why_it_waits(missing, slot, following))
+            waiting = blocked
+        self._end_slot(slot, ordered)
+        return Slot(slot.number, tuple(ordered))
+
+    def snapshot(self) -> Snapshot:
+        """Return what later actions depend on."""
+        return Snapshot(tuple(map(frozenset, self._live)), tuple(map(frozenset, self._announced)))
+
+    def end(self, held: Mapping[int, Sequence[Value]]) -> None:
+        """Check what is left after a drain: `held` by each rank, and nothing else."""
+        open_ends = [f"rank {end.action.rank}: {end.action.label}" for ends in self._edges.values() for end in ends]
+        if open_ends:
+            raise self._error(None, None, f"the program ends with messages of one end only: {'; '.join(open_ends[:4])}")
+        for rank, live in enumerate(self._live):
+            expected = set(held.get(rank, ()))
+            if live.keys() != expected:
+                unused, missing = (sorted(map(str, values)) for values in (live.keys() - expected, expected - live.keys()))
+                told = [f"with {', '.join(unused[:4])}, which nothing has read for the last time"] if unused else []
+                told += [f"without {', '.join(missing[:4])}"] if missing else []
+                raise self._error(None, None, f"the program ends {' and '.join(told)}, on rank {rank}")
+
+    def _apply(self, slot: int, action: Action) -> bool:
+        """Apply an action; return False if it has to wait for another rank."""
+        schedule = self._schedule
+        if not 0 <= action.rank < schedule.ranks or not -1 <= action.peer < schedule.ranks:
+            raise _Fault(f"there are only ranks 0 to {schedule.ranks - 1}")
+        live = self._live[action.rank]
+        fault = fault_of(action, schedule)
+        if fault:
+            raise _Fault(fault)
+        for value in action.reads:
+            if value not in live:
+                if value in self._announced[action.rank]:
+                    return False
+                raise _Fault(self._why_not_there(value, action.rank))
+            if value.kind in (PARAMETERS, LENT_FORWARD, LENT_BACKWARD) and action.op.is_compute and live[value] >= slot:
+                raise _Fault(f"version {action.version} of stage {action.stage} is made only in this same slot")
+        if action.op is Op.COLLECTIVE and not self._can_join(action):
+            return False
+        if action.op.is_compute:
+            self._occupy(action)
+        born = live[action.reads[0]] if action.op is Op.SEND else slot
+        for value in action.frees:
+            if value not in live:
+                raise _Fault(f"it frees {value}, which it does not read")
+            del live[value]
+        if action.op.is_message:
+            self._message(slot, action, born)
+        elif action.op is Op.COLLECTIVE:
+            self._join(slot, action)
+        else:
+            for value in action.writes:
+                self._write(action.rank, value, slot)
+        return True
+
+    def _write(self, rank: int, value: Value, slot: int) -> None:
+        if value in self._live[rank] or value in self._announced[rank]:
+            raise _Fault(f"{value} is on rank {rank} already")
+        self._live[rank][value] = slot
+
+    def _occupy(self, action: Action) -> None:
+        """A micro-batch, a rank and, unless the timeline says otherwise, a stage compute one thing in a slot."""
+        sizes, m = self._schedule.sizes, action.micro_batch
+        users = [("micro-batch", m, 0)]
+        if self._schedule.ranks > 1:  # one device alone plays all workers in turn
+            users.append(("rank", action.rank, 0))
+        if self._schedule.timeline.has_exclusive_stages:
+            users.append(("stage", action.stage, m % sizes.replicas))
+        for user in users:
+            if user in self._busy:
+                raise _Fault(f"{user[0]} {user[1]} would compute two things in one slot: it has {self._busy[user]}")
+            self._busy[user] = action.label
+
+    def _message(self, slot: int, action: Action, born: int) -> None:
+        """Join one end of a message to its other end, which must be the oldest open one on this edge, or wait for it."""
+        value = action.value
+        assert value is not None
+        source, destination = (action.rank, action.peer) if action.op is Op.SEND else (action.peer, action.rank)
+        if source == destination:
+            raise _Fault("a rank sends to itself")
+        if action.op is Op.RECEIVE:
+            if value in self._live[destination] or value in self._announced[destination]:
+                raise _Fault(f"{value} is on rank {destination} already")
+            self._announced[destination].add(value)
+        ends = self._edges[source, destination]
+        if not ends or ends[0].action.op is action.op:
+            ends.append(_OpenEnd(action, slot, born))
+            return
+        other = ends[0]
+        if other.action.value != value:
+            raise _Fault(f"its other end must come after that of {other.action.label} (rank {other.action.rank})")
+        early = slot - other.slot if action.op is Op.SEND else 0
+        if early > self._schedule.slots_per_step:
+            raise _Fault(
+                f"its receive stands {early} slots before it, in slot {other.slot}: at most a training step, "
+                f"{self._schedule.slots_per_step} slots, is allowed, since its buffer is held from there on"
+            )
+        ends.popleft()
+        self._announced[destination].remove(value)
+        self._live[destination][value] = born if action.op is Op.SEND else other.born
+
+    def _can_join(self, action: Action) -> bool:
+        """Whether a collective can be joined: no other has begun."""
+        if action.rank in self._joined:
+            return False
+        names = {collective_name(each.value) for each in (*self._joined.values(), action) if each.value}
+        return len(names) == 1
+
+    def _join(self, slot: int, action: Action) -> None:
+        """Enter a rank's part in a collective; with the last, all ranks have the result."""
+        self._joined[action.rank] = action
+        self._announced[action.rank].update(action.writes)
+        if len(self._joined) < self._schedule.ranks:
+            return
+        parts, self._joined = self._joined, {}
+        brought = [value for part in parts.values() for value in part.reads]
+        if brought[0].kind == GRADIENTS:
+            members = sorted(m for value in brought for m in value.members)
+            whole = action.value
+            if whole is None or members != list(whole.members):
+                raise _Fault(f"the ranks bring the gradients of micro-batches {members}")
+        elif sorted(value.part for value in brought) != list(range(1, self._schedule.ranks + 1)):
+            raise _Fault(f"the ranks bring the parts {sorted(value.part for value in brought)}")
+        for rank, part in parts.items():
+            for value in part.writes:
+                self._announced[rank].remove(value)
+                self._write(rank, value, slot - 1)  # what is gathered was made before
+
+    def _end_slot(self, slot: Slot, actions: Iterable[Action]) -> None:
+        if self._joined:
+            missing = [rank for rank in range(self._schedule.ranks) if rank not in self._joined]
+            part = next(iter(self._joined.values()))
+            raise self._error(slot, part, f"ranks {missing} do not take part")
+        for action in actions:
+            if action.op is Op.UPDATE:
+                versions = Counter((v.stage) for v in self._live[action.rank] if v.kind == PARAMETERS)
+                allowed = self._schedule.rule.oldest[action.stage] + 1
+                if versions[action.stage] > allowed:
+                    raise self._error(
+                        slot, action, f"{versions[action.stage]} versions are kept; the rule needs {allowed}"
+                    )
+
+    def _why_not_there(self, value: Value, rank: int) -> str:
+        alive = sorted(str(v) for v in self._live[rank] if (v.kind, v.stage) == (value.kind, value.stage))
+        return f"{value} is not on rank {rank}" + (f"; there are {', '.join(alive[:6])}" if alive else "")
+
+    def _why_it_waits(self, missing: Sequence[Value], slot: Slot, following: Sequence[Slot]) -> str:
+        names = ", ".join(map(str, missing)) or "the other ranks"
+        for later in following:
+            if any(a.op is Op.SEND and a.value in missing for a in later.actions):
+                return f"it waits for {names}, which is sent only in slot {later.number}"
+        return f"it waits for {names}, and ranks wait for each other in a cycle, or nothing sends it"
+
+    def _when_it_exists(self, action: Action, slot: Slot, following: Sequence[Slot]) -> str:
+        """If `action` reads the version of its rule too early, say from which slot on it exists, and what would work."""
+        lent = action.value if action.op is Op.SEND and action.value and action.value.kind != PARAMETERS else None
+        read = next((v for v in action.reads if v.kind == PARAMETERS), None)
+        m = action.micro_batch if action.op.is_compute else lent.index if lent and lent.kind in _LENT else -1
+        if read is None or m < 0 or read.index != self._schedule.rule.version(m, action.stage):
+            return ""
+        made = next((s.number for s in (slot, *following) for a in s.actions if _completes(a, read, self._schedule)), None)
+        if made is None:
+            return ""
+        sizes = self._schedule.sizes
+        i = m % sizes.micro_batches // sizes.replicas
+        delay = self._schedule.rule.matrix[i][action.stage]
+        return (
+            f".\nStaleness {delay} of (worker {i}, stage {action.stage}) asks for that version in slot {slot.number}, "
+            f"but its last gradient is there only after slot {made}: it exists from slot {made + 1} on. "
+            f"Staleness {delay + 1} works at this place; mode=cdp_v2 is the smallest staleness everywhere"
+        )
+
+    def _error(self, slot: Slot | None, action: Action | None, fault: str) -> ScheduleError:
+        where = f"slot {slot.number}, " if slot else ""
+        rank = f"rank {action.rank}, " if action and self._schedule.ranks > 1 else ""
+        what = f"{action.label}: " if action else ""
+        grid = text_grid(self._recent, self._schedule.sizes.lanes, SHOWN_WIDTH)
+        return ScheduleError(f"{where}{rank}{what}{fault}\n\n{grid}")
+
+
+def _completes(action: Action, version: Value, schedule: Schedule) -> bool:
+    """Whether a backward is the last of the step from whose gradients `version` is made."""
+    last = version.index * schedule.micro_batches - 1
+    return action.op is Op.BACKWARD and (action.stage, action.micro_batch) == (version.stage, last)

@@ -1,0 +1,26 @@
+"""A run, written out: the passes in their order."""
+
+from __future__ import annotations
+
+from cdp_repro.schedule.actions import Op
+from cdp_repro.schedule.passes.compute import Slots, compute
+from cdp_repro.schedule.passes.frees import add_frees, held_after
+from cdp_repro.schedule.passes.messages import add_boundary_messages, add_lending
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.summation import add_sums
+
+
+def generate(schedule: Schedule, first_step: int, steps: int) -> Slots:
+    """Return the actions of all ranks in a run of `steps` training steps, from a drained state to a drained state.
+
+    A slot's actions depend on what computes up to the next slot, no further: so a run that ends after n steps is the
+    same as a longer one up to the slot before step n would begin.
+    """
+    slots = compute(schedule, first_step, steps)
+    if schedule.ranks > 1:
+        slots = add_boundary_messages(slots, schedule)
+    slots = add_sums(slots, schedule)
+    if schedule.lent:
+        slots = add_lending(slots, schedule)
+    slots = [sorted(actions, key=lambda action: action.op is not Op.RECEIVE) for actions in slots]  # which never wait
+    return add_frees(slots, held_after(schedule, first_step + steps))

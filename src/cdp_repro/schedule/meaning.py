@@ -1,0 +1,159 @@
+"""What each kind of action must read and write, whatever the program around it."""
+
+from __future__ import annotations
+
+from cdp_repro.schedule.actions import Action, Op
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.values import (
+    GRADIENTS,
+    INPUT,
+    LENT_BACKWARD,
+    LENT_FORWARD,
+    OUTPUT_GRADIENT,
+    SAVED,
+    Value,
+    buffers,
+    gradient_sum,
+    parameters,
+)
+
+
+def fault_of(action: Action, schedule: Schedule) -> str | None:
+    """Return what is wrong with an action by itself, or None."""
+    if not 0 <= action.stage < schedule.stages:
+        return f"there are only {schedule.stages} stages"
+    for value in action.frees:
+        if value not in action.reads:
+            return f"it frees {value}, which it does not read"
+    return _FAULTS[action.op](action, schedule)
+
+
+def _forward_fault(action: Action, schedule: Schedule) -> str | None:
+    stage, m = action.stage, action.micro_batch
+    fault = _compute_fault(action, schedule)
+    if fault:
+        return fault
+    worker = buffers(stage, m % schedule.sizes.lanes)
+    reads = [_read_parameters(action, LENT_FORWARD), worker]
+    if stage:
+        reads.append(Value(INPUT, stage, m))
+    is_last = stage == schedule.stages - 1
+    output = Value(OUTPUT_GRADIENT, stage, m) if is_last else Value(INPUT, stage + 1, m)
+    return _differs(action, reads, [Value(SAVED, stage, m), output, worker])
+
+
+def _backward_fault(action: Action, schedule: Schedule) -> str | None:
+    stage, m = action.stage, action.micro_batch
+    fault = _compute_fault(action, schedule)
+    if fault:
+        return fault
+    before = [value for value in action.reads if value.kind == GRADIENTS]
+    after = [value for value in action.writes if value.kind == GRADIENTS]
+    reads = [Value(SAVED, stage, m), Value(OUTPUT_GRADIENT, stage, m), _read_parameters(action, LENT_BACKWARD)]
+    writes = [Value(OUTPUT_GRADIENT, stage - 1, m)] if stage else []
+    if len(before) > 1 or len(after) != 1:
+        return "it must add its gradients to at most one sum, and write one"
+    members = [*(m for value in before for m in value.members), m]
+    if after[0].stage != stage or any(value.stage != stage for value in before) or list(after[0].members) != members:
+        return f"{after[0]} would be of the micro-batches {members}, which is not their order"
+    return _differs(action, [*reads, *before], [*writes, *after]) or _mixed(after[0], schedule)
+
+
+def _compute_fault(action: Action, schedule: Schedule) -> str | None:
+    expected, rank = schedule.rule.version(action.micro_batch, action.stage), None
+    if action.version != expected:
+        return f"its rule asks for version {expected}"
+    rank = schedule.placement.rank_of(action.micro_batch, action.stage)
+    return None if action.rank == rank else f"it is on rank {action.rank}; the placement puts it on rank {rank}"
+
+
+def _read_parameters(action: Action, lent: str) -> Value:
+    """Return the parameters that a forward or backward must read: its rank's, or those lent to it."""
+    copy = Value(lent, action.stage, action.micro_batch, action.version)
+    return copy if copy in action.reads else parameters(action.stage, action.version)
+
+
+def _add_fault(action: Action, schedule: Schedule) -> str | None:
+    parts: dict[Value, list[Value]] = {}
+    for value in action.reads:
+        parts.setdefault(value.whole, []).append(value)
+    for whole, found in parts.items():
+        if sorted(value.part for value in found) != ([0] if found[0].parts == 1 else [*range(1, found[0].parts + 1)]):
+            return f"it does not read all parts of {whole}"
+    if any(value.kind != GRADIENTS or value.stage != action.stage for value in (*parts, *action.writes)):
+        return "it must add sums of gradients of its stage"
+    operands = sorted(parts, key=lambda value: value.index)
+    members = [m for value in operands for m in value.members]
+    if len(operands) != 2 or members != list(range(members[0], members[-1] + 1)):
+        return f"its sum would be of the micro-batches {members}, which is not their order"
+    whole = gradient_sum(action.stage, members)
+    if action.value != whole or action.writes != (whole,):
+        return f"it must write {whole}"
+    return _mixed(whole, schedule)
+
+
+def _update_fault(action: Action, schedule: Schedule) -> str | None:
+    stage, version, holders = action.stage, action.version, schedule.placement.holders(action.stage)
+    if action.rank not in holders:
+        return f"rank {action.rank} does not hold stage {stage}"
+    part, parts = (action.rank + 1, len(holders)) if schedule.placement.is_sharded else (0, 1)
+    step = schedule.micro_batches
+    total = gradient_sum(stage, range((version - 1) * step, version * step)).divided(part, parts)
+    return _differs(
+        action,
+        [parameters(stage, version - 1).divided(part, parts), total],
+        [parameters(stage, version).divided(part, parts)],
+    )
+
+
+def _send_fault(action: Action, _: Schedule) -> str | None:
+    value = action.value
+    if value is None or len(action.reads) != 1 or action.writes:
+        return "it must read what it sends, and write nothing"
+    own = parameters(value.stage, value.version) if value.kind in (LENT_FORWARD, LENT_BACKWARD) else value.whole
+    return None if action.reads[0] in (value, own) else f"it must read {own}"
+
+
+def _receive_fault(action: Action, _: Schedule) -> str | None:
+    is_plain = not action.reads and action.writes == (action.value,)
+    return None if is_plain else "it must write what it receives, and read nothing"
+
+
+def _collective_fault(action: Action, schedule: Schedule) -> str | None:
+    value = action.value
+    if value is None or action.writes != (value,) or len(action.reads) != 1 or action.reads[0].stage != value.stage:
+        return "it must read what its rank brings, and write what it gets"
+    (read,) = action.reads
+    if value.kind in (LENT_FORWARD, LENT_BACKWARD):
+        is_shard = read == parameters(value.stage, value.version).divided(action.rank + 1, schedule.ranks)
+        return None if is_shard else "it must bring its rank's shard of the version"
+    is_sum = value.kind == GRADIENTS == read.kind and value.parts in (1, schedule.ranks)
+    return None if is_sum else "it must bring a sum of gradients"
+
+
+def _differs(action: Action, reads: list[Value], writes: list[Value]) -> str | None:
+    """Say which values an action lacks, or has too many; None if it has exactly these."""
+    for verb, found, expected in (("read", action.reads, reads), ("write", action.writes, writes)):
+        if sorted(found) != sorted(expected):
+            names = [", ".join(map(str, values)) or "nothing" for values in (expected, found)]
+            return f"it must {verb} {names[0]}, not {names[1]}"
+    return None
+
+
+def _mixed(value: Value, schedule: Schedule) -> str | None:
+    """Say that a sum mixes training steps, if it does."""
+    members = value.members
+    if members[0] // schedule.micro_batches != members[-1] // schedule.micro_batches:
+        return f"{value} would mix training steps"
+    return None
+
+
+_FAULTS = {
+    Op.FORWARD: _forward_fault,
+    Op.BACKWARD: _backward_fault,
+    Op.ADD: _add_fault,
+    Op.UPDATE: _update_fault,
+    Op.SEND: _send_fault,
+    Op.RECEIVE: _receive_fault,
+    Op.COLLECTIVE: _collective_fault,
+}

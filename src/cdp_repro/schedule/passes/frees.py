@@ -1,0 +1,53 @@
+"""Which read of a value is the last one on its rank, and what a rank holds when the pipeline is drained."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from cdp_repro.schedule.actions import Action
+from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.values import Value, buffers, parameters
+
+
+def held_after(schedule: Schedule, step: int) -> dict[int, list[Value]]:
+    """Return the values that each rank holds when the pipeline has drained after `step` training steps.
+
+    Those are, of each stage that a rank holds, the versions from the oldest that a later micro-batch reads there to the
+    newest; and each worker's buffers, on the rank that computes for it next.
+    """
+    placement, sizes = schedule.placement, schedule.sizes
+    first = step * sizes.micro_batches
+    held: dict[int, list[Value]] = defaultdict(list)
+    for stage in range(sizes.stages):
+        holders = placement.holders(stage)
+        oldest = dict.fromkeys(holders, step)
+        for m in range(first, first + (schedule.rule.oldest[stage] + 1) * sizes.micro_batches):
+            rank = schedule.holder_read(m, stage)
+            oldest[rank] = min(oldest[rank], schedule.rule.version(m, stage))
+        for rank in holders:
+            part = (rank + 1, len(holders)) if placement.is_sharded else (0, 1)
+            held[rank] += [parameters(stage, v).divided(*part) for v in range(oldest[rank], step + 1)]
+        for lane in range(sizes.lanes):
+            held[placement.rank_of(first + lane, stage)].append(buffers(stage, lane))
+    return held
+
+
+def add_frees(slots: Slots, held: dict[int, list[Value]]) -> Slots:
+    """Mark the last read of each value on each rank; `held` is what must be left at the end.
+
+    Going backwards through the run, a read is the last one of a value that is not needed by anything that was seen
+    before. Writing makes a value, so that what stood under its name before is another.
+    """
+    needed = {(rank, value) for rank, values in held.items() for value in values}
+    found: Slots = []
+    for actions in reversed(slots):
+        marked = []
+        for action in reversed(actions):
+            rank = action.rank
+            needed.difference_update([(rank, value) for value in action.writes])
+            last = tuple([value for value in action.reads if (rank, value) not in needed])
+            needed.update([(rank, value) for value in last])
+            marked.append(Action(*action[:-1], last) if last else action)
+        found.append(marked[::-1])
+    return found[::-1]

@@ -1,0 +1,66 @@
+"""Messages between neighbouring stages, of buffers, and of lent parameters.
+
+In a slot, a rank first sends what has been ready since an earlier slot, which overlaps with its compute, then computes,
+then sends what it has just made. A message of slot k is there before slot k+1 needs it.
+"""
+
+from __future__ import annotations
+
+from cdp_repro.schedule.actions import Action, Op, send
+from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.values import (
+    INPUT,
+    LENT_BACKWARD,
+    LENT_FORWARD,
+    OUTPUT_GRADIENT,
+    Value,
+    buffers,
+    micro_batch_value,
+    parameters,
+)
+
+
+def add_boundary_messages(slots: Slots, schedule: Schedule) -> Slots:
+    """Send each stage's output, its input's gradient, and its worker's buffers to the rank that reads them next."""
+    return [[each for action in actions for each in (action, *_boundary(action, schedule))] for actions in slots]
+
+
+def _boundary(action: Action, schedule: Schedule) -> list[Action]:
+    stage, m, rank_of = action.stage, action.micro_batch, schedule.placement.rank_of
+    if action.op is Op.BACKWARD:
+        wanted = [(micro_batch_value(OUTPUT_GRADIENT, stage - 1, m), rank_of(m, stage - 1))] if stage else []
+    else:
+        lanes = schedule.sizes.lanes
+        wanted = [(buffers(stage, m % lanes), rank_of(m + lanes, stage))]
+        if stage < schedule.stages - 1:
+            wanted.insert(0, (micro_batch_value(INPUT, stage + 1, m), rank_of(m, stage + 1)))
+    return [end for value, rank in wanted if rank != action.rank for end in send(value, action.rank, rank)]
+
+
+def add_lending(slots: Slots, schedule: Schedule) -> Slots:
+    """Bring the parameters of lent stages to the ranks that compute with them, one slot before they do.
+
+    There a message goes before the compute, or after it where the version is made only then; into the first slot, if
+    that needs it. Shards are gathered by a collective of all ranks; else the one holder sends a copy.
+    """
+    out: Slots = [[] for _ in slots]
+    late: Slots = [[] for _ in slots]
+    for number, actions in enumerate(slots):
+        place = max(0, number - 1)
+        made = {(a.stage, a.version) for a in slots[place] if a.op is Op.UPDATE} if number else set()
+        for action in actions:
+            for lent in action.reads if action.op.is_compute else ():
+                if lent.kind in (LENT_FORWARD, LENT_BACKWARD):
+                    target = late if (lent.stage, lent.version) in made else out
+                    target[place] += _brought(lent, action.rank, schedule)
+    return [[*early, *actions, *after] for early, actions, after in zip(out, slots, late, strict=True)]
+
+
+def _brought(lent: Value, rank: int, schedule: Schedule) -> tuple[Action, ...]:
+    """Return the actions that bring lent parameters to a rank."""
+    own, holders = parameters(lent.stage, lent.version), schedule.placement.holders(lent.stage)
+    if schedule.placement.is_sharded:
+        shard = own.divided(rank + 1, len(holders))
+        return (Action(Op.COLLECTIVE, rank, lent.stage, value=lent, reads=(shard,), writes=(lent,)),)
+    return send(lent, holders[0], rank, read=own)

@@ -1,0 +1,144 @@
+"""Placements: which rank computes a stage for a micro-batch, and which ranks hold the state of a stage.
+
+That is all that a placement says. The passes derive from it what is sent, summed and updated, and when.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+from cdp_repro.schedule.timelines import Timeline
+
+
+@dataclass(frozen=True)
+class Placement(ABC):
+    """Maps compute and state to ranks (one rank is one process with one device).
+
+    A subclass gives `ranks` and `holders`, and `rank_of` where micro-batches do not take turns on the holders.
+    """
+
+    timeline: Timeline
+    name: ClassVar[str]
+    is_sharded: ClassVar[bool] = False
+    """Whether each holder of a stage has a part of its state, and all together hold it once."""
+
+    @property
+    @abstractmethod
+    def ranks(self) -> int:
+        """Number of ranks."""
+
+    @abstractmethod
+    def holders(self, stage: int) -> range:
+        """Return the ranks that hold parameters, versions and optimizer state of `stage`."""
+
+    def rank_of(self, micro_batch: int, stage: int) -> int:
+        """Return the rank that computes `stage`, forward and backward, on `micro_batch`."""
+        holders = self.holders(stage)
+        return holders[micro_batch % len(holders)]
+
+
+class SingleDevice(Placement):
+    """Everything on rank 0, which computes for all workers in turn: the actions of a slot one after the other."""
+
+    name = "single_device"
+
+    @property
+    def ranks(self) -> int:
+        """1."""
+        return 1
+
+    def holders(self, stage: int) -> range:  # noqa: ARG002 - the same for all
+        """Return rank 0."""
+        return range(1)
+
+
+class Replicated(Placement):
+    """A worker a rank, with a full replica of the model: what data parallelism does on N devices."""
+
+    name = "replicated"
+
+    @property
+    def ranks(self) -> int:
+        """N R."""
+        return self.timeline.sizes.lanes
+
+    def holders(self, stage: int) -> range:  # noqa: ARG002 - every rank holds all stages
+        """Return all ranks."""
+        return range(self.ranks)
+
+
+class Zero(Replicated):
+    """A worker a rank, and the state of each stage on one of them, its owner (ZeRO stage 3, stage by stage)."""
+
+    name = "zero"
+
+    def holders(self, stage: int) -> range:
+        """Return the one owner of the stage; stages are spread evenly over the ranks."""
+        owner = stage * self.ranks // self.timeline.sizes.stages
+        return range(owner, owner + 1)
+
+    def rank_of(self, micro_batch: int, stage: int) -> int:  # noqa: ARG002 - a worker computes all stages
+        """Return the worker's rank."""
+        return micro_batch % self.ranks
+
+
+class ShardedZero(Replicated):
+    """A worker a rank, and an equal part of the state of every stage on each: ZeRO stage 3 as libraries do it (FSDP).
+
+    All ranks gather a stage to compute with it, so that it suits workers that compute the same stage at once.
+    """
+
+    name = "zero"
+    is_sharded = True
+
+
+class Pipeline(Placement):
+    """S/D consecutive stages a rank: micro-batches move, parameters stay. R copies of the pipeline."""
+
+    name = "pipeline"
+
+    @property
+    def ranks(self) -> int:
+        """D R."""
+        return self.timeline.sizes.pipeline_ranks * self.timeline.sizes.replicas
+
+    def holders(self, stage: int) -> range:
+        """Return the R ranks of the stage, one for each replica of the pipeline."""
+        sizes = self.timeline.sizes
+        first = stage * sizes.pipeline_ranks // sizes.stages * sizes.replicas
+        return range(first, first + sizes.replicas)
+
+
+class ModelParallel(Placement):
+    """A stage a rank, on as many ranks as the stage has micro-batches alive at once.
+
+    On the cyclic timeline stage j has a micro-batch for 2(S-j) slots, from its forward to its backward, and one starts
+    every 2c slots: ceil((S-j)/c) ranks, or N(N+1)/2 in all for N = S. Other timelines need N each.
+    """
+
+    name = "model_parallel"
+
+    @property
+    def ranks(self) -> int:
+        """N(N+1)/2 R for the cyclic timeline with N = S, N S R for others."""
+        return self._holders[-1].stop
+
+    def holders(self, stage: int) -> range:
+        """Return the ranks of the stage's group, those of a micro-batch's replicas next to each other."""
+        return self._holders[stage]
+
+    @cached_property
+    def _holders(self) -> list[range]:
+        sizes = self.timeline.sizes
+        ends = accumulate(self._alive(stage) * sizes.replicas for stage in range(sizes.stages))
+        return [range(first, end) for first, end in pairwise((0, *ends))]
+
+    def _alive(self, stage: int) -> int:
+        sizes = self.timeline.sizes
+        if self.timeline.name != "cyclic":
+            return sizes.workers
+        return -(-(sizes.stages - stage) // (sizes.stages // sizes.workers))

@@ -1,0 +1,235 @@
+"""A program: the actions of all ranks for any number of training steps, as a finite thing.
+
+    fill      steps 0 .. F-1      until the pattern repeats
+    period    step F              replayed with shifted numbers for every later step
+    drain     after any step      what is left to do when no further step comes
+
+The piece of a step ends one slot before the next step begins, because what a rank sends in that slot depends on whether
+another step comes. With P slots a step:
+
+    slots     0 ......... P-2 | P-1 ........ 2P-2 | 2P-1 ....... 3P-2 | ...
+              piece of step 0 | piece of step 1   | piece of step 2   | ...
+                              | drain after 1 ...
+                                                  | drain after 2 ...
+
+A run may begin at any step, from a drained pipeline. Versions are never less than 0, so that runs from step 0, 1, .. up
+to the largest staleness differ; all later ones are the last of these, with shifted numbers and `Roles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from cdp_repro.schedule.actions import Action, Op, Slot
+from cdp_repro.schedule.check import Checker, ScheduleError
+from cdp_repro.schedule.generate import generate
+from cdp_repro.schedule.passes.frees import held_after
+from cdp_repro.schedule.roles import Roles
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.transport import Communicator, communicators
+from cdp_repro.schedule.values import Value
+
+MAX_STEPS = 12
+"""Training steps beyond the largest staleness after which the pattern must have repeated."""
+
+Piece = Sequence[Slot]
+Upcoming = Callable[[], bool]
+"""Tells whether another training step comes; asked once before each."""
+
+
+@dataclass
+class Run:
+    """All runs that begin at one step, in pieces; slots count from the start of the run."""
+
+    first_step: int
+    fill: Sequence[Piece]
+    period: Piece
+    drains: dict[int, Piece]
+    """By the number of steps, from 1 to F + 1, after which they come."""
+
+    def pieces(self, upcoming: Upcoming, drain: Callable[[int], Piece]) -> Iterator[tuple[Piece, int]]:
+        """Yield each piece of a run with the number of training steps by which it is shifted."""
+        done, repeating = 0, len(self.fill)
+        while upcoming():
+            yield (self.fill[done], 0) if done < repeating else (self.period, done - repeating)
+            done += 1
+        if done:
+            last = min(done, repeating + 1)
+            yield drain(last), done - last
+
+
+class Program:
+    """The checked program of a schedule, in runs."""
+
+    def __init__(self, schedule: Schedule, runs: Mapping[int, Run] | None = None) -> None:
+        """Make and check the run from step 0; others, and early drains, when they are asked for.
+
+        `runs`, by their first step, are such as a file holds. They are checked, and nothing is made that they lack.
+
+        Raises:
+            ScheduleError: a rule that the timeline cannot serve, or runs that cannot run; says where, and why.
+        """
+        self.schedule = schedule
+        self.roles = Roles(schedule)
+        self.is_given = runs is not None
+        self._runs = dict(runs or {})
+        self._communicators: tuple[Communicator, ...] | None = None
+        for run in self._runs.values():
+            self._check_given(run)
+        self.run_from(0)
+
+    def held_at(self, step: int) -> dict[int, list[Value]]:
+        """Return the values that each rank holds when the pipeline has drained after `step` training steps."""
+        return held_after(self.schedule, step)
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """The communicators that messages between ranks need on NCCL, as few as cannot hang."""
+        assert self._communicators is not None, "they are found when the first run is checked"
+        return self._communicators
+
+    def run_from(self, step: int) -> tuple[Run, int]:
+        """Return the run that begins at `step`, and by how many training steps its numbers are to be shifted."""
+        first = min(step, self.schedule.rule.longest)
+        if first not in self._runs:
+            if self.is_given:
+                raise ValueError(f"the program has no run from step {first}: it has runs from {sorted(self._runs)}")
+            self._runs[first] = self._made(first)
+        return self._runs[first], step - first
+
+    def drain(self, run: Run, steps: int) -> Piece:
+        """Return what is left to do after so many steps of a run, at most one more than its fill."""
+        if steps not in run.drains:
+            if self.is_given:
+                raise ValueError(f"the program has no drain after {steps} steps from step {run.first_step}")
+            slots = self._checked(self._generated(run.first_step, steps), run.first_step, steps)
+            run.drains[steps] = slots[steps * self.schedule.slots_per_step - 1 :]
+        return run.drains[steps]
+
+    @property
+    def runs(self) -> dict[int, Run]:
+        """All runs by their first step, with all drains."""
+        for first in range(self.schedule.rule.longest + 1):
+            run, _ = self.run_from(first)
+            for steps in range(1, len(run.fill) + 2):
+                self.drain(run, steps)
+        return dict(sorted(self._runs.items()))
+
+    def slots(self, steps: int, first_step: int = 0) -> list[Slot]:
+        """Return the slots of all ranks in a run of `steps` training steps, written out."""
+        run, start = self.run_from(first_step)
+        left = iter(range(steps))
+        found: list[Slot] = []
+        for piece, ahead in run.pieces(lambda: next(left, None) is not None, lambda n: self.drain(run, n)):
+            found += self.shifted(piece, ahead, start + ahead)
+        return found
+
+    def shifted(self, piece: Piece, ahead: int, steps: int) -> Piece:
+        """Return a piece with its slots `ahead` steps later, and its other numbers `steps` training steps later."""
+        if not steps:
+            return piece
+        later, micro_batches = self.roles.after(steps), self.schedule.micro_batches
+        slots = ahead * self.schedule.slots_per_step
+        return [Slot(s.number + slots, tuple([a.shifted(steps, micro_batches, later) for a in s.actions])) for s in piece]
+
+    def _generated(self, first_step: int, steps: int) -> list[Slot]:
+        slots = generate(self.schedule, first_step, steps)
+        return [Slot(number, tuple(actions)) for number, actions in enumerate(slots)]
+
+    def _made(self, first_step: int) -> Run:
+        """Return the run from `first_step`: written out for so many steps that two pieces are the same but for a shift."""
+        period = self.schedule.slots_per_step
+        for steps in range(self.schedule.rule.longest + 3, self.schedule.rule.longest + MAX_STEPS):
+            slots = self._checked(self._generated(first_step, steps), first_step, steps)
+            ends = [0, *((n + 1) * period - 1 for n in range(steps))]
+            pieces = [slots[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+            repeating = steps - 1
+            while repeating and self.shifted(pieces[repeating - 1], 1, 1) == pieces[repeating]:
+                repeating -= 1
+            if repeating < steps - 1:
+                extra = repeating + 1 - steps
+                drain = self.shifted(slots[ends[-1] :], extra, extra)
+                return Run(first_step, pieces[:repeating], pieces[repeating], {repeating + 1: drain})
+        raise ScheduleError(f"{self.schedule}: no two training steps of the first {steps} are the same")
+
+    def _check_given(self, run: Run) -> None:
+        """Check a run that a file holds: two periods long, so that the second shows that the first can be repeated."""
+        repeating = len(run.fill)
+        for steps in range(1, repeating + 3):
+            left = iter(range(steps))
+            slots: list[Slot] = []
+            for piece, ahead in run.pieces(lambda: next(left, None) is not None, lambda n: self.drain(run, n)):  # noqa: B023
+                slots += self.shifted(piece, ahead, ahead)
+            self._checked(slots, run.first_step, steps)
+
+    def _checked(self, slots: Sequence[Slot], first_step: int, steps: int) -> list[Slot]:
+        """Return the slots of a whole run, each in an order in which one process could run it."""
+        checker = Checker(self.schedule, held_after(self.schedule, first_step))
+        seen = 4 * self.schedule.stages
+        found = [checker.slot(slot, slots[place + 1 : place + 1 + seen]) for place, slot in enumerate(slots)]
+        checker.end(held_after(self.schedule, first_step + steps))
+        if self._communicators is None:
+            self._communicators = communicators(found, self.schedule.ranks)
+        return found
+
+
+class RankProgram:
+    """The program of one rank: its own actions only, so that a step costs the same for any number of ranks."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.rank = rank
+        self.schedule = program.schedule
+        self._program = program
+        self._cycle = program.roles.cycle(rank)
+        self._own: dict[int, dict[int, list[Slot]]] = {}
+        """By the identity of a piece, and by role: the slots in which there is something to do."""
+
+    @property
+    def finishing(self) -> tuple[Op, int]:
+        """The kind of action whose last one finishes a training step on this rank, and how many there are in a step.
+
+        That is the update of each stage that it holds; for a rank that holds none, its backwards.
+        """
+        own = [action.op for slot in self._picked(self._program.run_from(0)[0].period)[self.rank] for action in slot.actions]
+        kind = Op.UPDATE if Op.UPDATE in own else Op.BACKWARD
+        return kind, own.count(kind)
+
+    def length(self, first_step: int, steps: int) -> int:
+        """Return the slots of a run, drain included."""
+        if not steps:
+            return 0
+        run, _ = self._program.run_from(first_step)
+        last = min(steps, len(run.fill) + 1)
+        drain = self._program.drain(run, last)
+        return drain[-1].number + 1 + (steps - last) * self.schedule.slots_per_step
+
+    def replay(self, first_step: int, upcoming: Upcoming, first_slot: int = 0) -> Iterator[Slot]:
+        """Yield the slots of a run from `first_step` and `first_slot` in which the rank acts."""
+        program, schedule = self._program, self.schedule
+        run, start = program.run_from(first_step)
+        for piece, ahead in run.pieces(upcoming, lambda n: program.drain(run, n)):
+            steps, slots = start + ahead, first_slot + ahead * schedule.slots_per_step
+            later = program.roles.after(steps)
+            role = self._cycle[(self._cycle.index(self.rank) - steps) % len(self._cycle)]
+            for slot in self._picked(piece)[role]:
+                if steps:
+                    actions = tuple([a.shifted(steps, schedule.micro_batches, later) for a in slot.actions])
+                    yield Slot(slot.number + slots, actions)
+                else:
+                    yield Slot(slot.number + slots, slot.actions)
+
+    def _picked(self, piece: Piece) -> dict[int, list[Slot]]:
+        """Return the slots of a piece with the actions of each role that the rank plays; found once."""
+        if id(piece) not in self._own:
+            picked: dict[int, list[Slot]] = {role: [] for role in self._cycle}
+            for slot in piece:
+                own: dict[int, list[Action]] = {}
+                for action in slot.actions:
+                    if action.rank in picked:
+                        own.setdefault(action.rank, []).append(action)
+                for role, actions in own.items():
+                    picked[role].append(Slot(slot.number, tuple(actions)))
+            self._own[id(piece)] = picked
+        return self._own[id(piece)]
+

@@ -1,0 +1,51 @@
+"""The five numbers of a schedule: S, M, N, R and D."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Five numbers, not one; each timeline says which of them it ties together.
+
+    Micro-batch m = tM + i is the i-th of the M of training step t. With R replicas, the R parts of what a worker
+    computes at once are micro-batches of their own, next to each other in the count.
+    """
+
+    stages: int
+    """S."""
+    workers: int
+    """N: micro-batches that are under way at once, without replicas."""
+    accumulate: int = 1
+    """k: micro-batches that a worker runs in a training step, one after the other."""
+    replicas: int = 1
+    """R: ranks that share what a worker computes."""
+    pipeline_ranks: int = 1
+    """D: ranks that the stages of one pipeline are spread over."""
+
+    @property
+    def lanes(self) -> int:
+        """N R: micro-batches that are under way at once. Lane m mod N R has BatchNorm statistics of its own."""
+        return self.workers * self.replicas
+
+    @property
+    def turns(self) -> int:
+        """k N: micro-batches of a training step, without replicas. Timelines and rules count these."""
+        return self.workers * self.accumulate
+
+    @property
+    def micro_batches(self) -> int:
+        """M = k N R: micro-batches of a training step."""
+        return self.turns * self.replicas
+
+    def check(self) -> None:
+        """Raise ValueError, with a value that works, unless each number is at least 1 and D divides S."""
+        for name in ("stages", "workers", "accumulate", "replicas"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
+        if self.pipeline_ranks < 1 or self.stages % self.pipeline_ranks:
+            choices = ", ".join(str(d) for d in range(1, self.stages + 1) if self.stages % d == 0)
+            raise ValueError(
+                f"ranks={self.pipeline_ranks} do not share stages={self.stages} equally: use ranks={choices}"
+            )

@@ -1,0 +1,47 @@
+"""How the gradients of a stage are summed over the micro-batches of a training step: one strategy, one file.
+
+A strategy takes the slots of a run and returns them with the sums and the updates of its stages. Nothing of it is known
+elsewhere: what it does stands in the values of its actions.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.summation.all_reduce import sum_by_all_reduce
+from cdp_repro.schedule.summation.exchange import is_exchangeable, sum_by_exchange
+from cdp_repro.schedule.summation.exchange_in_parts import leaves_in_parts, sum_by_exchange_in_parts
+from cdp_repro.schedule.summation.local import sum_locally
+from cdp_repro.schedule.summation.owner import sum_at_owner
+from cdp_repro.schedule.summation.reduce_scatter import sum_by_reduce_scatter
+from cdp_repro.schedule.summation.relay import sum_by_relay
+
+Strategy = Callable[[Slots, Schedule, Iterable[int]], Slots]
+
+
+def add_sums(slots: Slots, schedule: Schedule) -> Slots:
+    """Sum the gradients of every stage by the strategy that suits it, and update."""
+    chosen: dict[Strategy, list[int]] = defaultdict(list)
+    for stage in range(schedule.stages):
+        chosen[strategy_of(schedule, stage)].append(stage)
+    for strategy, stages in chosen.items():
+        slots = strategy(slots, schedule, stages)
+    return slots
+
+
+def strategy_of(schedule: Schedule, stage: int) -> Strategy:
+    """Return the strategy for a stage, by who holds it and who computes it."""
+    if schedule.placement.is_sharded:
+        return sum_by_reduce_scatter
+    if schedule.spec.collectives and schedule.ranks > 1 and stage not in schedule.lent:
+        return sum_by_all_reduce
+    if stage in schedule.lent:
+        return sum_at_owner
+    if len(schedule.placement.holders(stage)) == 1:
+        return sum_locally
+    if is_exchangeable(schedule, stage):
+        return sum_by_exchange_in_parts if leaves_in_parts(schedule) else sum_by_exchange
+    return sum_by_relay

@@ -1,0 +1,46 @@
+"""All ranks hold the stage and compute it at once: an all-reduce of the library, in an order of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from cdp_repro.schedule.actions import Action, Op
+from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.summation.base import replace_backwards, step_members, summed, update_before_reads
+from cdp_repro.schedule.values import GRADIENTS, Value, gradient_sum
+
+
+def sum_by_all_reduce(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
+    """Reduce the gradients of each stage as soon as all ranks have them; update before the first read."""
+    slots = join_collectives(slots, schedule, stages, lambda total, _: total)
+    return update_before_reads(slots, schedule, stages)
+
+
+def join_collectives(
+    slots: Slots, schedule: Schedule, stages: Iterable[int], result: Callable[[Value, int], Value]
+) -> Slots:
+    """Have each rank add its own gradients of a step, and bring the last sum to a collective after the slot's compute.
+
+    `result` maps the sum of the step and a rank to what the collective makes there.
+    """
+    chosen, lanes = frozenset(stages), schedule.sizes.lanes
+
+    def accumulated(backward: Action) -> tuple[Action]:
+        m, stage = backward.micro_batch, backward.stage
+        first = step_members(schedule, m)[m % lanes]
+        before = gradient_sum(stage, range(first, m, lanes)) if m > first else None
+        return (summed(backward, before, gradient_sum(stage, range(first, m + lanes, lanes))),)
+
+    found = replace_backwards(slots, chosen, accumulated)
+    for actions in found:
+        ends = [a for a in actions if a.op is Op.BACKWARD and a.stage in chosen]
+        for action in ends:
+            members = step_members(schedule, action.micro_batch)
+            if action.micro_batch >= members.stop - lanes:
+                own = next(value for value in action.writes if value.kind == GRADIENTS)
+                whole = result(gradient_sum(action.stage, members), action.rank)
+                actions.append(
+                    Action(Op.COLLECTIVE, action.rank, action.stage, value=whole, reads=(own,), writes=(whole,))
+                )
+    return found

@@ -1,0 +1,141 @@
+"""What the strategies share: gradients of a backward, updates, and where in a run an action has to stand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from cdp_repro.schedule.actions import Action, Op
+from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.values import GRADIENTS, Value, gradient_sum, parameters
+
+
+def summed(backward: Action, before: Value | None, after: Value) -> Action:
+    """Return a backward that adds its gradients to the sum `before`, if there is one, which becomes `after`."""
+    reads = backward.reads if before is None else (*backward.reads, before)
+    return backward._replace(reads=reads, writes=(*backward.writes, after))
+
+
+def add(earlier: Value, later: Value, rank: int) -> Action:
+    """Return the action that adds two sums of which one follows the other."""
+    both = gradient_sum(earlier.stage, range(earlier.index, later.stop))
+    return Action(Op.ADD, rank, earlier.stage, value=both, reads=(earlier, later), writes=(both,))
+
+
+def step_members(schedule: Schedule, micro_batch: int) -> range:
+    """Return the micro-batches of the training step that a micro-batch belongs to."""
+    first = micro_batch - micro_batch % schedule.micro_batches
+    return range(first, first + schedule.micro_batches)
+
+
+def total_of(schedule: Schedule, stage: int, version: int) -> Value:
+    """Return the sum from which a version is made."""
+    return gradient_sum(stage, range((version - 1) * schedule.micro_batches, version * schedule.micro_batches))
+
+
+def update(schedule: Schedule, stage: int, version: int, rank: int) -> Action:
+    """Return the update that makes a version on a rank, of its shard where the stage is sharded."""
+    part, parts = (rank + 1, schedule.ranks) if schedule.placement.is_sharded else (0, 1)
+    before, after = (parameters(stage, v).divided(part, parts) for v in (version - 1, version))
+    total = total_of(schedule, stage, version).divided(part, parts)
+    return Action(Op.UPDATE, rank, stage, version=version, reads=(before, total), writes=(after,))
+
+
+def replace_backwards(slots: Slots, stages: Iterable[int], by: Callable[[Action], Iterable[Action]]) -> Slots:
+    """Put what `by` returns in the place of each backward of `stages`."""
+    chosen = frozenset(stages)
+    return [
+        [
+            each
+            for action in actions
+            for each in (by(action) if action.op is Op.BACKWARD and action.stage in chosen else (action,))
+        ]
+        for actions in slots
+    ]
+
+
+def completed(action: Action, schedule: Schedule, stages: Iterable[int]) -> int | None:
+    """Return the version that can be made when `action` has completed the sum of one of `stages`; else None."""
+    if action.stage in stages:
+        for value in action.writes:
+            if value.kind == GRADIENTS and len(value.members) == schedule.micro_batches and action.op is not Op.RECEIVE:
+                return value.stop // schedule.micro_batches
+    return None
+
+
+def update_at_once(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
+    """Update each of `stages` where its sum is completed, as soon as it is."""
+    chosen = frozenset(stages)
+    found: Slots = []
+    for actions in slots:
+        found.append([])
+        for action in actions:
+            found[-1].append(action)
+            if (version := completed(action, schedule, chosen)) is not None:
+                found[-1].append(update(schedule, action.stage, version, action.rank))
+    return found
+
+
+def update_before_reads(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
+    """Update each of `stages`, on every rank where its sum is completed, at the end of the slot before the first read.
+
+    So nobody keeps an old version longer than it reads it, and a rank waits for a sum as late as it can. What is not
+    read in this run is updated in one more slot.
+    """
+    chosen = frozenset(stages)
+    open_sums: dict[tuple[int, int], list[int]] = defaultdict(list)
+    found: Slots = []
+    for number, actions in enumerate(slots):
+        for action in actions:
+            if (version := completed(action, schedule, chosen)) is not None:
+                open_sums[action.rank, action.stage].append(version)
+        following = slots[number + 1] if number + 1 < len(slots) else []
+        found.append([*actions, *_due(following, schedule, open_sums)])
+    rest = [
+        update(schedule, stage, version, rank)
+        for (rank, stage), versions in open_sums.items()
+        for version in versions
+    ]
+    return [*found, rest] if rest else found
+
+
+def _due(following: list[Action], schedule: Schedule, open_sums: dict[tuple[int, int], list[int]]) -> list[Action]:
+    """Return, and take out of `open_sums`, the updates that the forwards of the next slot ask for."""
+    found = []
+    for action in following:
+        versions = open_sums.get((action.rank, action.stage)) if action.op is Op.FORWARD else None
+        while versions and versions[0] <= action.version:
+            found.append(update(schedule, action.stage, versions.pop(0), action.rank))
+    return found
+
+
+def put_off(slots: Slots, stages: Iterable[int], schedule: Schedule) -> Slots:
+    """Move each action of `stages` that adds or scatters received sums, or updates, to the end of the next slot.
+
+    By then what it waits for has arrived, and nobody has waited. Not where the next slot reads the new version.
+    """
+    chosen = frozenset(stages)
+    found: Slots = []
+    waiting: list[Action] = []
+    for number, actions in enumerate(slots):
+        following = slots[number + 1] if number + 1 < len(slots) else None
+        read_next = {(a.stage, a.version) for a in following or () if a.op.is_compute}
+        stays: list[Action] = []
+        arriving: list[Action] = []
+        for action in actions:
+            is_moved = action.op in (Op.ADD, Op.UPDATE) and action.stage in chosen
+            (arriving if is_moved else stays).append(action)
+        stays += waiting
+        waiting = []
+        for action in arriving:
+            version = step_version(action, schedule)
+            is_urgent = following is None or (action.stage, version) in read_next
+            (stays if is_urgent else waiting).append(action)
+        found.append(stays)
+    return found
+
+
+def step_version(action: Action, schedule: Schedule) -> int:
+    """Return the version that an ADD or UPDATE has a part in making."""
+    return action.version if action.value is None else (action.value.stop - 1) // schedule.micro_batches + 1

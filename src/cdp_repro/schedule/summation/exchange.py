@@ -1,0 +1,106 @@
+"""Two holders: each sends the other what it lacks of the sum, and both complete it.
+
+Of one stage and one training step of two micro-batches (r = rank):
+
+    r0  B.m0 -> g[0:1]  S g[0:1]>1   ...   A g[0:1] + g[1:2]  U
+    r1  B.m1 -> g[1:2]  S g[1:2]>0   ...   A g[0:1] + g[1:2]  U
+
+The sums have the same members in the same order, so both are bitwise the same, and neither rank waits for the other's
+total. Partial sums of earlier micro-batches are relayed as between more holders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from cdp_repro.schedule.actions import Action, Op, send
+from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.summation.base import (
+    add,
+    replace_backwards,
+    step_members,
+    step_version,
+    summed,
+    update_before_reads,
+)
+from cdp_repro.schedule.summation.relay import relayed_sum
+from cdp_repro.schedule.values import gradient_sum
+
+
+def is_exchangeable(schedule: Schedule, stage: int) -> bool:
+    """Whether two ranks hold a stage, and the last two micro-batches of every training step are one on each."""
+    period = 2 * schedule.micro_batches
+    rank_of, lasts = schedule.placement.rank_of, range(schedule.micro_batches - 1, 2 * period, schedule.micro_batches)
+    return (
+        len(schedule.placement.holders(stage)) == 2
+        and schedule.micro_batches > 1
+        and all(rank_of(m, stage) != rank_of(m - 1, stage) for m in lasts)
+    )
+
+
+def only_exchanges(schedule: Schedule) -> bool:
+    """Whether exchanges are all that ranks send: two ranks, each with one micro-batch for all stages."""
+    if schedule.micro_batches != 2 or schedule.ranks != 2 or schedule.lent or schedule.spec.collectives:
+        return False
+    return all(len({schedule.placement.rank_of(m, stage) for stage in range(schedule.stages)}) == 1 for m in range(2))
+
+
+def sum_by_exchange(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
+    """Exchange the last two parts of each sum; add them as late as the sum allows, update before the first read."""
+    receives_early = only_exchanges(schedule)
+    slots = replace_backwards(slots, stages, lambda backward: _exchanged(backward, schedule, receives_early))
+    return _add_late(update_before_reads(slots, schedule, stages), schedule, frozenset(stages))
+
+
+def _exchanged(backward: Action, schedule: Schedule, receives_early: bool) -> Iterator[Action]:
+    """Yield a backward with what it adds and sends.
+
+    A rank that does nothing but exchange may be a little behind the other. So it gets ready for the other's part when
+    it sends its own, perhaps before it comes to the slot in which the other sends: gloo moves nothing before the
+    receiver is ready.
+    """
+    m, stage, rank = backward.micro_batch, backward.stage, backward.rank
+    members, rank_of = step_members(schedule, m), schedule.placement.rank_of
+    if m < members[-1]:
+        yield from relayed_sum(backward, schedule)
+        if m == members[-2] and receives_early:
+            yield send(gradient_sum(stage, range(m + 1, m + 2)), rank_of(m + 1, stage), rank)[1]
+        return
+    other, own = rank_of(m - 1, stage), gradient_sum(stage, range(m, m + 1))
+    before = gradient_sum(stage, range(members[0], m))
+    hand_back, receive = send(own, rank, other)
+    yield summed(backward, None, own)
+    yield hand_back
+    if not receives_early:
+        yield receive
+    yield add(before, own, other)
+    yield add(before, own, rank)
+
+
+def _add_late(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
+    """Complete a sum not before the update needs it, or the next backward of its stage begins another.
+
+    So a slow link is waited for as late as one open sum for each stage allows.
+    """
+    waiting: dict[tuple[int, int], Action] = {}
+    found: Slots = []
+    for actions in slots:
+        found.append([])
+        for action in actions:
+            place = (action.rank, action.stage)
+            if action.op is Op.ADD and action.stage in stages and _is_total(action, schedule):
+                waiting[place] = action
+                continue
+            pending = waiting.get(place)
+            if pending is not None and (
+                action.op is Op.BACKWARD
+                or (action.op is Op.UPDATE and action.version == step_version(pending, schedule))
+            ):
+                found[-1].append(waiting.pop(place))
+            found[-1].append(action)
+    return found
+
+
+def _is_total(action: Action, schedule: Schedule) -> bool:
+    return action.value is not None and len(action.value.members) == schedule.micro_batches

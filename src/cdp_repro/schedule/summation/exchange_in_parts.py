@@ -1,0 +1,182 @@
+"""Two ranks that exchange gradients of very uneven stages: the large ones leave in parts.
+
+A link takes messages in the order in which they are sent. Gradients of the last stages, which often are the largest,
+come first, and the small ones behind them are needed first: a forward would wait for all. So a rank sends in a slot
+about as many bytes as a mean stage has, what is needed first before what can wait, as Jayarajan et al. (2019, MLSys)
+do with the gradients of data parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cdp_repro.schedule.actions import Action, Op, send
+from cdp_repro.schedule.parts import part_of
+from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.summation.exchange import only_exchanges, sum_by_exchange
+from cdp_repro.schedule.values import Value, gradient_sum
+
+MIN_PART_BYTES = 2**20
+"""A smaller part would take longer to begin than to send."""
+
+_LARGE = 1.25
+"""A stage that has more than so many times the bytes of the mean stage is sent in parts, of half the mean each."""
+
+
+def parts_of(gradient_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Return in how many parts the gradients of each stage are sent.
+
+    For example stages of 1, 1 and 10 MiB: the mean is 4 MiB, so the last leaves in 5 parts of 2 MiB.
+    """
+    mean = sum(gradient_bytes) / len(gradient_bytes)
+    return tuple(
+        max(1, min(math.ceil(2 * size / mean), size // MIN_PART_BYTES)) if size > _LARGE * mean else 1
+        for size in gradient_bytes
+    )
+
+
+def leaves_in_parts(schedule: Schedule) -> bool:
+    """Whether parts make a difference: two ranks do nothing but exchange, and something overtakes a part."""
+    sizes = schedule.gradient_bytes
+    if not sizes or not only_exchanges(schedule) or max(parts_of(sizes)) == 1:
+        return False
+    orders = ([departure.stage for departure in departures(schedule, worker)] for worker in range(2))
+    return any(order != sorted(order, reverse=True) for order in orders)
+
+
+@dataclass(frozen=True)
+class Departure:
+    """When a part of a stage's gradients leaves: slots after the first forward of its micro-batch."""
+
+    slot: int
+    stage: int
+    part: int
+
+
+def departures(schedule: Schedule, worker: int) -> list[Departure]:
+    """Return the order in which one of two workers sends the gradients of a training step.
+
+    In each slot it sends what the other needs first, up to the bytes of a mean stage, but one part at least, and all
+    that is needed in the next slot.
+    """
+    stages, sizes = schedule.stages, schedule.gradient_bytes
+    parts, budget, needed = parts_of(sizes), sum(sizes) / stages, _needed(schedule, worker)
+    waiting: list[tuple[int, int, int]] = []
+    found: list[Departure] = []
+    slot = stages
+    while slot < 2 * stages or waiting:
+        if slot < 2 * stages:
+            stage = 2 * stages - 1 - slot
+            waiting = sorted([*waiting, *((needed[stage], stage, part) for part in range(1, parts[stage] + 1))])
+        sent = 0
+        while waiting:
+            due, stage, part = waiting[0]
+            size = len(part_of(sizes[stage], part, parts[stage]))
+            if sent and sent + size > budget and due > slot + 1:
+                break
+            sent += size
+            found.append(Departure(slot, *waiting.pop(0)[1:]))
+        slot += 1
+    return found
+
+
+def _needed(schedule: Schedule, worker: int) -> list[int]:
+    """Return, by stage, the slot in which the other rank needs a worker's gradients, after the worker's first forward.
+
+    It needs them before it reads the version that is made from them, or computes the next of its own.
+    """
+    stages, other = schedule.stages, 1 - worker
+    begins = schedule.slots_per_step + _start(schedule, other) - _start(schedule, worker)
+    stale = schedule.rule.matrix[other // schedule.sizes.replicas]
+    return [begins + (2 * stages - 1 - j if stale[j] else j) for j in range(stages)]
+
+
+def _start(schedule: Schedule, worker: int) -> int:
+    """Return the slot of a worker's first forward in a training step."""
+    return schedule.timeline.forward(worker // schedule.sizes.replicas, 0)
+
+
+def sum_by_exchange_in_parts(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
+    """Exchange as `sum_by_exchange` does, but send parts in the order of their `departures`.
+
+    All that a rank adds, and all that was made of the sum to which it adds, has left before. In a slot a rank sends
+    what it has just made when it has computed, and waits for what it adds after that.
+    """
+    parts = parts_of(schedule.gradient_bytes)
+    lanes = {schedule.placement.rank_of(worker, 0): _Lane(schedule, worker) for worker in range(2)}
+    found: Slots = []
+    for number, actions in enumerate(sum_by_exchange(slots, schedule, stages)):
+        for action in actions:
+            if action.op is Op.FORWARD and action.stage == 0:
+                lanes[action.rank].begin(action.micro_batch, number)
+        computing = {action.rank for action in actions if action.op.is_compute}
+        paced = [end for lane in lanes.values() for end in lane.receives.until(number)]
+        paced += [end for rank in sorted(lanes.keys() - computing) for end in lanes[rank].sends.until(number)]
+        for action in actions:
+            if action.op is Op.ADD:
+                paced += [end for lane in lanes.values() for queue in lane.queues for end in queue.rest_of(action)]
+                paced.append(_add_of_parts(action, lanes[action.rank].worker, parts[action.stage]))
+            elif not action.op.is_message:
+                paced.append(action)
+            if action.op.is_compute:
+                paced += lanes[action.rank].sends.until(number)
+        found.append(paced)
+    return found
+
+
+def _add_of_parts(action: Action, worker: int, parts: int) -> Action:
+    """Return an ADD that waits for all parts of what the other worker sends."""
+    reads: list[Value] = []
+    for value in action.reads:
+        is_received = value.index % 2 != worker
+        reads += [value.divided(part, parts) for part in range(1, parts + 1)] if is_received else [value]
+    return action._replace(reads=tuple(reads))
+
+
+@dataclass
+class _Queue:
+    """Ends of messages that are planned, in order, each with its slot."""
+
+    ends: deque[tuple[int, Action]] = field(default_factory=deque)
+
+    def until(self, slot: int) -> list[Action]:
+        """Take out what is due up to `slot`."""
+        found = []
+        while self.ends and self.ends[0][0] <= slot:
+            found.append(self.ends.popleft()[1])
+        return found
+
+    def rest_of(self, add: Action) -> list[Action]:
+        """Take out all ends up to the last with gradients that `add` adds, or of an earlier step of its stage."""
+        assert add.value is not None
+        wanted = [
+            number
+            for number, (_, end) in enumerate(self.ends)
+            if end.value is not None and end.stage == add.stage and end.value.index < add.value.stop
+        ]
+        return [self.ends.popleft()[1] for _ in range(wanted[-1] + 1 if wanted else 0)]
+
+
+class _Lane:
+    """What one rank sends to the other, in order, and what of it has not left, or was not announced there."""
+
+    def __init__(self, schedule: Schedule, worker: int) -> None:
+        self.worker = worker
+        self.sends, self.receives = self.queues = (_Queue(), _Queue())
+        self._rank, self._peer = (schedule.placement.rank_of(each, 0) for each in (worker, 1 - worker))
+        self._departures = departures(schedule, worker)
+        self._parts = parts_of(schedule.gradient_bytes)
+        self._ahead = _start(schedule, worker)  # ranks may drift so far that the other is that much behind
+
+    def begin(self, micro_batch: int, slot: int) -> None:
+        """Plan the messages of a micro-batch whose first forward is in `slot`."""
+        for departure in self._departures:
+            whole = gradient_sum(departure.stage, range(micro_batch, micro_batch + 1))
+            part = whole.divided(departure.part, self._parts[departure.stage])
+            send_end, receive_end = send(part, self._rank, self._peer, read=whole)
+            self.sends.ends.append((slot + departure.slot, send_end))
+            self.receives.ends.append((slot + departure.slot - self._ahead, receive_end))

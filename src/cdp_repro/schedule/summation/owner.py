@@ -1,0 +1,27 @@
+"""One owner that lends the stage to other ranks: their gradients come to it, and it adds them in order (ZeRO)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from cdp_repro.schedule.actions import Action, send
+from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.summation.base import add, put_off, replace_backwards, step_members, summed, update_at_once
+from cdp_repro.schedule.values import gradient_sum
+
+
+def sum_at_owner(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
+    """Send the gradients of each micro-batch to the owner, which adds them a slot later, when they have arrived."""
+
+    def sent(backward: Action) -> Iterator[Action]:
+        m, stage = backward.micro_batch, backward.stage
+        own, first = gradient_sum(stage, range(m, m + 1)), step_members(schedule, m)[0]
+        (owner,) = schedule.placement.holders(stage)
+        yield summed(backward, None, own)
+        if backward.rank != owner:
+            yield from send(own, backward.rank, owner)
+        if m > first:
+            yield add(gradient_sum(stage, range(first, m)), own, owner)
+
+    return put_off(update_at_once(replace_backwards(slots, stages, sent), schedule, stages), stages, schedule)

@@ -1,0 +1,182 @@
+"""Three or more holders: a sum grows along the micro-batches' ranks, and the whole sum goes from holder to holder.
+
+With workers 0, 1, 2 on ranks of their own, of one stage and one training step (r = rank):
+
+    r0  B.m0 -> g[0:1]  S>1                                  U  (total from r2)
+    r1        B.m1 + g[0:1] -> g[0:2]  S>2                        U  (total from r0)
+    r2                 B.m2 + g[0:2] -> g[0:3] = total  S>0  U
+
+A rank needs the total only when it first reads the version made from it. So the total visits the holders in the order
+in which they need it, each hands it on after its update, and nobody keeps an old version longer than it reads it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from cdp_repro.schedule.actions import Action, Op, send
+from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.summation.base import (
+    add,
+    completed,
+    replace_backwards,
+    step_members,
+    summed,
+    total_of,
+    update,
+)
+from cdp_repro.schedule.values import gradient_sum
+
+
+def sum_by_relay(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
+    """Relay partial sums along the micro-batches, and totals along the holders, in the order in which they need them."""
+    slots = replace_backwards(slots, stages, lambda backward: relayed_sum(backward, schedule))
+    return _relay_totals(slots, schedule, frozenset(stages))
+
+
+def relayed_sum(backward: Action, schedule: Schedule) -> Iterator[Action]:
+    """Yield a backward that takes part in the relay of partial sums, with what it adds and hands on."""
+    m, stage, rank = backward.micro_batch, backward.stage, backward.rank
+    members, rank_of = step_members(schedule, m), schedule.placement.rank_of
+    before = gradient_sum(stage, range(members[0], m)) if m > members[0] else None
+    after = gradient_sum(stage, range(members[0], m + 1))
+    if before is None or rank_of(m - 1, stage) == rank:
+        yield summed(backward, before, after)
+    else:
+        own = gradient_sum(stage, range(m, m + 1))
+        yield summed(backward, None, own)
+        yield add(before, own, rank)
+    if m < members[-1] and (following := rank_of(m + 1, stage)) != rank:
+        yield from send(after, rank, following)
+
+
+def order_of_need(schedule: Schedule, stage: int, version: int) -> tuple[int, ...]:
+    """Return the holders of `stage` in the order in which they first read `version` >= 1, or a later one.
+
+    For example cdp_v2 with N = S = 4, stage 1: worker 3 reads the new version first, then 0, 1 and 2 a step later.
+    """
+    found: dict[int, None] = {}
+    for m in count(version * schedule.micro_batches):
+        if schedule.rule.version(m, stage) >= version:
+            found[schedule.holder_read(m, stage)] = None
+            if len(found) == len(schedule.placement.holders(stage)):
+                return tuple(found)
+    raise AssertionError("unreachable: `count` has no end")
+
+
+@dataclass
+class _Total:
+    """The way of one complete sum from holder to holder."""
+
+    stage: int
+    version: int
+    need: Sequence[int]
+    """The holders in the order in which they need it."""
+    at: int
+    """The rank that hands it on next: first the one that completes it."""
+    ready: int | None
+    """The slot in which that rank completes it, or updates with it; None as long as it does not."""
+    waiting: deque[int] = field(init=False)
+    """The holders that it has not reached, in the order in which it will."""
+    updated: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.waiting = deque(rank for rank in self.need if rank != self.at)
+
+    def is_ready(self, before: int) -> bool:
+        """Whether it could be handed on before the compute of a slot."""
+        return self.ready is not None and self.ready < before
+
+    def can_leave(self, slot: int) -> bool:
+        """Whether it could be handed on in a slot: at its end if it was completed there, not after an update there."""
+        return self.is_ready(slot) or (self.ready == slot and self.at not in self.updated)
+
+    @property
+    def next_in_need(self) -> int:
+        """The holder that updates next."""
+        return next(rank for rank in self.need if rank not in self.updated)
+
+    def hand_on(self, schedule: Schedule) -> tuple[Action, Action]:
+        """Return the message that takes it to the next holder."""
+        source, self.at, self.ready = self.at, self.waiting.popleft(), None
+        return send(total_of(schedule, self.stage, self.version), source, self.at)
+
+    def update(self, schedule: Schedule, rank: int, slot: int) -> Action:
+        """Return the update of `rank` with it in `slot`, after which the rank can hand it on."""
+        self.updated.add(rank)
+        if rank == self.at and self.waiting:
+            self.ready = slot
+        return update(schedule, self.stage, self.version, rank)
+
+
+_Totals = dict[tuple[int, int], _Total]
+"""By stage and version, in the order in which they were completed."""
+
+
+def _relay_totals(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
+    """Hand the totals on and update with them, each holder at the end of the slot before its first read.
+
+    A rank sends one total a slot, and takes one, unless the next slot needs more; those that can wait give way. After
+    the last slot the totals reach the remaining holders.
+    """
+    totals: _Totals = {}
+    found: Slots = []
+    for number, actions in enumerate(slots):
+        for action in actions:
+            if (version := completed(action, schedule, stages)) is not None:
+                need = order_of_need(schedule, action.stage, version)
+                totals[action.stage, version] = _Total(action.stage, version, need, action.rank, number)
+        following = slots[number + 1] if number + 1 < len(slots) else []
+        early, late = _handed_on(totals, schedule, _first_reads(following, totals, stages), number)
+        found.append([*early, *actions, *late])
+    while totals:
+        oldest = dict(sorted(totals, reverse=True))  # by stage: the last entry of each is its oldest version
+        reads = [(stage, version, totals[stage, version].next_in_need) for stage, version in sorted(oldest.items())]
+        early, late = _handed_on(totals, schedule, reads, len(found))
+        found.append([*early, *late])
+    return found
+
+
+def _first_reads(following: list[Action], totals: _Totals, stages: frozenset[int]) -> list[tuple[int, int, int]]:
+    """Return (stage, version, rank) of each update that a forward of the next slot asks for, in order of versions."""
+    versions: dict[int, list[int]] = defaultdict(list)
+    for stage, version in sorted(totals):
+        versions[stage].append(version)
+    return [
+        (action.stage, version, action.rank)
+        for action in following
+        if action.op is Op.FORWARD and action.stage in stages
+        for version in versions.get(action.stage, ())
+        if version <= action.version and action.rank not in totals[action.stage, version].updated
+    ]
+
+
+def _handed_on(
+    totals: _Totals, schedule: Schedule, reads: Iterable[tuple[int, int, int]], slot: int
+) -> tuple[list[Action], list[Action]]:
+    """Return the actions of `slot` before and after its compute, and forget the totals that are done."""
+    early: list[Action] = []
+    late: list[Action] = []
+
+    def hand_on(total: _Total) -> None:
+        (early if total.is_ready(before=slot) else late).extend(total.hand_on(schedule))
+
+    for stage, version, rank in reads:
+        total = totals[stage, version]
+        while rank in total.waiting:
+            hand_on(total)
+        late.append(total.update(schedule, rank, slot))
+    sends = [action for action in (*early, *late) if action.op is Op.SEND]
+    senders, receivers = {action.rank for action in sends}, {action.peer for action in sends}
+    for total in totals.values():
+        if total.waiting and total.at not in senders and total.waiting[0] not in receivers and total.can_leave(slot):
+            senders.add(total.at)
+            receivers.add(total.waiting[0])
+            hand_on(total)
+    for key in [key for key, total in totals.items() if len(total.updated) == len(total.need)]:
+        del totals[key]
+    return early, late

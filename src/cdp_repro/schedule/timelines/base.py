@@ -1,0 +1,41 @@
+"""What a timeline says: in which slot each micro-batch computes each stage."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cdp_repro.schedule.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class Timeline(ABC):
+    """The slots of forwards and backwards; training step t is t periods later than step 0.
+
+    A subclass gives `period`, `forward` and `backward`; `add_timeline` enters it under its name. Replicas compute in
+    the same slots, so that a timeline knows nothing of them: i counts the k N micro-batches of a step without replicas.
+    """
+
+    sizes: Sizes
+    name: ClassVar[str]
+    has_exclusive_stages: ClassVar[bool] = True
+    """Whether a stage has one user in each slot (and replica)."""
+    needs_one_device: ClassVar[bool] = False
+    """Whether it is only for a single device."""
+
+    @property
+    @abstractmethod
+    def period(self) -> int:
+        """Slots from the start of a training step to that of the next."""
+
+    @abstractmethod
+    def forward(self, i: int, j: int) -> int:
+        """Return the slot of the forward of stage j on micro-batch i, from the start of its training step."""
+
+    @abstractmethod
+    def backward(self, i: int, j: int) -> int:
+        """Return the slot of its backward."""
+
+    def check(self, placement: str) -> None:
+        """Raise ValueError, with values that work, if the timeline cannot have these sizes on this placement."""

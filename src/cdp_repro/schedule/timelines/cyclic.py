@@ -1,0 +1,55 @@
+"""Cyclic data parallelism: micro-batches one after another with a uniform delay (the paper's figure 1)."""
+
+from __future__ import annotations
+
+from cdp_repro.schedule.timelines.base import Timeline
+
+
+class Cyclic(Timeline):
+    """Micro-batch i starts in slot 2c i, with S = cN stages: no two micro-batches use a stage in the same slot.
+
+    It never drains while batches come. It ties S to a multiple of N. N = S = 3, k = 1, two training steps:
+
+        slot      0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15
+        worker 0  F0 F1 F2 B2 B1 B0 F0 F1 F2 B2 B1 B0
+        worker 1        F0 F1 F2 B2 B1 B0 F0 F1 F2 B2 B1 B0
+        worker 2              F0 F1 F2 B2 B1 B0 F0 F1 F2 B2 B1 B0
+    """
+
+    name = "cyclic"
+
+    @property
+    def delay(self) -> int:
+        """2c: slots from the start of a micro-batch to that of the next."""
+        return 2 * (self.sizes.stages // self.sizes.workers)
+
+    @property
+    def period(self) -> int:
+        """2c k N."""
+        return self.delay * self.sizes.turns
+
+    def forward(self, i: int, j: int) -> int:
+        """Return 2c i + j."""
+        return self.delay * i + j
+
+    def backward(self, i: int, j: int) -> int:
+        """Return 2c i + 2S-1-j."""
+        return self.delay * i + 2 * self.sizes.stages - 1 - j
+
+    def check(self, placement: str) -> None:
+        """Raise ValueError unless N divides S and, on a pipeline, D.
+
+        A rank with the stages from j on computes at most one of them in a slot if no multiple of c lies inside of them:
+        forwards of two of its stages are less than 2c slots apart, and a forward and a backward of stages j and j' meet
+        only where j + j' + 1 is a multiple of 2c. So S/D must divide c = S/N.
+        """
+        stages, workers, ranks = self.sizes.stages, self.sizes.workers, self.sizes.pipeline_ranks
+        if stages % workers:
+            lower = stages // workers * workers
+            choices = " or ".join(f"stages={value}" for value in (lower, lower + workers) if value >= workers)
+            raise ValueError(f"stages={stages} is not a multiple of workers={workers}: use {choices}")
+        if placement == "pipeline" and ranks % workers:
+            raise ValueError(
+                f"ranks={ranks} is not a multiple of workers={workers}: on the cyclic timeline a rank would compute two "
+                f"of its {stages // ranks} stages in one slot; use ranks={workers}"
+            )

@@ -1,0 +1,32 @@
+"""Gradient accumulation: one micro-batch at a time."""
+
+from __future__ import annotations
+
+from cdp_repro.schedule.timelines.base import Timeline
+
+
+class Sequential(Timeline):
+    """A micro-batch begins when the one before has finished, in slot 2S i.
+
+    N = S = 2:
+
+        slot      0  1  2  3  4  5  6  7
+        worker 0  F0 F1 B1 B0
+        worker 1              F0 F1 B1 B0
+    """
+
+    name = "sequential"
+    needs_one_device = True
+
+    @property
+    def period(self) -> int:
+        """2 S k N."""
+        return 2 * self.sizes.stages * self.sizes.turns
+
+    def forward(self, i: int, j: int) -> int:
+        """Return 2S i + j."""
+        return 2 * self.sizes.stages * i + j
+
+    def backward(self, i: int, j: int) -> int:
+        """Return 2S i + 2S-1-j."""
+        return 2 * self.sizes.stages * (i + 1) - 1 - j

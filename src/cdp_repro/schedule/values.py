@@ -1,0 +1,150 @@
+"""Values: the named things that actions read, write and free.
+
+| text | value |
+| --- | --- |
+| `x2.m5` | input of stage 2 for micro-batch 5 (the output of stage 1) |
+| `s2.m5` | what the forward of stage 2 on micro-batch 5 has saved for its backward |
+| `d2.m5` | gradient of the output of stage 2 for micro-batch 5 |
+| `g2[4:6]` | sum of the parameter gradients of stage 2 over micro-batches 4 and 5, added in that order |
+| `g2[1:6:4]` | the same over micro-batches 1 and 5 |
+| `p2@v3` | parameters of stage 2 after 3 updates, theta[3] |
+| `pf2.m5@v3`, `pb2.m5@v3` | a copy of them, lent for the forward (the backward) of micro-batch 5 |
+| `b2.w1` | buffers of stage 2 of worker 1 (BatchNorm's running statistics) |
+| `g2[4:6]#1/4`, `p2@v3#1/4` | the first of four parts of the value: of a message, or the shard of one rank |
+
+A value lives on one rank. The same name on two ranks is two copies of the same content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+INPUT: Final = "x"
+SAVED: Final = "s"
+OUTPUT_GRADIENT: Final = "d"
+GRADIENTS: Final = "g"
+PARAMETERS: Final = "p"
+LENT_FORWARD: Final = "pf"
+LENT_BACKWARD: Final = "pb"
+BUFFERS: Final = "b"
+# plain strings: a large program hashes millions of values, and hashing an enum member calls Python code
+
+_TEXT = re.compile(
+    r"(?P<kind>pf|pb|[xsdgpb])(?P<stage>\d+)"
+    r"(?:\.m(?P<micro_batch>\d+)|\.w(?P<worker>\d+)|\[(?P<start>\d+):(?P<stop>\d+)(?::(?P<stride>\d+))?\])?"
+    r"(?:@v(?P<version>\d+))?(?:#(?P<part>\d+)/(?P<parts>\d+))?"
+)
+_NAMED_BY = {
+    INPUT: {"micro_batch"},
+    SAVED: {"micro_batch"},
+    OUTPUT_GRADIENT: {"micro_batch"},
+    GRADIENTS: {"start", "stop"},
+    PARAMETERS: {"version"},
+    LENT_FORWARD: {"micro_batch", "version"},
+    LENT_BACKWARD: {"micro_batch", "version"},
+    BUFFERS: {"worker"},
+}
+"""What names a value of each kind, beside its stage."""
+
+
+class Value(NamedTuple):
+    """The name of one value. The functions below make them."""
+
+    kind: str
+    stage: int
+    index: int
+    """Micro-batch; of parameters the version, of buffers the worker, of a sum its first micro-batch."""
+    version: int = 0
+    """Of lent parameters."""
+    stop: int = 0
+    """Of a sum: the micro-batch after its last."""
+    stride: int = 1
+    """Of a sum: the distance between its micro-batches."""
+    part: int = 0
+    """Which part of the value this is, from 1; 0 if it is the whole."""
+    parts: int = 1
+
+    @property
+    def members(self) -> range:
+        """The micro-batches in a sum, in the order in which they were added."""
+        return range(self.index, self.stop, self.stride)
+
+    @property
+    def whole(self) -> Value:
+        """The value that this is a part of, or itself."""
+        return self if self.parts == 1 else Value(*self[:6])
+
+    def divided(self, part: int, parts: int) -> Value:
+        """Return one of `parts` parts, counted from 1; the value itself if there is only one."""
+        return self if parts == 1 else Value(*self[:6], part, parts)
+
+    def shifted(self, steps: int, micro_batches: int) -> Value:
+        """Return the value that takes this one's place `steps` training steps of `micro_batches` later."""
+        kind, stage, index, version, stop, stride, part, parts = self
+        if kind == BUFFERS:
+            return self
+        ahead = steps * micro_batches
+        if kind == PARAMETERS:
+            return Value(kind, stage, index + steps, 0, 0, 1, part, parts)
+        if kind == GRADIENTS:
+            return Value(kind, stage, index + ahead, 0, stop + ahead, stride, part, parts)
+        return Value(kind, stage, index + ahead, version + steps if kind in _LENT else 0)
+
+    def __str__(self) -> str:
+        names = {
+            GRADIENTS: f"[{self.index}:{self.stop}{'' if self.stride == 1 else f':{self.stride}'}]",
+            PARAMETERS: f"@v{self.index}",
+            BUFFERS: f".w{self.index}",
+        }
+        version = f"@v{self.version}" if self.kind in _LENT else ""
+        part = "" if self.parts == 1 else f"#{self.part}/{self.parts}"
+        return f"{self.kind}{self.stage}{names.get(self.kind, f'.m{self.index}')}{version}{part}"
+
+    @classmethod
+    def parse(cls, text: str) -> Value:
+        """Return the value whose name is `text`; ValueError if it is none."""
+        match = _TEXT.fullmatch(text)
+        found = {} if match is None else {k: int(v) for k, v in match.groupdict().items() if v and k != "kind"}
+        named = found.keys() - {"stage", "stride", "part", "parts"}
+        if match is None or named != _NAMED_BY[match["kind"]]:
+            raise ValueError(f"not a value: {text!r}; values look like x2.m5, s2.m5, d2.m5, g2[4:6], p2@v3, "
+                             "pf2.m5@v3, pb2.m5@v3, b2.w1, g2[4:6]#1/4")  # fmt: skip
+        kind, stage = match["kind"], found["stage"]
+        part, parts = found.get("part", 0), found.get("parts", 1)
+        if kind == GRADIENTS:
+            value = gradient_sum(stage, range(found["start"], found["stop"], found.get("stride", 1)))
+            if not value.members:
+                raise ValueError(f"a sum of no micro-batches: {text!r}")
+        elif kind in _LENT:
+            value = cls(kind, stage, found["micro_batch"], found["version"])
+        else:
+            value = cls(kind, stage, found[next(iter(named))])
+        if (part, parts) != (0, 1) and not 1 <= part <= parts:
+            raise ValueError(f"there is no part {part} of {parts}: {text!r}")
+        return value.divided(part, parts)
+
+
+_LENT = (LENT_FORWARD, LENT_BACKWARD)
+
+
+def micro_batch_value(kind: str, stage: int, micro_batch: int) -> Value:
+    """Return the INPUT, SAVED or OUTPUT_GRADIENT of a stage for a micro-batch."""
+    return Value(kind, stage, micro_batch)
+
+
+def parameters(stage: int, version: int) -> Value:
+    """Return the parameters of a stage after `version` updates."""
+    return Value(PARAMETERS, stage, version)
+
+
+def buffers(stage: int, worker: int) -> Value:
+    """Return a worker's buffers of a stage."""
+    return Value(BUFFERS, stage, worker)
+
+
+def gradient_sum(stage: int, members: Sequence[int]) -> Value:
+    """Return the sum over `members`, equally spaced; the stop of a single one, or of neighbours, is the next number."""
+    stride = members[1] - members[0] if len(members) > 1 else 1
+    return Value(GRADIENTS, stage, members[0], 0, members[-1] + 1, stride) if members else Value(GRADIENTS, stage, 0)

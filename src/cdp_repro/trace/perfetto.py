@@ -1,0 +1,99 @@
+"""A trace in Chrome's trace-event format, which Perfetto shows."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from typing import IO, Any
+
+from cdp_repro.schedule.actions import Action, Op
+from cdp_repro.schedule.values import Value
+from cdp_repro.trace.record import SlotRecord, Trace
+
+
+def perfetto(trace: Trace) -> dict[str, Any]:
+    """Return the trace in Chrome's trace-event format (open it in ui.perfetto.dev or chrome://tracing).
+
+    A process is a rank, a thread a worker; arrows lead from each message's SEND to what waited for it; counters show
+    live activation bytes, live versions and the newest version of each stage. Times are microseconds.
+    """
+    return {"displayTimeUnit": "ms", "traceEvents": [*_names(trace), *_events(trace), *_flows(trace)]}
+
+
+def write_perfetto(trace: Trace, file: IO[str]) -> None:
+    """Write `perfetto(trace)` as JSON."""
+    json.dump(perfetto(trace), file)
+
+
+def _names(trace: Trace) -> Iterator[dict[str, Any]]:
+    for rank in sorted({record.rank for record in trace.records}):
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        for worker in range(trace.lanes):
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": worker, "args": {"name": f"worker {worker}"}}
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": trace.lanes, "args": {"name": "state, messages"}}
+
+
+def _events(trace: Trace) -> Iterator[dict[str, Any]]:
+    newest: dict[tuple[int, int], int] = {}
+    for record in trace.records:
+        for action, (start, end) in zip(record.actions, record.spans, strict=True):
+            yield {
+                "ph": "X",
+                "name": action.label,
+                "cat": action.op.name.lower(),
+                "pid": record.rank,
+                "tid": _thread(action, trace.lanes),
+                "ts": start * 1e6,
+                "dur": (end - start) * 1e6,
+                "args": {"slot": record.slot},
+            }
+            if action.op is Op.UPDATE:
+                newest[record.rank, action.stage] = action.version
+                own = {f"stage {stage}": version for (rank, stage), version in newest.items() if rank == record.rank}
+                yield _counter("newest version", record.rank, end, own)
+        start = record.spans[0][0]
+        yield _counter("live activation bytes", record.rank, start, {"bytes": record.activation_bytes})
+        live = {f"stage {stage}": number for stage, number in enumerate(record.versions)}
+        yield _counter("live versions", record.rank, start, live)
+
+
+def _counter(name: str, rank: int, seconds: float, values: dict[str, int]) -> dict[str, Any]:
+    return {"ph": "C", "name": name, "pid": rank, "ts": seconds * 1e6, "args": values}
+
+
+def _flows(trace: Trace) -> Iterator[dict[str, Any]]:
+    """Yield both ends of an arrow for each message that was waited for in the trace."""
+    arrows: dict[tuple[int, Value], deque[dict[str, Any]]] = defaultdict(deque)
+    sizes = {(m.slot, m.source, m.destination, m.value): m.bytes for m in trace.messages}
+    for record, action, start, end in _spans(trace):
+        size = None
+        if action.op is Op.SEND and action.value is not None:
+            size = sizes.get((record.slot, record.rank, action.peer, action.value))
+        if size is not None and action.value is not None:
+            end_of_arrow = _arrow_end("s", action, record.rank, trace, (start + end) / 2, 0)
+            arrows[action.peer, action.value].append({**end_of_arrow, "args": {"bytes": size}})
+    number = 0
+    for record, action, start, end in _spans(trace):
+        for value in action.reads:
+            if arrows.get((record.rank, value)):
+                number += 1
+                yield {**arrows[record.rank, value].popleft(), "id": number}
+                yield {**_arrow_end("f", action, record.rank, trace, (start + end) / 2, number), "bp": "e"}
+
+
+def _spans(trace: Trace) -> Iterator[tuple[SlotRecord, Action, float, float]]:
+    """Yield every action with its record, start and end."""
+    for record in trace.records:
+        for action, (start, end) in zip(record.actions, record.spans, strict=True):
+            yield record, action, start, end
+
+
+def _arrow_end(kind: str, action: Action, rank: int, trace: Trace, at: float, number: int) -> dict[str, Any]:
+    thread = _thread(action, trace.lanes)
+    return {"ph": kind, "name": "message", "cat": "message", "pid": rank, "tid": thread, "ts": at * 1e6, "id": number}
+
+
+def _thread(action: Action, lanes: int) -> int:
+    """Return the track of an action: its worker's, or the last one for what is no compute."""
+    return action.micro_batch % lanes if action.op.is_compute else lanes

@@ -1,0 +1,47 @@
+"""A trace as tables: one row an action, a message, or a slot and rank."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from typing import IO
+
+from cdp_repro.schedule.actions import Action, Op
+from cdp_repro.trace.record import Trace
+
+
+def write_actions_csv(trace: Trace, file: IO[str]) -> None:
+    """Write one row an action: slot, rank, worker, step, text form."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["slot", "rank", "step", "worker", "action"])
+    for record in trace.records:
+        for action in record.actions:
+            step, worker = _step_and_worker(action, trace)
+            writer.writerow([record.slot, record.rank, step, worker, action.label])
+
+
+def write_comms_csv(trace: Trace, file: IO[str]) -> None:
+    """Write one row a message: slot, source and destination rank, kind, stage, bytes."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["slot", "source", "destination", "kind", "stage", "bytes"])
+    writer.writerows((m.slot, m.source, m.destination, m.kind, m.stage, m.bytes) for m in trace.messages)
+
+
+def write_memory_csv(trace: Trace, file: IO[str], version_bytes: Callable[[int, int], int]) -> None:
+    """Write one row a slot and rank: live activation bytes, parameter bytes, live versions of each stage.
+
+    `version_bytes` maps a rank and a stage to the bytes of one version of the stage's parameters there.
+    """
+    writer = csv.writer(file, lineterminator="\n")
+    stages = [f"versions_stage_{stage}" for stage in range(trace.stages)]
+    writer.writerow(["slot", "rank", "activation_bytes", "parameter_bytes", *stages])
+    for record in trace.records:
+        live = sum(number * version_bytes(record.rank, stage) for stage, number in enumerate(record.versions) if number)
+        writer.writerow([record.slot, record.rank, record.activation_bytes, live, *record.versions])
+
+
+def _step_and_worker(action: Action, trace: Trace) -> tuple[int | None, int | None]:
+    """Return the training step and the worker of a compute action; of an update only the step, of others neither."""
+    if action.op.is_compute:
+        return action.micro_batch // trace.micro_batches, action.micro_batch % trace.lanes
+    return (action.version - 1 if action.op is Op.UPDATE else None), None
