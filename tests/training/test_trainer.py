@@ -17,13 +17,14 @@ import torch
 from offline_wandb import history, records, wandb_files
 from omegaconf import OmegaConf
 
-from cdp_repro.cli.compose import compose_config
 from cdp_repro.config import RunConfig, load_config
-from cdp_repro.data.memory import InMemoryDataset
+from cdp_repro.config.compose import compose_config
+from cdp_repro.data.in_memory import InMemoryDataset
+from cdp_repro.observe.metrics import read_metrics
+from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError
 from cdp_repro.schedule import Action
 from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
 from cdp_repro.training.run import train
-from cdp_repro.training.tracking import RunDirectory, RunDirectoryError, read_metrics
 from cdp_repro.training.trainer import DivergedError, Interrupted, _refuse_foreign
 
 MODES = ("mode=dp", "mode=cdp_v1", "mode=cdp_v2", "mode=[[1,2,1,1],[1,1,3,1],[1,1,1,1],[2,1,1,0]]")
@@ -170,7 +171,8 @@ def test_a_resumed_run_is_cut_as_it_was(tmp_path, tiny, monkeypatch):
     """Measured times differ from run to run; the cut must not."""
     whole = run(tmp_path / "run", *tiny, "partition=time")
     (tmp_path / "run" / "summary.json").unlink()
-    monkeypatch.setattr("cdp_repro.stages.time_stages", lambda blocks, *_, **__: [1.0, *[0.0] * (len(blocks) - 1)])
+    slow_first_block = lambda blocks, *_, **__: [1.0, *[0.0] * (len(blocks) - 1)]  # noqa: E731
+    monkeypatch.setattr("cdp_repro.predict.cutting.time_stages", slow_first_block)
     assert resume(tmp_path / "run")["stages/blocks"] == whole["stages/blocks"]
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from cdp_repro.cli.compose import compose_config
+from cdp_repro.config.compose import compose_config
 from cdp_repro.launch import RankFailedError, launch
+from cdp_repro.observe.metrics import read_metrics
+from cdp_repro.predict.cutting import cut_model
 from cdp_repro.schedule import simulate
-from cdp_repro.stages import cut_model
 from cdp_repro.training.checkpoint import CheckpointStore
 from cdp_repro.training.run import train
-from cdp_repro.training.tracking import read_metrics
 from cdp_repro.training.trainer import Interrupted, Trainer
 
 PLACEMENTS = ("replicated", "zero", "model_parallel", "pipeline")

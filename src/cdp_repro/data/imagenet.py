@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from cdp_repro.data.augment import Normalise
-from cdp_repro.data.base import Dataset, MiniBatch
+from cdp_repro.data.dataset import Dataset, MiniBatch
 from cdp_repro.data.decode import Sample, decode, unreadable
 from cdp_repro.data.order import micro_batch_indices
 from cdp_repro.data.tree import scan_trees

@@ -14,19 +14,20 @@ from typing import Any
 
 import torch
 
-from cdp_repro.baselines import Baseline
-from cdp_repro.config import NO_INFLUENCE, RunConfig, flat, settings_of
+from cdp_repro.baselines.baseline import Baseline
+from cdp_repro.config import RunConfig
+from cdp_repro.config.keys import NEUTRAL_KEYS, flat, settings_of
+from cdp_repro.config.numerics import autocast, parameter_dtype
 from cdp_repro.data import Dataset, DatasetError, MiniBatch, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.engine.executor import StepResult
+from cdp_repro.launch.signals import StopRequest
+from cdp_repro.observe.metrics import MetricsLog
+from cdp_repro.observe.progress import Progress
 from cdp_repro.schedule import Trace
-from cdp_repro.stages import autocast, parameter_dtype
 from cdp_repro.training.agreement import StopAgreement
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from cdp_repro.training.evaluate import Score, evaluate
-from cdp_repro.training.progress import Progress
-from cdp_repro.training.signals import StopRequest
-from cdp_repro.training.tracking import MetricsLog
 
 
 class DivergedError(RuntimeError):
@@ -291,7 +292,7 @@ def _refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> No
         for part, by_key in (("config", settings_of), ("data", flat))
         for theirs, ours in [(by_key(found.get(part, {})), by_key(expected[part]))]
         for key in sorted({*theirs, *ours})
-        if theirs.get(key) != ours.get(key) and key not in NO_INFLUENCE
+        if theirs.get(key) != ours.get(key) and key not in NEUTRAL_KEYS
     ]
     if differing:
         raise CheckpointError(
