@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import launch_workers as workers
 import pytest
@@ -243,10 +245,25 @@ def test_torchrun_has_started_this_rank(numbered):
     assert launch(os.getpid, [], 2) == os.getpid()
 
 
-def test_another_number_of_processes_is_refused_with_both_numbers(numbered):
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("cdp_repro.cli.verify", "-m cdp_repro.cli.verify workers=4 --steps=2"),
+        ("cdp_repro.cli.train", "-m cdp_repro.cli.train workers=4 --steps=2"),
+        (None, "/opt/bin/cdp-verify workers=4 --steps=2"),
+    ],
+)
+def test_another_number_of_processes_is_refused_with_a_command_that_works(numbered, monkeypatch, module, command):
     numbered(0, 2, 1234)
-    with pytest.raises(LaunchError, match=r"^2 processes .* needs 4: use\ntorchrun --nproc-per-node=4 -m cdp_repro"):
+    main = ModuleType("__main__")
+    main.__spec__ = ModuleSpec(module, None) if module else None
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["/opt/bin/cdp-verify", "workers=4", "--steps=2"])
+    with pytest.raises(LaunchError) as refused:
         launch(own_rank, [], 4)
+    said = str(refused.value)
+    assert said.startswith("2 processes have been started (WORLD_SIZE), but the run needs 4: use\n")
+    assert f"\ntorchrun --nproc-per-node=4 {command}\n" in said
     with pytest.raises(LaunchError, match="needs 1: "):
         launch(own_rank, [], 1)
 

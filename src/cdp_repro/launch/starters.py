@@ -50,7 +50,7 @@ def check_world_size(started: Mapping[str, str], processes: int) -> None:
     if "RANK" in os.environ:
         counted = "WORLD_SIZE"
         works = (
-            f"torchrun --nproc-per-node={processes} {shlex.join(['-m', 'cdp_repro.cli.train', *sys.argv[1:]])}\n"
+            f"torchrun --nproc-per-node={processes} {shlex.join(_own_command())}\n"
             "or unset RANK and WORLD_SIZE, and the processes are started here"
         )
     else:
@@ -59,3 +59,12 @@ def check_world_size(started: Mapping[str, str], processes: int) -> None:
     raise LaunchError(
         f"{started['WORLD_SIZE']} processes have been started ({counted}), but the run needs {processes}: use\n{works}"
     )
+
+
+def _own_command() -> list[str]:
+    """Return what this process runs, as torchrun takes it: `-m MODULE ARGUMENT...` or `SCRIPT ARGUMENT...`.
+
+    Python notes the module of `-m` in the `__spec__` of `__main__`; a script has none.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return ["-m", spec.name, *sys.argv[1:]] if spec else list(sys.argv)
