@@ -90,6 +90,10 @@ class Baseline(ABC):
         """
 
     @abstractmethod
+    def reads_inputs(self, worker: int) -> bool:
+        """Whether this rank asks a mini-batch for the inputs of `worker`."""
+
+    @abstractmethod
     def _buffers(self) -> dict[tuple[int, int], Tensors]:
         """Return the buffers that live on this rank, by (stage, worker) and name."""
 

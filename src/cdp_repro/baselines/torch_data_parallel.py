@@ -32,6 +32,10 @@ class DataParallelBaseline(Baseline):
     def _distribute(self, model: nn.Sequential) -> nn.Module:
         """Return the model as the library runs it."""
 
+    def reads_inputs(self, worker: int) -> bool:
+        """True of its own micro-batch."""
+        return worker == self.rank
+
     def _gradients(self, batch: MiniBatch) -> Tensor:
         output = self._model(batch.inputs(self.rank))
         loss = self._loss(output, batch.targets(self.rank))

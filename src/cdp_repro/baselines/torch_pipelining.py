@@ -72,6 +72,10 @@ class PipelineBaseline(Baseline):
         self._schedule: PipelineScheduleSingle | None = None
         self._shape: torch.Size | None = None
 
+    def reads_inputs(self, worker: int) -> bool:  # noqa: ARG002 - the first stage runs all micro-batches
+        """True on the rank of the first stage."""
+        return self._is_first
+
     def _gradients(self, batch: MiniBatch) -> Tensor:
         # whole mini-batches, which the library cuts again: torch 2.11 takes no micro-batches
         inputs = torch.cat([batch.inputs(i) for i in range(self.workers)]) if self._is_first else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -25,6 +25,11 @@ class MiniBatch(batches.MiniBatch, Protocol):
     @property
     def step(self) -> int:
         """Training step t that this mini-batch belongs to."""
+
+
+def read_all(step: int, worker: int) -> bool:  # noqa: ARG001 - a rule with another answer asks for both
+    """Return True: one process reads every micro-batch of every step."""
+    return True
 
 
 class Dataset(ABC):
@@ -57,11 +62,15 @@ class Dataset(ABC):
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
+        is_read: Callable[[int, int], bool] = read_all,
     ) -> Iterator[MiniBatch]:
         """Return, lazily, one mini-batch for every training step number in `steps`.
 
         Step t is batch t mod `steps_per_epoch` of epoch t // `steps_per_epoch`. The order of an epoch depends on
         (seed, epoch) only, augmentation on (seed, step, worker) only; micro-batch i is the i-th contiguous slice.
+
+        `is_read(step, worker)` tells whether this rank will ask for the inputs of a micro-batch. Images that must be
+        decoded are decoded ahead for these micro-batches only; those of others when their inputs are asked for.
 
         Raises:
             ValueError: `workers` does not divide `batch_size`, or the training set is smaller than `batch_size`.

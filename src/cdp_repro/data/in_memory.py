@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cdp_repro.data.augment import CropAndFlip, Normalise, Statistics
-from cdp_repro.data.dataset import Dataset, MiniBatch
+from cdp_repro.data.dataset import Dataset, MiniBatch, read_all
 from cdp_repro.data.order import micro_batch_indices
 from cdp_repro.engine.randomness import generator
 
@@ -66,6 +66,7 @@ class InMemoryDataset(Dataset):
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
+        is_read: Callable[[int, int], bool] = read_all,  # noqa: ARG002 - images are gathered when they are asked for
     ) -> Iterator[MiniBatch]:
         """See `Dataset.train_batches`."""
         order = micro_batch_indices(

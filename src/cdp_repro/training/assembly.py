@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from cdp_repro.baselines import baseline_class
@@ -44,6 +45,14 @@ def load_data(config: RunConfig) -> Dataset:
             [f"batch_size={config.batch_size} is more than the {dataset.train_size} training images: use {works}"]
         )
     return dataset
+
+
+def reading_rule(config: RunConfig, engine: Engine | Baseline) -> Callable[[int, int], bool]:
+    """Return (step, micro-batch) -> whether this rank reads its images: it runs the first stage of the model on it."""
+    if isinstance(engine, Baseline):
+        return lambda _, micro_batch: engine.reads_inputs(micro_batch)
+    placement = config.schedule().placement
+    return lambda step, micro_batch: placement.rank_of(step * config.micro_batches + micro_batch, 0) == engine.rank
 
 
 def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | Baseline:

@@ -15,7 +15,7 @@ from cdp_repro.config.numerics import parameter_dtype
 from cdp_repro.launch import launch
 from cdp_repro.launch.process_group import process_group
 from cdp_repro.predict.cutting import cut_model
-from cdp_repro.training.assembly import build_engine, load_data
+from cdp_repro.training.assembly import build_engine, load_data, reading_rule
 
 LIBRARY_TOLERANCE = 1e-9
 """Where a library adds gradients in an order of its own: difference over the largest value, float64."""
@@ -84,6 +84,7 @@ def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcom
                 device=config.torch_device,
                 dtype=parameter_dtype(config),
                 channels_last=config.channels_last,
+                is_read=reading_rule(config, engine),
             )
             losses += [result.losses for result in engine.run(batches)]
         stages = engine.state_dict().get("stages", [])
