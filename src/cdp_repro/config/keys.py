@@ -76,3 +76,10 @@ def leaves(node: DictConfig, prefix: str = "") -> list[tuple[str, Any]]:
             value = node[key]
             found.append((f"{prefix}{key}", OmegaConf.to_container(value) if OmegaConf.is_list(value) else value))
     return found
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """Return {"a": {"b": value}} for the key "a.b"."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return {**value}

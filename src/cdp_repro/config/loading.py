@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cdp_repro.config.errors import ConfigError
-from cdp_repro.config.keys import SCHEDULE_KEYS, leaves
+from cdp_repro.config.keys import SCHEDULE_KEYS, leaves, nested
 from cdp_repro.config.limits import inconsistent, out_of_range
 from cdp_repro.config.schema import RunConfig
 
@@ -50,30 +51,33 @@ def without_effect(config: RunConfig) -> list[str]:
 
 
 def _typed(composed: DictConfig) -> tuple[RunConfig, dict[str, str]]:
-    """Return the values that have the right type, in place of the defaults, and by key what is wrong with others."""
+    """Return the values of the right type, with defaults in place of others, and a sentence for each other, by key.
+
+    OmegaConf stops at the first value of a wrong type. So all values are merged at once, and only if that fails one by
+    one, which takes fifty times as long.
+    """
     schema = OmegaConf.structured(RunConfig)
-    problems: dict[str, str] = {}
-    fitting = []
     try:
         given = leaves(composed)
     except OmegaConfBaseException as error:
         raise ConfigError([f"the configuration cannot be resolved: {str(error).splitlines()[0]}"]) from error
-    for key, value in given:
-        if value == MISSING:
-            problems[key] = f"{key} has no value yet: give {key}=..."
-            continue
-        try:
-            OmegaConf.merge(schema, _nested(key, value))
-            fitting.append(_nested(key, value))
-        except OmegaConfBaseException as error:
-            problems[key] = f"{key}={value}: {str(error).splitlines()[0]}"
-    config = OmegaConf.to_object(OmegaConf.merge(schema, *fitting))
+    problems = {key: f"{key} has no value yet: give {key}=..." for key, value in given if value == MISSING}
+    present = [(key, value) for key, value in given if value != MISSING]
+    try:
+        merged = OmegaConf.merge(schema, *(nested(*each) for each in present))
+    except OmegaConfBaseException:
+        wrong = dict(_mistyped(schema, present))
+        problems |= wrong
+        merged = OmegaConf.merge(schema, *(nested(*each) for each in present if each[0] not in wrong))
+    config = OmegaConf.to_object(merged)
     assert isinstance(config, RunConfig)
     return config, problems
 
 
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    """Return {"a": {"b": value}} for the key "a.b"."""
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return {**value}
+def _mistyped(schema: DictConfig, given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield each key whose value has a wrong type, with a sentence that says so."""
+    for key, value in given:
+        try:
+            OmegaConf.merge(schema, nested(key, value))
+        except OmegaConfBaseException as error:
+            yield key, f"{key}={value}: {str(error).splitlines()[0]}"

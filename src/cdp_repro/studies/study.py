@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from cdp_repro.config import RunConfig
-from cdp_repro.config.compose import compose_config
+from cdp_repro.config.compose import compose_known
 from cdp_repro.config.keys import settings_of
 from cdp_repro.studies.rows import cell_hash
 
@@ -32,8 +30,8 @@ class Cell:
 
     @property
     def config(self) -> RunConfig:
-        """What Hydra would compose, of seed 0."""
-        return _composed(self.overrides)
+        """The configuration of seed 0."""
+        return compose_known(self.overrides)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -44,30 +42,6 @@ class Cell:
     def hash(self) -> str:
         """As `Row.cell` of its runs."""
         return cell_hash(self.settings)
-
-
-@cache
-def _composed(overrides: tuple[str, ...]) -> RunConfig:
-    """Return the configuration; Hydra is asked only for the groups that bring other settings with them."""
-    groups = tuple(text for text in overrides if text.partition("=")[0] in ("dataset", "model", "optim", "experiment"))
-    others = [written for text in overrides if text not in groups for written in _by_name(text)]
-    composed = OmegaConf.merge(OmegaConf.structured(RunConfig), _base(groups), OmegaConf.from_dotlist(others))
-    config = OmegaConf.to_object(composed)
-    assert isinstance(config, RunConfig)
-    return config
-
-
-@cache
-def _base(groups: tuple[str, ...]) -> dict[str, Any]:
-    return compose_config(groups, check_device=False).to_dict()
-
-
-def _by_name(override: str) -> list[str]:
-    """Write out the choice of a group that sets a name and nothing else."""
-    key, _, value = override.partition("=")
-    if value.startswith("["):
-        return [f"{key}.name=matrix", f"{key}.staleness={value}"]
-    return [f"{key}.name={value}" if key in ("mode", "placement") else override]
 
 
 @dataclass(frozen=True)
