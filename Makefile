@@ -27,9 +27,10 @@ plan: $(INSTALLED) ## show timeline, stages and memory before training (ARGS="..
 test: $(INSTALLED) ## run all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-check: $(INSTALLED) ## lint, formatting, types
+check: $(INSTALLED) ## lint, formatting, layers, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 format: $(INSTALLED) ## format the code

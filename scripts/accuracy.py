@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import sys
 
-from cdp_repro.report.studies import STUDIES
-from cdp_repro.report.sweep import main
+from cdp_repro.cli.sweep import main
+from cdp_repro.studies.catalog import STUDIES
 
 if __name__ == "__main__":
     names = [

@@ -30,18 +30,20 @@ from matplotlib.figure import Figure
 from two_hosts import two_hosts
 
 from cdp_repro import Engine
-from cdp_repro.baselines import BASELINES, Baseline
-from cdp_repro.calibration import measure_network, measure_stages, network_of, time_messages
-from cdp_repro.config import DatasetConfig, ModelConfig, RunConfig
+from cdp_repro.baselines import baseline_class
+from cdp_repro.baselines.baseline import Baseline
+from cdp_repro.config import RunConfig
+from cdp_repro.config.schema import DatasetConfig, ModelConfig
 from cdp_repro.engine.allocator import keep_freed_memory
-from cdp_repro.figures import save_figure
 from cdp_repro.launch import launch
-from cdp_repro.pricing import Cluster, Collectives, Link
-from cdp_repro.process_group import process_group
-from cdp_repro.quote import prices_on_each
-from cdp_repro.report.figures import style
-from cdp_repro.stages import cut_model, sample
-from cdp_repro.training.run import versions
+from cdp_repro.launch.process_group import process_group
+from cdp_repro.observe.figures import save_figure
+from cdp_repro.observe.versions import versions
+from cdp_repro.predict.cutting import cut_model, sample
+from cdp_repro.predict.pricing import Cluster, Collectives, Link
+from cdp_repro.predict.pricing.calibration import measure_network, measure_stages, network_of, time_messages
+from cdp_repro.predict.pricing.quote import prices_on_each
+from cdp_repro.report.charts import style
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "bench"
@@ -370,7 +372,7 @@ def _alternating_rounds(
             **{
                 mode: Engine(stages(), F.cross_entropy, _sgd, mode, placement, workers=config.workers) for mode in modes
             },
-            **{peer: BASELINES[peer](stages(), F.cross_entropy, _sgd, workers=config.workers) for peer in peers},
+            **{peer: baseline_class(peer)(stages(), F.cross_entropy, _sgd, workers=config.workers) for peer in peers},
         }
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
         for number in range(rounds + 1):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench import tables
 
-from cdp_repro.figures import save_figure, timeline_figure
+from cdp_repro.observe.figures import save_figure, timeline_figure
 from cdp_repro.schedule import Schedule
 
 ROOT = Path(__file__).parents[1]

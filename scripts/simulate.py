@@ -16,9 +16,11 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-from cdp_repro.report.closed_forms import SETTINGS, Setting
-from cdp_repro.report.costs import SIMULATED, Values, simulated, simulation_key, unit_costs
-from cdp_repro.training.run import versions
+from cdp_repro.observe.versions import versions
+from cdp_repro.predict.closed_forms import Setting, Values
+from cdp_repro.predict.steady_state import simulated, unit_costs
+from cdp_repro.report.cost_table import SIMULATED, simulation_key
+from cdp_repro.studies.cost_settings import SETTINGS
 
 RESULTS = Path(__file__).parents[1] / "results"
 WORKERS = (8, 16, 32, 64, 128, 256)

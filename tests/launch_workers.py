@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cdp_repro.launch import LaunchError, launch
-from cdp_repro.training.signals import StopRequest
+from cdp_repro.launch.signals import StopRequest
 
 if __name__ == "__mp_main__" and "SLOW_IMPORT" in os.environ:  # in a rank that the command below has started
     Path(os.environ["SLOW_IMPORT"], f"importing-{os.environ['RANK']}").touch()
@@ -52,7 +52,7 @@ def announce(folder: Path) -> None:
 def group(processes: int):
     import torch
 
-    from cdp_repro.process_group import process_group
+    from cdp_repro.launch.process_group import process_group
 
     with process_group(torch.device("cpu"), processes, 30):
         yield torch
@@ -168,7 +168,7 @@ def wait_unprepared(folder):
 
 def compare(folder, hashes):
     """Let every rank that refuses leave its message."""
-    from cdp_repro.process_group import refuse_differing
+    from cdp_repro.launch.process_group import refuse_differing
 
     with group(3):
         refuse_differing({"code": "a", "config": "b"})

@@ -30,6 +30,6 @@ def test_the_wheel_trains_in_an_empty_folder(tmp_path):
 
 
 def test_schedule_partition_and_pricing_import_no_torch():
-    imports = "import sys, cdp_repro.schedule, cdp_repro.partition, cdp_repro.pricing"
+    imports = "import sys, cdp_repro.schedule, cdp_repro.predict.partition, cdp_repro.predict.pricing"
     code = f"{imports}; assert not {{'torch', 'numpy'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
-from cdp_repro.baselines import BASELINES
+from cdp_repro.baselines import BASELINES, baseline_class
 from cdp_repro.engine.engine import Engine
 
 STEPS, HALF = 4, 2
@@ -107,7 +107,7 @@ def observe(name, workers):
     batches = make_batches(workers)
 
     def make(stages=workers, optimizer=sgd, **changed):
-        return BASELINES[name](make_stages(stages), F.cross_entropy, optimizer, **{**settings(workers), **changed})
+        return baseline_class(name)(make_stages(stages), F.cross_entropy, optimizer, **{**settings(workers), **changed})
 
     baseline = make()
     losses = [result.losses for result in baseline.run(batches[:HALF])]
@@ -298,4 +298,4 @@ def test_data_parallelism_takes_any_number_of_stages(seen, name):
 @every_baseline
 def test_no_process_group_is_refused(name):
     with pytest.raises(ValueError, match="runs on 2 processes, not on 1: start 2"):
-        BASELINES[name](make_stages(2), F.cross_entropy, sgd, workers=2)
+        baseline_class(name)(make_stages(2), F.cross_entropy, sgd, workers=2)

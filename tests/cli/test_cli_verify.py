@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cdp_repro import verify as module
 from cdp_repro.cli import verify as command
-from cdp_repro.verify import Comparison, Outcome
+from cdp_repro.training import equivalence as module
+from cdp_repro.training.equivalence import Comparison, Outcome
 
 SMALL = ("dataset=digits", "model=mlp", "batch_size=12", "workers=2", "--steps=4")
 

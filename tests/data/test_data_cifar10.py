@@ -14,7 +14,7 @@ from torchvision.datasets import CIFAR10
 
 from cdp_repro.data import DatasetError, load_dataset
 from cdp_repro.data import cifar10 as module
-from cdp_repro.data.memory import InMemoryDataset
+from cdp_repro.data.in_memory import InMemoryDataset
 
 CLASSES = ("ant", "bee", "cat")
 

@@ -114,6 +114,35 @@ def test_micro_batches_can_be_read_twice_and_share_nothing(tree: Path) -> None:
     assert batch.targets(1).untyped_storage().nbytes() == 2 * 8
 
 
+def test_only_images_that_are_read_are_decoded(tree: Path, monkeypatch) -> None:
+    opened, honest = [], Image.open
+    monkeypatch.setattr(Image, "open", lambda file: opened.append(file) or honest(file))
+    everything = inputs(load(tree), range(2))
+    assert len(opened) == 2 * 4
+    opened.clear()
+    own = load(tree).train_batches(
+        range(2),
+        batch_size=4,
+        workers=2,
+        seed=0,
+        device=CPU,
+        dtype=torch.float64,
+        is_read=lambda _, worker: worker == 1,
+    )
+    batches = list(own)
+    assert len(opened) == 2 * 2
+    assert all(batch.inputs(1).equal(whole[1]) for batch, whole in zip(batches, everything, strict=True))
+    assert len(opened) == 2 * 2
+    assert batches[0].inputs(0).equal(everything[0][0])  # not announced, so decoded when asked for
+    assert len(opened) == 2 * 2 + 2
+
+
+def test_a_rank_that_reads_nothing_decodes_nothing(tree: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Image, "open", lambda file: pytest.fail(f"opened {file}"))
+    batches = load(tree).train_batches(range(2), batch_size=4, workers=2, seed=0, device=CPU, is_read=lambda *_: False)
+    assert [batch.targets(1).shape for batch in batches] == [(2,), (2,)]
+
+
 @pytest.mark.parametrize("loader_workers", [0, 2])
 def test_global_random_state_does_not_change(tree: Path, loader_workers: int) -> None:
     state = torch.get_rng_state()

@@ -13,8 +13,8 @@ from torch import nn
 
 from cdp_repro import Engine
 from cdp_repro.models import build_model, cut
-from cdp_repro.partition import partition
-from cdp_repro.profiling import profile_stages
+from cdp_repro.predict.partition import partition
+from cdp_repro.predict.profiling import profile_stages
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Schedule, simulate
 from cdp_repro.schedule.pacing import is_paced
 

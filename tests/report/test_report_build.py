@@ -15,8 +15,8 @@ from report_rows import row_of
 
 from cdp_repro.cli import report as command
 from cdp_repro.report.build import Report, build, stale, write
-from cdp_repro.report.rows import RowError, write_row
-from cdp_repro.report.studies import STUDIES
+from cdp_repro.studies.catalog import STUDIES
+from cdp_repro.studies.rows import RowError, write_row
 
 ROOT = Path(__file__).parents[2]
 DP, V1, V2 = STUDIES["digits"].cells

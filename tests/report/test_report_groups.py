@@ -9,8 +9,9 @@ from report_rows import row_of
 from scipy import stats
 
 from cdp_repro.report.groups import Difference, Sample, compared, grouped
-from cdp_repro.report.rows import RowError
-from cdp_repro.report.studies import STUDIES, Cell
+from cdp_repro.studies.catalog import STUDIES
+from cdp_repro.studies.rows import RowError
+from cdp_repro.studies.study import Cell
 
 DP, V1, V2 = STUDIES["digits"].cells
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cdp_repro.report.rows import ROWS, label_of_mode, read_rows
+from cdp_repro.studies.rows import ROWS, label_of_mode, read_rows
 
 ROOT = Path(__file__).parents[2]
 SEEDS = 2

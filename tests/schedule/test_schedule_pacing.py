@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdp_repro.pricing import Cluster, Link, price
+from cdp_repro.predict.pricing import Cluster, Link, price
 from cdp_repro.schedule import Action, Op, Payload, Schedule, ScheduleError, Slot, StageCosts, part_of, simulate
 from cdp_repro.schedule.pacing import MIN_PART_BYTES, _Lane, is_paced, pace, parts_of
 from cdp_repro.schedule.validation import validated

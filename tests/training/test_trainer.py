@@ -17,14 +17,17 @@ import torch
 from offline_wandb import history, records, wandb_files
 from omegaconf import OmegaConf
 
-from cdp_repro.cli.compose import compose_config
+from cdp_repro import Engine
 from cdp_repro.config import RunConfig, load_config
-from cdp_repro.data.memory import InMemoryDataset
+from cdp_repro.config.compose import compose_config
+from cdp_repro.data.in_memory import InMemoryDataset
+from cdp_repro.engine.randomness import generator
+from cdp_repro.observe.metrics import read_metrics
+from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError
 from cdp_repro.schedule import Action
 from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
 from cdp_repro.training.run import train
-from cdp_repro.training.tracking import RunDirectory, RunDirectoryError, read_metrics
-from cdp_repro.training.trainer import DivergedError, Interrupted, _refuse_foreign
+from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer, _refuse_foreign
 
 MODES = ("mode=dp", "mode=cdp_v1", "mode=cdp_v2", "mode=[[1,2,1,1],[1,1,3,1],[1,1,1,1],[2,1,1,0]]")
 
@@ -113,6 +116,55 @@ def test_a_run_stopped_in_mid_epoch_resumes_bitwise(tmp_path, tiny, mode, monkey
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
+def recorded_labels(monkeypatch) -> dict[int, list[int]]:
+    """Return, by the engine's own count of training steps, the labels that it is given from now on."""
+    seen: dict[int, list[int]] = {}
+    honest = Engine.run
+
+    def run_recorded(self, batches):
+        def recorded(first=self.step):
+            for step, batch in enumerate(batches, start=first):
+                assert step not in seen, f"training step {step} has run before"
+                seen[step] = torch.cat([batch.targets(i) for i in range(4)]).tolist()
+                yield batch
+
+        return honest(self, recorded())
+
+    monkeypatch.setattr(Engine, "run", run_recorded)
+    return seen
+
+
+def test_a_run_resumed_in_mid_epoch_trains_on_the_documented_images(tmp_path, tiny, monkeypatch):
+    every_image_a_class = [*tiny, "dataset.classes=80", "dataset.train_samples=80", "seed=3", "mode=cdp_v2"]
+    seen = recorded_labels(monkeypatch)
+    batches = Trainer._batches
+
+    def interrupted(self, first, end, stop):
+        for step, batch in enumerate(batches(self, first, end, stop), start=first):
+            if step == 6:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_batches", interrupted)
+        with pytest.raises(Interrupted):
+            run(tmp_path / "run", *every_image_a_class)
+    assert 5 < len(seen) < 10, "stopped in mid-epoch"
+    resume(tmp_path / "run")
+    orders = [torch.randperm(80, generator=generator("cpu", 3, "order", epoch)).tolist() for epoch in range(2)]
+    assert seen == {step: orders[step // 5][16 * (step % 5) :][:16] for step in range(10)}
+
+
+def test_replicas_share_the_mean_over_all_micro_batches(tmp_path, tiny):
+    plain = [*tiny, "mode=dp", "stages=4", "model.dropout=0", "precision=fp64", "optim.momentum=0", "batch_size=16"]
+    run(tmp_path / "alone", *plain, "workers=4")
+    run(tmp_path / "replicated", *plain, "workers=2", "replicas=2")
+    one, other = (final_state(tmp_path / name)["engine"] for name in ("alone", "replicated"))
+    assert one["step"] == other["step"] == 10
+    for mine, theirs in zip(one["stages"], other["stages"], strict=True):
+        torch.testing.assert_close(mine["versions"][10], theirs["versions"][10], rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("mode", MODES[:3])
 def test_a_run_killed_at_a_random_moment_resumes_bitwise(tmp_path, tiny, mode):
     overrides = (*tiny, mode, "epochs=30", "checkpoint_every_steps=3", "keep_checkpoints=1")
@@ -170,7 +222,8 @@ def test_a_resumed_run_is_cut_as_it_was(tmp_path, tiny, monkeypatch):
     """Measured times differ from run to run; the cut must not."""
     whole = run(tmp_path / "run", *tiny, "partition=time")
     (tmp_path / "run" / "summary.json").unlink()
-    monkeypatch.setattr("cdp_repro.stages.time_stages", lambda blocks, *_, **__: [1.0, *[0.0] * (len(blocks) - 1)])
+    slow_first_block = lambda blocks, *_, **__: [1.0, *[0.0] * (len(blocks) - 1)]  # noqa: E731
+    monkeypatch.setattr("cdp_repro.predict.cutting.time_stages", slow_first_block)
     assert resume(tmp_path / "run")["stages/blocks"] == whole["stages/blocks"]
 
 

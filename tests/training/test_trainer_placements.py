@@ -5,21 +5,25 @@ from __future__ import annotations
 import csv
 import os
 import random
+import shutil
 import signal
 import time
 from itertools import product
 
 import pytest
 import torch
+from PIL import Image
 from ranks import run_ranks
 
-from cdp_repro.cli.compose import compose_config
+from cdp_repro.config.compose import compose_config
+from cdp_repro.data import DatasetError
+from cdp_repro.data.order import epoch_order
 from cdp_repro.launch import RankFailedError, launch
+from cdp_repro.observe.metrics import read_metrics
+from cdp_repro.predict.cutting import cut_model
 from cdp_repro.schedule import simulate
-from cdp_repro.stages import cut_model
 from cdp_repro.training.checkpoint import CheckpointStore
 from cdp_repro.training.run import train
-from cdp_repro.training.tracking import read_metrics
 from cdp_repro.training.trainer import Interrupted, Trainer
 
 PLACEMENTS = ("replicated", "zero", "model_parallel", "pipeline")
@@ -163,3 +167,69 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path, tiny, p
     assert "where the ranks stand" in text
     assert all(f"rank {rank} began slot " in text for rank in range(config.ranks))
     assert failure.value.rank != hurt
+
+
+# Images that are decoded on the way
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A tree of 64 training images of two classes: an epoch of 16 mini-batches of four."""
+    root = tmp_path_factory.mktemp("images")
+    generator = random.Random(0)
+    for split, name, k in product(("train", "val"), ("a", "b"), range(32)):
+        (root / split / name).mkdir(parents=True, exist_ok=True)
+        colour = tuple(generator.randrange(256) for _ in range(3))
+        Image.new("RGB", (16, 16), colour).save(root / split / name / f"{k}.png")
+    return root
+
+
+def config_of_images(root, *overrides):
+    return compose_config(
+        [
+            "dataset=imagenet", f"dataset.root={root}", "dataset.image_size=8", "dataset.classes=2",
+            "dataset.loader_workers=0", "model=mlp", "model.depth=1", "model.hidden=4", "batch_size=4", "epochs=1",
+            "workers=2", "precision=fp64", "wandb=disabled", "evaluation_batch_size=4", *overrides,
+        ]
+    )  # fmt: skip
+
+
+def train_and_count(config, run_dir):
+    """Train; return which training images this rank has decoded, and the error that ended the run, if one did."""
+    opened, honest = [], Image.open
+    Image.open = lambda file: opened.append(str(file)) or honest(file)
+    error = None
+    try:
+        train(config, run_dir, ["test"])
+    except DatasetError as damaged:
+        error = str(damaged)
+    finally:
+        Image.open = honest
+    return [file for file in opened if "/train/" in file], error
+
+
+@pytest.mark.parametrize(
+    ("what", "decoded"),
+    [("placement=replicated", (32, 32)), ("placement=pipeline", (64, 0)), ("baseline=ddp", (32, 32))],
+)
+def test_a_rank_decodes_only_the_images_that_it_computes(tmp_path, images, what, decoded):
+    config = config_of_images(images, "mode=dp" if "baseline" in what else "mode=cdp_v2", what)
+    found = run_ranks(train_and_count, 2, config, tmp_path / "run", folder=tmp_path, joins=True)
+    for (opened, error), expected in zip(found, decoded, strict=True):
+        assert error is None
+        assert len(set(opened)) == len(opened)
+        assert expected <= len(opened) <= expected + 2  # an engine may read one micro-batch for the layout of messages
+
+
+@pytest.mark.parametrize("step", [0, 1, 15])
+def test_an_image_that_one_rank_alone_finds_damaged_stops_all_after_a_checkpoint(tmp_path, images, step):
+    root = tmp_path / "images"
+    shutil.copytree(images, root)
+    of_rank_1 = epoch_order(64, 0, 0)[4 * step :][2:4].tolist()
+    damaged = sorted((root / "train").glob("*/*"))[of_rank_1[0]]
+    damaged.write_bytes(b"no image")
+    config = config_of_images(root, "placement=replicated", "mode=cdp_v2")
+    found = run_ranks(train_and_count, 2, config, tmp_path / "run", folder=tmp_path, joins=True)
+    assert [str(damaged) in error for _, error in found] == [True, True]
+    stopped = CheckpointStore(tmp_path / "run" / "checkpoints").load().step
+    assert stopped == step if step <= 1 else 1 < stopped <= step  # the first steps are known before any is trained

@@ -1,15 +1,24 @@
-"""The peers: what a user of torch would pick instead of our engine, behind the engine's interface."""
+"""Peers: the libraries of torch that one would pick instead of our engine, behind the engine's interface."""
 
-from cdp_repro.baselines.base import Baseline
-from cdp_repro.baselines.data_parallel import DDPBaseline, FSDP2Baseline
-from cdp_repro.baselines.pipeline import GPipeBaseline, OneFOneBBaseline
+from __future__ import annotations
 
-BASELINES: dict[str, type[Baseline]] = {
-    "ddp": DDPBaseline,
-    "fsdp2": FSDP2Baseline,
-    "torch_gpipe": GPipeBaseline,
-    "torch_1f1b": OneFOneBBaseline,
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cdp_repro.baselines.baseline import Baseline
+
+BASELINES = {
+    "ddp": ("torch_data_parallel", "DDPBaseline"),
+    "fsdp2": ("torch_data_parallel", "FSDP2Baseline"),
+    "torch_gpipe": ("torch_pipelining", "GPipeBaseline"),
+    "torch_1f1b": ("torch_pipelining", "OneFOneBBaseline"),
 }
-"""By the names of `baseline=`."""
+"""Module and class by the name in `baseline=`. Names only: the libraries take seconds to import."""
 
-__all__ = ["BASELINES", "Baseline", "DDPBaseline", "FSDP2Baseline", "GPipeBaseline", "OneFOneBBaseline"]
+
+def baseline_class(name: str) -> type[Baseline]:
+    """Import the library behind `baseline=name` and return its class."""
+    module, kind = BASELINES[name]
+    found: type[Baseline] = getattr(import_module(f"{__name__}.{module}"), kind)
+    return found

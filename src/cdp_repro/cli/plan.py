@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from cdp_repro.cli.common import exit_code_of, help_text, split_flags, write_out
-from cdp_repro.cli.compose import compose_config
+from cdp_repro.cli.console import exit_code_of, help_text, split_flags, write_out
 from cdp_repro.config import ConfigError, RunConfig
-from cdp_repro.plan import make_plan, plan_text, write_plan
-from cdp_repro.quote import make_quote, quote_text, write_quote
+from cdp_repro.config.compose import compose_config
+from cdp_repro.predict.forecast import make_plan, plan_text, write_plan
+from cdp_repro.predict.pricing.quote import make_quote, quote_text, write_quote
 
 USAGE = """usage: cdp-plan [--out=FOLDER] [key=value ...]
 

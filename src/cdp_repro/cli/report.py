@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cdp_repro.cli.common import exit_code_of, write_out
+from cdp_repro.cli.console import exit_code_of, write_out
 from cdp_repro.config import ConfigError
 from cdp_repro.report.build import build, stale, write
-from cdp_repro.report.rows import ROWS, Row, collect, write_row
-from cdp_repro.report.status import status_text
-from cdp_repro.report.studies import STUDIES
+from cdp_repro.studies.catalog import STUDIES
+from cdp_repro.studies.collecting import collect
+from cdp_repro.studies.rows import ROWS, Row, write_row
+from cdp_repro.studies.status import status_text
 
 USAGE = f"""usage: cdp-report build   [--results=results] [--readme=README.md]
        cdp-report check   [--results=results] [--readme=README.md]

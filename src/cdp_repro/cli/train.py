@@ -13,25 +13,16 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from cdp_repro.cli.cells import run_cell
-from cdp_repro.cli.common import console_logging, exit_code_of, help_text, split_flags, write_out
-from cdp_repro.cli.compose import compose_config, expand_sweep
-from cdp_repro.config import ConfigError, RunConfig, load_config, settings_of
+from cdp_repro.cli.console import console_logging, exit_code_of, help_text, split_flags, write_out
+from cdp_repro.config import ConfigError, RunConfig, load_config
+from cdp_repro.config.compose import compose_config, expand_sweep
+from cdp_repro.config.keys import RESUME_KEYS, settings_of
 from cdp_repro.launch import launch
+from cdp_repro.launch.signals import StopRequest
+from cdp_repro.launch.train_process import train_in_process
+from cdp_repro.observe.run_directory import CONFIG, RunDirectory
+from cdp_repro.observe.text import format_bytes
 from cdp_repro.training.run import train
-from cdp_repro.training.signals import StopRequest
-from cdp_repro.training.tracking import CONFIG, RunDirectory
-from cdp_repro.units import format_bytes
-
-CHANGEABLE = (
-    "pipeline_schedule",
-    "collectives",
-    "timeout_seconds",
-    "wandb",
-    "checkpoint_every_steps",
-    "log_every_steps",
-)
-"""Values that may be given beside resume=, as may placement=."""
 
 USAGE = """usage: cdp-train [--multirun] [key=value ...]
 
@@ -88,12 +79,12 @@ def _run_to_resume(overrides: Sequence[str]) -> RunDirectory | None:
         return None
     if not resume[-1]:
         raise ConfigError(["resume= names no run directory"])
-    others = [text for text in overrides if text.partition("=")[0] not in ("resume", "placement", *CHANGEABLE)]
+    others = [text for text in overrides if text.partition("=")[0] not in ("resume", "placement", *RESUME_KEYS)]
     if others:
         raise ConfigError(
             [
                 f"resume= goes on with the run's own configuration; drop {shlex.join(others)} "
-                f"(only placement, {', '.join(CHANGEABLE)} may be given)"
+                f"(only placement, {', '.join(RESUME_KEYS)} may be given)"
             ]
         )
     return RunDirectory.open(Path(resume[-1]))
@@ -130,7 +121,7 @@ def _sweep(overrides: Sequence[str]) -> int:
             logging.getLogger("cdp_repro").info("[%d/%d] %s", number, len(cells), run_dir.name)
             resume = (run_dir / CONFIG).exists()
             arguments = [f"resume={run_dir}"] if resume else [*cell, f"run_dir='{run_dir}'"]  # quoted for Hydra
-            code = run_cell(arguments, stop)
+            code = train_in_process(arguments, stop)
             if stop.signal is not None:
                 return 128 + stop.signal
             if code:

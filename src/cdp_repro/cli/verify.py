@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from cdp_repro.cli.common import console_logging, exit_code_of, help_text, split_flags, write_out
-from cdp_repro.cli.compose import compose_config
+from cdp_repro.cli.console import console_logging, exit_code_of, help_text, split_flags, write_out
 from cdp_repro.config import ConfigError, RunConfig
-from cdp_repro.verify import Comparison, verify
+from cdp_repro.config.compose import compose_config
+from cdp_repro.training.equivalence import Comparison, verify
 
 USAGE = """usage: cdp-verify [--steps=8] [key=value ...]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from cdp_repro.data.base import Dataset, DatasetError, MiniBatch
 from cdp_repro.data.cifar10 import load_cifar10
+from cdp_repro.data.dataset import Dataset, DatasetError, MiniBatch
 from cdp_repro.data.digits import load_digits
 from cdp_repro.data.imagenet import load_imagenet
 from cdp_repro.data.order import steps_per_epoch

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from cdp_repro.data.base import DatasetError
+from cdp_repro.data.dataset import DatasetError
 
 
 class Sample(NamedTuple):

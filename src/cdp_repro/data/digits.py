@@ -6,7 +6,7 @@ import torch
 from sklearn import datasets as sklearn_datasets
 
 from cdp_repro.data.augment import CropAndFlip
-from cdp_repro.data.memory import InMemoryDataset, Split
+from cdp_repro.data.in_memory import InMemoryDataset, Split
 
 MEAN, STD = (0.305,), (0.376,)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import tee
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from cdp_repro.data.augment import Normalise
-from cdp_repro.data.base import Dataset, MiniBatch
+from cdp_repro.data.dataset import Dataset, MiniBatch, read_all
 from cdp_repro.data.decode import Sample, decode, unreadable
 from cdp_repro.data.order import micro_batch_indices
 from cdp_repro.data.tree import scan_trees
@@ -70,6 +70,7 @@ class _ImageNet(Dataset):
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
+        is_read: Callable[[int, int], bool] = read_all,
     ) -> Iterator[MiniBatch]:
         """See `Dataset.train_batches`. The loader runs ahead of the training by two mini-batches per process."""
         order = micro_batch_indices(
@@ -78,18 +79,27 @@ class _ImageNet(Dataset):
         normalise = Normalise(STATISTICS, device, dtype, channels_last)
         to_decode, to_return = tee(order)
 
-        def samples(step: int, indices: Tensor) -> list[Sample]:
+        def samples(step: int, indices: Tensor, worker: int) -> list[Sample]:
             return [
                 Sample(self._train.files[index], (seed, "augment", step, worker, position))
-                for worker, row in enumerate(indices.tolist())
-                for position, index in enumerate(row)
+                for position, index in enumerate(indices[worker].tolist())
             ]
 
-        loaded = self._images((samples(*entry) for entry in to_decode), device)
-        return (
-            _DecodedMiniBatch(step, images.view(workers, -1, *self.input_shape), self._train.labels[indices], normalise)
-            for (step, indices), images in zip(to_return, loaded, strict=True)
-        )
+        def read(step: int) -> list[int]:
+            return [worker for worker in range(workers) if is_read(step, worker)]
+
+        def mini_batch(step: int, indices: Tensor, images: Tensor) -> MiniBatch:
+            decoded = dict(zip(read(step), images.split(batch_size // workers), strict=True)) if len(images) else {}
+
+            def decode_now(worker: int) -> Tensor:
+                (found,) = self._images([samples(step, indices, worker)], device, processes=0)
+                return found
+
+            return _DecodedMiniBatch(step, decoded, self._train.labels[indices], normalise, decode_now)
+
+        requests = ([s for worker in read(step) for s in samples(step, indices, worker)] for step, indices in to_decode)
+        loaded = self._images(requests, device, self._loader_workers)
+        return (mini_batch(*entry, images) for entry, images in zip(to_return, loaded, strict=True))
 
     def test_batches(
         self, batch_size: int, *, device: torch.device, dtype: torch.dtype = torch.float32, channels_last: bool = False
@@ -97,7 +107,9 @@ class _ImageNet(Dataset):
         """See `Dataset.test_batches`."""
         normalise = Normalise(STATISTICS, device, dtype, channels_last)
         batches = [slice(first, first + batch_size) for first in range(0, self.test_size, batch_size)]
-        loaded = self._images(([Sample(file) for file in self._test.files[batch]] for batch in batches), device)
+        loaded = self._images(
+            ([Sample(file) for file in self._test.files[batch]] for batch in batches), device, self._loader_workers
+        )
         for batch, images in zip(batches, loaded, strict=True):
             yield normalise(images), self._test.labels[batch].to(device, copy=True)
 
@@ -109,10 +121,10 @@ class _ImageNet(Dataset):
             digest.update(repr((path.relative_to(self._root).parts, path.stat().st_size)).encode())
         return digest.hexdigest()
 
-    def _images(self, requests: Iterable[list[Sample]], device: torch.device) -> Iterator[Tensor]:
+    def _images(self, requests: Iterable[list[Sample]], device: torch.device, processes: int) -> Iterator[Tensor]:
         transform = _Transform(self._image_size)
         pin_memory = device.type == "cuda"
-        for images, failures in decode(requests, transform, processes=self._loader_workers, pin_memory=pin_memory):
+        for images, failures in decode(requests, transform, processes=processes, pin_memory=pin_memory):
             if failures:
                 raise unreadable(failures)
             yield images
@@ -134,15 +146,20 @@ class _Transform:
 
 @dataclass(frozen=True, eq=False)
 class _DecodedMiniBatch:
-    """`MiniBatch` over images [workers, batch_size / workers, c, h, w] uint8 on the CPU, already augmented."""
+    """`MiniBatch` over augmented images on the CPU, uint8, as far as they have been decoded ahead."""
 
     step: int
-    images: Tensor
+    images: Mapping[int, Tensor]
+    """[batch_size / workers, c, h, w] by worker."""
     labels: Tensor
+    """[workers, batch_size / workers]."""
     normalise: Normalise
+    decode_now: Callable[[int], Tensor]
+    """Decodes the images of a worker that were not decoded ahead."""
 
     def inputs(self, worker: int) -> Tensor:
-        return self.normalise(self.images[worker])
+        images = self.images.get(worker)
+        return self.normalise(self.decode_now(worker) if images is None else images)
 
     def targets(self, worker: int) -> Tensor:
         return self.labels[worker].to(self.normalise.device, copy=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cdp_repro.data.memory import InMemoryDataset, Split
+from cdp_repro.data.in_memory import InMemoryDataset, Split
 from cdp_repro.engine.randomness import generator
 
 PATCHES = 8  # a class is a coarse picture of 8x8 patches

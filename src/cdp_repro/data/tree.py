@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cdp_repro.data.base import DatasetError, several
+from cdp_repro.data.dataset import DatasetError, several
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 

@@ -1,7 +1,7 @@
 """Models as chains of named blocks, at whose boundaries they are cut into stages."""
 
+from cdp_repro.models.chain import cut
 from cdp_repro.models.registry import BUILTIN_MODELS, build_model
 from cdp_repro.models.spec import ModelError
-from cdp_repro.models.stages import cut
 
 __all__ = ["BUILTIN_MODELS", "ModelError", "build_model", "cut"]

@@ -1,1 +1,6 @@
-"""Predictions: what a program costs before it runs, in bytes and in seconds. No torch but where stages are measured."""
+"""Predictions: the bytes, messages and seconds of a run before it runs.
+
+`profiling` measures the blocks of a model, `partition` and `cutting` cut it into stages of equal cost, `forecast`
+simulates a run, `closed_forms` and `steady_state` predict the cost table, `memory_reduction` the activation peak, and
+`pricing` the seconds of a training step on a cluster.
+"""

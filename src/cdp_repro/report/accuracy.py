@@ -12,9 +12,10 @@ import yaml
 
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Difference, Group, Sample, compared
-from cdp_repro.report.rows import Row, RowError, label_of_mode
-from cdp_repro.report.studies import STUDIES, Cell, Study
 from cdp_repro.report.tables import Table
+from cdp_repro.studies.catalog import STUDIES
+from cdp_repro.studies.rows import Row, RowError, label_of_mode
+from cdp_repro.studies.study import Cell, Study
 
 TOP1 = "eval/top1_percent"
 PAPER_VALUES = "paper_values.yaml"

@@ -15,8 +15,8 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from cdp_repro.files import replace_file
-from cdp_repro.report import figures
+from cdp_repro.observe.atomic_file import replace_file
+from cdp_repro.report import charts as figures
 from cdp_repro.report.accuracy import (
     PAPER_VALUES,
     Comparison,
@@ -25,24 +25,16 @@ from cdp_repro.report.accuracy import (
     read_paper_values,
     tuning_table,
 )
+from cdp_repro.report.activation_memory import Case, answer, cases, memory_table
 from cdp_repro.report.claims import claim_table, claims
-from cdp_repro.report.costs import (
-    EXECUTED_WORKERS,
-    SIMULATED,
-    Line,
-    agreement_table,
-    cost_table,
-    large_lines,
-    large_table,
-    lines,
-)
+from cdp_repro.report.cost_table import SIMULATED, Line, agreement_table, cost_table, large_lines, large_table, lines
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Group, grouped
-from cdp_repro.report.memory import Case, answer, cases, memory_table
 from cdp_repro.report.page import Picture, Section, page
-from cdp_repro.report.rows import ROWS, Row, RowError, read_rows
-from cdp_repro.report.studies import STUDIES
 from cdp_repro.report.tables import Table
+from cdp_repro.studies.catalog import STUDIES
+from cdp_repro.studies.cost_settings import EXECUTED_WORKERS
+from cdp_repro.studies.rows import ROWS, Row, RowError, read_rows
 
 _MARKED = re.compile(r"(<!-- report:(?P<name>\w+) -->\n).*?(<!-- /report -->)", re.DOTALL)
 _DATA = "data "

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cdp_repro.predict.memory_reduction import theory
 from cdp_repro.report.accuracy import Comparison, difference_text
-from cdp_repro.report.costs import Line
-from cdp_repro.report.memory import Case, theory
-from cdp_repro.report.rows import Row
+from cdp_repro.report.activation_memory import Case
+from cdp_repro.report.cost_table import Line
 from cdp_repro.report.tables import Table
 from cdp_repro.schedule import Payload, Schedule, StageCosts, Trace, simulate
+from cdp_repro.studies.rows import Row
 
 HOLDS, PARTLY, FAILS, UNKNOWN = "holds", "holds in part", "does not hold", "not measured yet"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cdp_repro.report.rows import Row
+from cdp_repro.studies.rows import Row
 
 _SHOWN = 12
 

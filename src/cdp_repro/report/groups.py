@@ -10,10 +10,11 @@ from typing import Any
 
 from scipy import stats
 
-from cdp_repro.report.rows import IRRELEVANT, Row, RowError, label_of_mode
+from cdp_repro.config.keys import RUN_KEYS
 from cdp_repro.schedule import MODES
+from cdp_repro.studies.rows import Row, RowError, label_of_mode
 
-LABELS = (
+GROUP_KEYS = (
     "dataset.name", "model.name", "placement.name", "baseline", "pipeline_schedule", "collectives", "workers",
     "replicas", "partition", "slot_order",
 )  # fmt: skip
@@ -109,7 +110,8 @@ def grouped(rows: Iterable[Row], varied: Sequence[str] = ()) -> list[Group]:
     """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault((label_of_mode(row.config), *(row.config[key] for key in (*LABELS, *varied))), []).append(row)
+        key = label_of_mode(row.config), *(row.config[name] for name in (*GROUP_KEYS, *varied))
+        groups.setdefault(key, []).append(row)
     problems = [problem for members in groups.values() for problem in _mixed(members)]
     if problems:
         raise RowError("\n".join(problems))
@@ -145,7 +147,7 @@ def _mixed(rows: Sequence[Row]) -> Iterable[str]:
 
 def differing(one: Row, other: Row) -> list[str]:
     """Return the settings, by dotted key, in which two runs differ, of those that matter; the seed does not."""
-    keys = (key for key in {**one.config, **other.config} if key not in IRRELEVANT)
+    keys = (key for key in {**one.config, **other.config} if key not in RUN_KEYS)
     return sorted(key for key in keys if one.config.get(key) != other.config.get(key))
 
 

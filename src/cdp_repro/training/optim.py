@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from cdp_repro.config import OptimConfig
+from cdp_repro.config.schema import OptimConfig
 
 
 def optimizer_factory(config: OptimConfig) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import platform
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -16,28 +13,25 @@ from typing import Any
 
 import torch
 
-import cdp_repro
-from cdp_repro.baselines import BASELINES, Baseline
-from cdp_repro.config import ConfigError, RunConfig, without_effect
-from cdp_repro.data import Dataset, load_dataset, steps_per_epoch
+from cdp_repro.config import RunConfig
+from cdp_repro.config.loading import without_effect
+from cdp_repro.data import Dataset
 from cdp_repro.engine.allocator import keep_freed_memory
-from cdp_repro.engine.engine import Engine
 from cdp_repro.engine.team import Team
-from cdp_repro.process_group import code_hash, process_group, refuse_differing
-from cdp_repro.schedule import Schedule, Slot, Trace, simulate
-from cdp_repro.schedule.render import write_comms_csv, write_memory_csv, write_perfetto
-from cdp_repro.stages import CutModel, autocast, cut_model, loss_fn
+from cdp_repro.launch.process_group import process_group, refuse_differing
+from cdp_repro.launch.signals import StopRequest
+from cdp_repro.observe.metrics import MetricsLog
+from cdp_repro.observe.run_directory import RunDirectory
+from cdp_repro.observe.trace_files import mirror_trace, write_trace_files
+from cdp_repro.observe.versions import code_hash, versions
+from cdp_repro.observe.wandb_mirror import WandbMirror, previous_run_id
+from cdp_repro.predict.cutting import CutModel, cut_model
+from cdp_repro.schedule import Schedule, Trace, simulate
+from cdp_repro.training.assembly import build_engine, load_data
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointStore
-from cdp_repro.training.optim import learning_rate_factor, optimizer_factory
-from cdp_repro.training.signals import StopRequest
-from cdp_repro.training.tracking import MetricsLog, RunDirectory
 from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer
-from cdp_repro.training.wandb_mirror import WandbMirror, previous_run_id
 
 logger = logging.getLogger("cdp_repro")
-
-_NUMERICS = ("schedule", "engine", "baselines", "models", "data", "training", "stages.py", "partition.py")
-"""The parts of the package of which the numbers of a run depend: runs that share them are of one code version."""
 
 
 def train(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool = False) -> dict[str, Any]:
@@ -106,68 +100,6 @@ def _finished(directory: RunDirectory | None) -> dict[str, Any] | None:
 
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def load_data(config: RunConfig) -> Dataset:
-    """Load the data and check that it is what the configuration says."""
-    wanted = config.dataset
-    dataset = load_dataset(
-        wanted.name,
-        root=wanted.root,
-        image_size=wanted.image_size,
-        download=wanted.download,
-        classes=wanted.classes,
-        train_samples=wanted.train_samples,
-        test_samples=wanted.test_samples,
-        seed=config.seed,
-        loader_workers=wanted.loader_workers,
-    )
-    if dataset.classes != wanted.classes:
-        raise ConfigError(
-            [
-                f"dataset.classes={wanted.classes}, but {dataset.description} has {dataset.classes}: "
-                f"use dataset.classes={dataset.classes}"
-            ]
-        )
-    if dataset.input_shape != config.input_shape:
-        raise ConfigError([f"images are {dataset.input_shape}, the configuration says {config.input_shape}"])
-    if dataset.train_size < config.batch_size:
-        largest = dataset.train_size // config.workers * config.workers
-        works = f"at most batch_size={largest}" if largest else f"at most workers={dataset.train_size}"
-        raise ConfigError(
-            [f"batch_size={config.batch_size} is more than the {dataset.train_size} training images: use {works}"]
-        )
-    return dataset
-
-
-def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | Baseline:
-    """Return the engine, or the library's in its place, that trains a model cut into stages; all ranks must call it.
-
-    `train_size` is the number of training images, of which the learning rate's schedule depends.
-    """
-    device = config.torch_device
-    epoch = steps_per_epoch(train_size, config.batch_size)
-    model = cut.stages, loss_fn, optimizer_factory(config.optim)
-    common: dict[str, Any] = {
-        "workers": config.workers,
-        "device": device,
-        "seed": config.seed,
-        "learning_rate_factor": learning_rate_factor(config.optim, epoch, config.epochs),
-        "autocast": autocast(config, device.type),
-    }
-    if config.baseline is not None:
-        return BASELINES[config.baseline](*model, **common)
-    return Engine(
-        *model,
-        config.mode.rule,
-        config.placement.name,
-        replicas=config.replicas,
-        pipeline_schedule=config.pipeline_schedule,
-        collectives=config.collectives,
-        slot_order=config.slot_order,
-        traced_steps=config.traced_steps,
-        **common,
-    )
 
 
 @dataclass(frozen=True)
@@ -259,7 +191,8 @@ class _Run:
         }
         self._directory.write_summary(summary)
         self._files.metrics.close()
-        self._mirror_trace(self._files.mirror)
+        if self._config.wandb != "disabled" and self._trace is not None:
+            mirror_trace(self._trace, self._config.mode.name, self._directory, self._files.mirror)
         self._files.mirror.finish(summary, exit_code=0 if status == "finished" else 1)
         return summary
 
@@ -296,63 +229,7 @@ class _Run:
     def _write_trace(self, trace: Trace) -> None:
         """Write what has been traced, and keep it for W&B."""
         self._trace = trace
-        with self._directory.trace_path.open("w") as file:
-            write_perfetto(trace, file)
-        with self._directory.memory_path.open("w") as file:
-            write_memory_csv(trace, file, self._cut.costs.parameter_bytes, self._config.schedule().placement)
-        with self._directory.comms_path.open("w") as file:
-            write_comms_csv(trace, file)
-
-    def _mirror_trace(self, mirror: WandbMirror) -> None:
-        """Log timeline, memory, ledger and messages to W&B: tables, pictures, an artifact."""
-        trace = self._trace
-        if self._config.wandb == "disabled" or trace is None:
-            return
-        reads = [
-            (record.slot, str(action), *divmod(action.micro_batch, trace.workers), action.stage, action.version)
-            for record in trace.records
-            for action in record.actions
-            if action.op.is_compute and action.micro_batch is not None
-        ]
-        mirror.log_table("ledger", ["slot", "action", "step", "worker", "stage", "version"], reads)
-        sent = [(m.slot, m.source, m.destination, m.kind, m.stage, m.bytes) for m in trace.messages]
-        mirror.log_table("messages", ["slot", "source", "destination", "kind", "stage", "bytes"], sent)
-        curve = trace.activation_bytes_per_slot
-        mirror.log_table("memory", ["slot", "activation_bytes"], list(curve.items()))
-        pictures = self._directory.path / "wandb"
-        os.environ.setdefault("MPLCONFIGDIR", str(pictures / "matplotlib"))  # else it writes to the user's home
-        from cdp_repro.figures import memory_figure, save_figure, timeline_figure
-
-        slots = [Slot(record.slot, record.actions) for record in trace.records][: 6 * trace.stages]
-        name = self._config.mode.name
-        save_figure(timeline_figure({name: slots}, trace.workers, trace.stages), pictures / "timeline.png")
-        save_figure(memory_figure({name: curve}, "live activation bytes"), pictures / "memory.png")
-        mirror.log_image("timeline", pictures / "timeline.png")
-        mirror.log_image("memory_curve", pictures / "memory.png")
-        files = [self._directory.trace_path, self._directory.memory_path, self._directory.comms_path]
-        mirror.log_artifact(f"trace-{self._directory.path.name}", "trace", files)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a result depends on, and the hardware it was measured on."""
-    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
-    return {
-        "version/cdp_repro": cdp_repro.__version__,
-        "version/git_commit": _git_commit(),
-        "version/code": code_hash(_NUMERICS)[:16],
-        "version/torch": torch.__version__,
-        "version/python": platform.python_version(),
-        "hardware": f"{hardware}, {torch.get_num_threads()} CPU threads",
-    }
-
-
-def _git_commit() -> str:
-    """Return the commit of the source tree that runs, with "-dirty" if it was changed; "unknown" outside of one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        write_trace_files(trace, self._directory, self._cut.costs, self._config.schedule().placement)
 
 
 @contextmanager

@@ -14,19 +14,22 @@ from typing import Any
 
 import torch
 
-from cdp_repro.baselines import Baseline
-from cdp_repro.config import NO_INFLUENCE, RunConfig, flat, settings_of
-from cdp_repro.data import Dataset, DatasetError, MiniBatch, steps_per_epoch
+from cdp_repro.baselines.baseline import Baseline
+from cdp_repro.config import RunConfig
+from cdp_repro.config.keys import NEUTRAL_KEYS, flat, settings_of
+from cdp_repro.config.numerics import autocast, parameter_dtype
+from cdp_repro.data import Dataset, MiniBatch, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.engine.executor import StepResult
+from cdp_repro.launch.signals import StopRequest
+from cdp_repro.observe.metrics import MetricsLog
+from cdp_repro.observe.progress import Progress
 from cdp_repro.schedule import Trace
-from cdp_repro.stages import autocast, parameter_dtype
 from cdp_repro.training.agreement import StopAgreement
+from cdp_repro.training.assembly import reading_rule
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from cdp_repro.training.evaluate import Score, evaluate
-from cdp_repro.training.progress import Progress
-from cdp_repro.training.signals import StopRequest
-from cdp_repro.training.tracking import MetricsLog
+from cdp_repro.training.lookahead import Lookahead
 
 
 class DivergedError(RuntimeError):
@@ -96,6 +99,7 @@ class Trainer:
         self._device = config.torch_device
         self._step_seconds: deque[float] = deque(maxlen=1000)
         self._earlier_reads = 0
+        self._is_read = reading_rule(config, engine)
         self._team = engine.team
         self.position = Position()
 
@@ -136,11 +140,7 @@ class Trainer:
         with Progress(self._total_steps, self._engine.step, shown=self._is_main) as progress:
             while self._engine.step < self._total_steps:
                 was_tracing = self._engine.is_tracing
-                try:
-                    self._train_segment(stop, progress)
-                except DatasetError:
-                    self._save(self._checkpoints)
-                    raise
+                self._train_segment(stop, progress)
                 self._measure_parameters()
                 self._stop_diverged()
                 self.position.ledger_reads = self._earlier_reads + sum(self._team.gather(self._engine.ledger_reads))
@@ -149,6 +149,7 @@ class Trainer:
                 if self.position.loss_steps and self._engine.step % self._steps_per_epoch == 0:
                     self._end_epoch(progress)
                 self._save(self._checkpoints)
+                self._stop_damaged()
                 signal = self._team.share(next(filter(None, self._team.gather(stop.signal)), None))
                 if signal is not None and self._engine.step < self._total_steps:
                     raise Interrupted(signal, self._engine.step, self._checkpoints.directory.parent)
@@ -164,6 +165,7 @@ class Trainer:
         interval = self._config.checkpoint_every_steps
         end_of_epoch = (step // self._steps_per_epoch + 1) * self._steps_per_epoch
         end = min(end_of_epoch, (step // interval + 1) * interval)
+        end = self._look_ahead(step, end)
         results = self._engine.run(self._batches(step, end, stop))
         begin = time.perf_counter()
         for result in results:
@@ -181,8 +183,21 @@ class Trainer:
             else:
                 self._divergence = result, loss
 
-    def _batches(self, first: int, end: int, stop: StopRequest) -> Iterator[MiniBatch]:
-        batches = self._dataset.train_batches(
+    def _look_ahead(self, first: int, end: int) -> int:
+        """Begin to load the segment; return its end, which is earlier if a rank knows of a damaged image already.
+
+        Later on, a rank that comes to step t knows of damage up to step t + L - 1. It then wants a stop, while rank 0
+        is about to begin step t + lead + 1 at most, and stops all ranks `lead` steps after that: in time for
+        L = 2 lead + 2.
+        """
+        self._lookahead = Lookahead(
+            self._mini_batches(first, end), 1 if self._team.size == 1 else 2 * self._engine.max_lead + 2
+        )
+        known = [whole for whole in self._team.gather(self._lookahead.whole) if whole is not None]
+        return self._team.share(min([end, *(first + whole for whole in known)]))
+
+    def _mini_batches(self, first: int, end: int) -> Iterator[MiniBatch]:
+        return self._dataset.train_batches(
             range(first, end),
             batch_size=self._config.batch_size,
             workers=self._config.micro_batches,
@@ -190,11 +205,17 @@ class Trainer:
             device=self._device,
             dtype=parameter_dtype(self._config),
             channels_last=self._config.channels_last,
+            is_read=self._is_read,
         )
-        for step, batch in enumerate(batches, start=first):
-            if self._agreement.ends_before(step, stop.signal is not None or self._divergence is not None):
+
+    def _batches(self, first: int, end: int, stop: StopRequest) -> Iterator[MiniBatch]:
+        """Yield the mini-batches of the segment, up to the step before which all ranks agree to stop."""
+        batches = iter(self._lookahead)
+        for step in range(first, end):
+            wanted = stop.signal is not None or self._divergence is not None or self._lookahead.error is not None
+            if self._agreement.ends_before(step, wanted):
                 return
-            yield batch
+            yield next(batches)
 
     def _after_step(self, result: StepResult, loss: float) -> None:
         self.position.loss_sum += loss
@@ -251,6 +272,12 @@ class Trainer:
             f"{self._config.optim.warmup_epochs}"
         )
 
+    def _stop_damaged(self) -> None:
+        """If a rank has met a damaged image, raise what is wrong with it, on all ranks; a checkpoint is written."""
+        error = self._team.share(next(filter(None, self._team.gather(self._lookahead.error)), None))
+        if error is not None:
+            raise error
+
     def _keep_trace(self) -> None:
         """Take over what the trace says."""
         trace = self._engine.trace
@@ -291,7 +318,7 @@ def _refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> No
         for part, by_key in (("config", settings_of), ("data", flat))
         for theirs, ours in [(by_key(found.get(part, {})), by_key(expected[part]))]
         for key in sorted({*theirs, *ours})
-        if theirs.get(key) != ours.get(key) and key not in NO_INFLUENCE
+        if theirs.get(key) != ours.get(key) and key not in NEUTRAL_KEYS
     ]
     if differing:
         raise CheckpointError(

@@ -1,0 +1,262 @@
+"""What all baselines share: the interface of the engine, the loop over training steps, and the canonical state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import ChainMap
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cdp_repro.baselines.worker_stage import StageOptimizer, WorkerStage, fill, local, on_cpu, skeleton, write
+from cdp_repro.engine.batches import MiniBatch, TensorMiniBatch
+from cdp_repro.engine.compute import LossFn
+from cdp_repro.engine.engine import refuse_shared_parameters
+from cdp_repro.engine.executor import StepResult
+from cdp_repro.engine.parameters import OptimizerFactory
+from cdp_repro.engine.team import Team
+from cdp_repro.schedule import Trace
+
+Tensors = dict[str, Tensor]
+
+
+class Baseline(ABC):
+    """Trains a model cut into stages by data parallelism on N ranks, with a library of torch.
+
+    It stands where an `Engine` of mode "dp" stands, with one process a worker; every process makes one and calls the
+    same methods in the same order. Losses, parameters and buffers are those of the engine but for the order in which
+    gradients are added. `name` is its name in `baseline=`.
+
+    Args:
+        stages: modules in forward order, the same on every rank; each takes and returns one tensor,
+            [micro-batch, ...]. They belong to the baseline from here on: it may move, shard and update them in place.
+        loss_fn: (output of the last stage, targets) -> scalar mean over the micro-batch.
+        optimizer: makes the optimizer of a stage from the list of its trainable parameters.
+        workers: N, micro-batches per mini-batch and ranks of the default process group.
+        device: where this rank computes; its process group must be able to send tensors from there.
+        seed: of what the stages draw in training (dropout), with step, worker and stage.
+        learning_rate_factor: step -> factor on the optimizer's learning rate in the update that makes
+            theta[step + 1].
+        autocast: makes the context in which forwards run.
+
+    Raises:
+        ValueError: no process group, another number of ranks than workers, parameters shared by two stages, or stages
+            that the library cannot place.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        loss_fn: LossFn,
+        optimizer: OptimizerFactory,
+        *,
+        workers: int,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        learning_rate_factor: Callable[[int], float] = lambda _: 1.0,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        if not stages:
+            raise ValueError("stages=[]: at least 1 stage is needed")
+        refuse_shared_parameters(stages)
+        self.team = Team(workers, torch.device(device), f"{self.name} with workers={workers}")
+        self.workers = workers
+        self.rank = self.team.rank
+        self.step = 0
+        self.learning_rate_factor = learning_rate_factor
+        self._device = torch.device(device)
+        self._loss_fn = loss_fn
+        self._autocast = autocast
+        self._skeleton = skeleton(stages)
+        self._stages = [WorkerStage(stage, j, seed, self._device, autocast) for j, stage in enumerate(stages)]
+        self._place()
+        self._optimizers = {stage.number: StageOptimizer(stage.stage, optimizer) for stage in self._stages}
+
+    @abstractmethod
+    def _place(self) -> None:
+        """Put the stages of this rank on its device, hand them to the library; drop others from `_stages`."""
+
+    @abstractmethod
+    def _gradients(self, batch: MiniBatch) -> Tensor:
+        """Leave the mean gradient over workers in the parameters of this rank.
+
+        Returns: [N], each worker's loss; all of them on rank 0, elsewhere NaN where it is not known.
+        """
+
+    @abstractmethod
+    def reads_inputs(self, worker: int) -> bool:
+        """Whether this rank asks a mini-batch for the inputs of `worker`."""
+
+    @abstractmethod
+    def _buffers(self) -> dict[tuple[int, int], Tensors]:
+        """Return the buffers that live on this rank, by (stage, worker) and name."""
+
+    def run(self, batches: Iterable[tuple[Tensor, Tensor] | MiniBatch]) -> Generator[StepResult, None, None]:
+        """Train on `batches`, one a training step, and yield each step when its update is done.
+
+        Every rank is given the same batches, ([B, ...], [B]) or MiniBatch objects, and takes the micro-batches that
+        it needs. Rank 0 yields the losses of all workers; the others what they know, and NaN. Nothing is in flight
+        between two steps, and a closed iterator stops there. After an error load a checkpoint into a new baseline.
+        """
+        for batch in batches:
+            for stage in self._stages:
+                stage.train()
+                stage.step = self.step
+            losses = self._gradients(self._as_mini_batch(batch))
+            for optimizer in self._optimizers.values():
+                optimizer.update(self.learning_rate_factor(self.step))
+            self.step += 1
+            yield StepResult(self.step - 1, losses)
+
+    def _as_mini_batch(self, batch: tuple[Tensor, Tensor] | MiniBatch) -> MiniBatch:
+        if isinstance(batch, (tuple, list)):
+            return TensorMiniBatch(*batch, self.workers, self._device)
+        return batch
+
+    def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        with self._autocast():
+            return self._loss_fn(output, targets)
+
+    @property
+    def model(self) -> nn.Sequential:
+        """A copy of the whole model with theta[step] and buffers averaged over workers, on every rank. Collective."""
+        parts: list[Any] = [None] * self.workers
+        dist.all_gather_object(parts, self._part(with_optimizers=False))
+        stages = _merge(self.step, parts, len(self._skeleton))["stages"]
+        values = [{**stage["versions"][self.step], **_mean_buffers(stage["buffers"])} for stage in stages]
+        return fill(self._skeleton, values, self._device)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the parameters that this rank holds between two training steps."""
+        return sum(local(parameter).nbytes for stage in self._stages for parameter in stage.parameters())
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizers' states on this rank."""
+        return sum(optimizer.bytes for optimizer in self._optimizers.values())
+
+    @property
+    def max_lead(self) -> int:
+        """Training steps by which one rank can at most be ahead of another."""
+        return 2
+
+    @property
+    def is_tracing(self) -> bool:
+        """False: there is nothing to trace."""
+        return False
+
+    @property
+    def ledger_reads(self) -> int:
+        """0: the library reads parameters unseen, so there is no ledger."""
+        return 0
+
+    @property
+    def trace(self) -> Trace:
+        """Empty: the library does not say what it runs when."""
+        return Trace(self.workers, len(self._skeleton), ())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return, on rank 0, a copy of everything that the next step depends on; {} on other ranks. Collective.
+
+        The form is that of an `Engine` of mode "dp", which can go on from it, and on the CPU: {"step": T,
+        "stages": [{"versions": {T: parameters}, "optimizer": {...}, "buffers": [one dict a worker]}]}.
+        """
+        parts: list[Any] | None = [None] * self.workers if self.rank == 0 else None
+        dist.gather_object(self._part(with_optimizers=True), parts)
+        return _merge(self.step, parts, len(self._skeleton)) if parts is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` has returned on rank 0 (or an `Engine`'s), given to every rank.
+
+        Raises:
+            ValueError: it is of another model, mode, optimizer or number of workers; the baseline is as it was.
+        """
+        self._check_state(state)
+        for stage in self._stages:
+            loaded = state["stages"][stage.number]
+            for name, parameter in stage.stage.named_parameters():
+                write(parameter, loaded["versions"][state["step"]][name])
+            self._optimizers[stage.number].load_state_dict(loaded["optimizer"])
+        for (number, worker), buffers in self._buffers().items():
+            for name, buffer in buffers.items():
+                write(buffer, state["stages"][number]["buffers"][worker][name])
+        self.step = state["step"]
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError if the state does not fit; on every rank alike, as long as they have the same optimizers."""
+        if len(state["stages"]) != len(self._skeleton):
+            raise ValueError(f"the checkpoint has {len(state['stages'])} stages, this run {len(self._skeleton)}")
+        for number, (stage, loaded) in enumerate(zip(self._skeleton, state["stages"], strict=True)):
+            if set(loaded["versions"]) != {state["step"]}:
+                raise ValueError(
+                    f"the checkpoint has the versions {sorted(loaded['versions'])}, {self.name} needs only "
+                    f"{state['step']}: it was written in another mode than dp"
+                )
+            if len(loaded["buffers"]) != self.workers:
+                raise ValueError(f"the checkpoint is of {len(loaded['buffers'])} workers, this run has {self.workers}")
+            _check_shapes(dict(stage.named_parameters()), loaded["versions"][state["step"]])
+            for buffers in loaded["buffers"]:
+                _check_shapes(dict(stage.named_buffers()), buffers)
+            mine, theirs = self._optimizers.get(number), loaded["optimizer"]["class"]
+            if mine is not None and mine.class_name != theirs:
+                raise ValueError(f"the checkpoint is of the optimizer {theirs}, this run has {mine.class_name}")
+
+    def _part(self, with_optimizers: bool) -> dict[str, dict[Any, Any]]:
+        """Return this rank's part of the state, on the CPU. Collective.
+
+        Rank j mod N speaks for stage j, so that no more than one model is sent in all; for buffers, who has them.
+        """
+        part: dict[str, dict[Any, Any]] = {"parameters": {}, "optimizers": {}}
+        for stage in self._stages:  # every rank gathers every shard, whoever speaks for it
+            parameters = {name: on_cpu(parameter) for name, parameter in stage.stage.named_parameters()}
+            optimizer = self._optimizers[stage.number].state_dict() if with_optimizers else None
+            if stage.number % self.workers == self.rank:
+                part["parameters"][stage.number] = parameters
+                part["optimizers"][stage.number] = optimizer
+        part["buffers"] = {
+            key: {name: on_cpu(buffer) for name, buffer in buffers.items()} for key, buffers in self._buffers().items()
+        }
+        return part
+
+
+def _merge(step: int, parts: Sequence[dict[str, dict[Any, Any]]], stages: int) -> dict[str, Any]:
+    """Return the canonical state that the parts of all ranks make up."""
+    parameters, optimizers, buffers = (
+        ChainMap(*(part[key] for part in parts)) for key in ("parameters", "optimizers", "buffers")
+    )
+    return {
+        "step": step,
+        "stages": [
+            {
+                "versions": {step: parameters[j]},
+                "optimizer": optimizers[j],
+                "buffers": [buffers[j, i] for i in range(len(parts))],
+            }
+            for j in range(stages)
+        ],
+    }
+
+
+def _mean_buffers(copies: Sequence[Tensors]) -> Tensors:
+    """Return the mean over workers of the floating-point buffers; others from worker 0."""
+    return {
+        name: torch.stack([buffers[name] for buffers in copies]).mean(0) if first.is_floating_point() else first
+        for name, first in copies[0].items()
+    }
+
+
+def _check_shapes(mine: Tensors, loaded: Tensors) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
+    for name in sorted(expected | found):
+        if expected.get(name) != found.get(name):
+            raise ValueError(
+                f"the checkpoint is of another model: {name} is {found.get(name)} there, {expected.get(name)} here"
+            )

@@ -1,0 +1,118 @@
+"""What the commands share: flags, help, logging, exit codes."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import logging
+import os
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise, zip_longest
+from typing import Any
+
+from cdp_repro.config import ConfigError, schema
+from cdp_repro.config.compose import GROUPS, compose_config, group_choices
+from cdp_repro.data import DatasetError
+from cdp_repro.launch import LaunchError, RankFailedError
+from cdp_repro.models import ModelError
+from cdp_repro.observe.run_directory import RunDirectoryError
+from cdp_repro.schedule import ScheduleError
+from cdp_repro.studies.rows import RowError
+from cdp_repro.training.checkpoint import CheckpointError
+from cdp_repro.training.trainer import DivergedError, Interrupted
+
+USER_MISTAKES = (
+    ConfigError, DatasetError, ModelError, ScheduleError, CheckpointError, RunDirectoryError, LaunchError,
+    RowError,
+)  # fmt: skip
+
+
+@dataclass
+class ExitCode:
+    """What the command returns."""
+
+    code: int = 1
+
+
+@contextmanager
+def exit_code_of() -> Iterator[ExitCode]:
+    """Turn what the body raises into a message and an exit code; defects keep their traceback."""
+    result = ExitCode()
+    try:
+        yield result
+    except USER_MISTAKES as error:
+        sys.stderr.write(f"error: {error}\n" if "\n" not in str(error) else f"error:\n{error}\n")
+        result.code = 2
+    except Interrupted as error:
+        sys.stderr.write(f"{error}\n")
+        result.code = 128 + error.signal
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        result.code = 130
+    except (DivergedError, RankFailedError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        result.code = 1
+
+
+def write_out(text: str) -> None:
+    """Write to standard output; a reader that has gone away (`| head`) is no failure of the command."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def split_flags(arguments: Sequence[str], known: Sequence[str]) -> tuple[set[str], list[str], list[str]]:
+    """Return the flags given, the overrides, and the unknown flags."""
+    flags = {text for text in arguments if text in known}
+    unknown = [text for text in arguments if text.startswith("-") and text not in known]
+    overrides = [text for text in arguments if not text.startswith("-")]
+    return flags, overrides, unknown
+
+
+def console_logging() -> None:
+    """Show what the package logs, as plain lines on standard error."""
+    logger = logging.getLogger("cdp_repro")
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+
+
+def help_text(usage: str) -> str:
+    """Return the usage, the choices of each group, and every value with its default and meaning."""
+    groups = "\n".join(f"  {group:<11} {' | '.join(choices)}" for group, choices in group_choices(GROUPS).items())
+    return f"{usage}\nGroups (group=choice):\n{groups}\n\nValues (key=value):\n{_values(compose_config([]))}"
+
+
+def _values(config: Any, prefix: str = "") -> str:
+    """Return a line for every value of a configuration, nested ones below their key: default and meaning."""
+    explained = _field_docs(type(config))
+    text = ""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            text += _values(value, f"{prefix}{field.name}.")
+            continue
+        label = f"  {prefix}{field.name}={'' if value is None else value}"
+        meaning = textwrap.wrap(explained[field.name], 75)
+        text += "".join(f"{start:<37}{line}\n" for start, line in zip_longest([label], meaning, fillvalue=""))
+    return text
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """Return the string below each field of a class, which documents it."""
+    tree = ast.parse(inspect.getsource(schema))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
+    found = {}
+    for statement, following in pairwise(body):
+        match statement, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
+    return found

@@ -1,0 +1,22 @@
+"""The user's mistakes, all of them in one message, with the nearest name that exists."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """The user's mistake(s) in the configuration: one message with all of them."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        bullets = "\n".join(f"- {problem}" for problem in self.problems)
+        super().__init__(bullets if len(self.problems) > 1 else self.problems[0])
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" for the most similar choice, or nothing if none is similar."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.4)]
+    return f"; did you mean {close[0]!r}?" if close else ""

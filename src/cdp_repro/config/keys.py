@@ -1,0 +1,85 @@
+"""Settings by dotted key (`optim.lr`), and the sets of keys by which a run, a resume and a sweep treat them.
+
+A new setting belongs to none of the sets unless it is added: it then counts as one that changes the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from cdp_repro.config.schema import ClusterConfig, RunConfig
+
+SCHEDULE_KEYS = frozenset({
+    "workers", "stages", "replicas", "batch_size", "slot_order", "mode.name", "mode.staleness", "placement.name",
+    "pipeline_schedule", "collectives",
+})  # fmt: skip
+"""Settings that the schedule is built from: it can be checked only if each of them is in range."""
+
+PLACEMENT_KEYS = ("placement.name", "pipeline_schedule", "collectives")
+"""Settings that say where and how the same numbers are computed."""
+
+NEUTRAL_KEYS = (
+    "run_dir", "wandb", "wandb_project", "keep_checkpoints", "checkpoint_every_steps", "log_every_steps",
+    "traced_steps", "evaluation_batch_size", "timeout_seconds", *PLACEMENT_KEYS, "dataset.root",
+    "dataset.download", "dataset.loader_workers", "price",
+    *(f"cluster.{each.name}" for each in fields(ClusterConfig)),
+)  # fmt: skip
+"""Settings that change no parameter (`collectives` changes the last bits), so that they may differ between a checkpoint
+and the run that resumes it."""
+
+RESUME_KEYS = (
+    "pipeline_schedule", "collectives", "timeout_seconds", "wandb", "checkpoint_every_steps", "log_every_steps",
+)  # fmt: skip
+"""Settings that the command line may change beside `resume=`; `placement=` is a group and may be given, too."""
+
+SWEEP_KEYS = (
+    "dataset.root", "dataset.download", "dataset.loader_workers", "wandb", "wandb_project", "keep_checkpoints",
+    "checkpoint_every_steps", "log_every_steps", "timeout_seconds",
+)  # fmt: skip
+"""Settings that a sweep over studies may change: they change neither a number nor a record of a run."""
+
+RUN_KEYS = frozenset(NEUTRAL_KEYS) - {*PLACEMENT_KEYS} | {"seed"}
+"""Settings in which the runs of one cell may differ. Placement is not among them: it changes bytes and seconds."""
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings by dotted key, those that an older version did not have at their default."""
+    return {**defaults(), **flat(config)}
+
+
+def defaults() -> dict[str, Any]:
+    """Return the default of every setting by dotted key."""
+    return flat(RunConfig().to_dict())
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def leaves(node: DictConfig, prefix: str = "") -> list[tuple[str, Any]]:
+    """Return every value of a configuration with its dotted key; interpolations resolved, lists whole."""
+    found: list[tuple[str, Any]] = []
+    for key in map(str, node):
+        if OmegaConf.is_missing(node, key):
+            found.append((f"{prefix}{key}", MISSING))
+        elif isinstance(node[key], DictConfig):
+            found += leaves(node[key], f"{prefix}{key}.")
+        else:
+            value = node[key]
+            found.append((f"{prefix}{key}", OmegaConf.to_container(value) if OmegaConf.is_list(value) else value))
+    return found
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """Return {"a": {"b": value}} for the key "a.b"."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return {**value}

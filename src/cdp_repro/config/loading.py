@@ -1,0 +1,83 @@
+"""From what Hydra has composed to a checked `RunConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from cdp_repro.config.errors import ConfigError
+from cdp_repro.config.keys import SCHEDULE_KEYS, leaves, nested
+from cdp_repro.config.limits import inconsistent, out_of_range
+from cdp_repro.config.schema import RunConfig
+
+
+def load_config(composed: DictConfig, check_device: bool = True) -> RunConfig:
+    """Return the typed configuration; raise ConfigError with every value of a wrong type or out of range.
+
+    Without `check_device` a device that this machine lacks is accepted, as in a plan for another machine.
+    """
+    config, wrong = _typed(composed)
+    problems = [*wrong.values()]
+    excessive = dict(out_of_range(config))
+    problems += excessive.values()
+    if not {*wrong, *excessive} & SCHEDULE_KEYS:
+        problems += inconsistent(config)
+    if check_device and config.device == "cuda" and not torch.cuda.is_available():
+        problems.append("device=cuda: torch finds no CUDA device on this machine; use device=cpu (or device=auto)")
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def without_effect(config: RunConfig) -> list[str]:
+    """Return a sentence for each setting that will have no effect, or another one than its name says."""
+    found = []
+    if config.optim.warmup_epochs >= config.epochs:
+        found.append(
+            f"optim.warmup_epochs={config.optim.warmup_epochs:g} covers all epochs={config.epochs}: the learning rate "
+            "only grows"
+        )
+    elif config.optim.schedule == "step" and config.optim.step_epochs >= config.epochs:
+        found.append(f"optim.step_epochs={config.optim.step_epochs} is not reached in epochs={config.epochs}")
+    if config.collectives and config.ranks == 1:
+        found.append("collectives=true has no effect on one rank")
+    if config.channels_last and config.model.name == "mlp":
+        found.append("channels_last=true has no effect on model=mlp")
+    return found
+
+
+def _typed(composed: DictConfig) -> tuple[RunConfig, dict[str, str]]:
+    """Return the values of the right type, with defaults in place of others, and a sentence for each other, by key.
+
+    OmegaConf stops at the first value of a wrong type. So all values are merged at once, and only if that fails one by
+    one, which takes fifty times as long.
+    """
+    schema = OmegaConf.structured(RunConfig)
+    try:
+        given = leaves(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError([f"the configuration cannot be resolved: {str(error).splitlines()[0]}"]) from error
+    problems = {key: f"{key} has no value yet: give {key}=..." for key, value in given if value == MISSING}
+    present = [(key, value) for key, value in given if value != MISSING]
+    try:
+        merged = OmegaConf.merge(schema, *(nested(*each) for each in present))
+    except OmegaConfBaseException:
+        wrong = dict(_mistyped(schema, present))
+        problems |= wrong
+        merged = OmegaConf.merge(schema, *(nested(*each) for each in present if each[0] not in wrong))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, RunConfig)
+    return config, problems
+
+
+def _mistyped(schema: DictConfig, given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield each key whose value has a wrong type, with a sentence that says so."""
+    for key, value in given:
+        try:
+            OmegaConf.merge(schema, nested(key, value))
+        except OmegaConfBaseException as error:
+            yield key, f"{key}={value}: {str(error).splitlines()[0]}"

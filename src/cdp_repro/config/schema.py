@@ -1,0 +1,242 @@
+"""The typed configuration of a run, explained field by field.
+
+Hydra composes it (`compose`), `loading` checks it; past the entry point nobody sees anything but `RunConfig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from cdp_repro.schedule import Schedule
+
+
+@dataclass
+class ModeConfig:
+    """Timeline and update rule."""
+
+    name: str = "cdp_v2"
+    """Set by mode=...: `dp`, `cdp_v1`, `cdp_v2`, `accumulation` (of gradients, one worker after the other) or
+    `matrix`."""
+    staleness: list[list[int]] | None = None
+    """Of `matrix`: staleness d(i, j) in training steps, a row a worker, a column a stage."""
+
+    @property
+    def rule(self) -> str | list[list[int]]:
+        """What `Schedule.build` takes: a name or a matrix."""
+        return self.name if self.staleness is None else self.staleness
+
+
+@dataclass
+class DatasetConfig:
+    """What to train on."""
+
+    name: str = "digits"
+    """Set by dataset=..."""
+    channels: int = 1
+    """Channels of an image."""
+    image_size: int = 8
+    """Height and width of an image, in pixels."""
+    classes: int = 10
+    """Number of classes."""
+    recommended_epochs: int = 1
+    """What `epochs` is unless it is set."""
+    recommended_batch_size: int = 64
+    """What `batch_size` is unless it is set."""
+    root: str | None = None
+    """Folder of the files."""
+    download: bool = False
+    """Fetch CIFAR-10 from its home page if it is not in `root`."""
+    train_samples: int = 1024
+    """Of `synthetic`: images in the training set."""
+    test_samples: int = 256
+    """Of `synthetic`: images in the test set."""
+    loader_workers: int = 2
+    """Processes that decode ImageNet."""
+
+
+@dataclass
+class ModelConfig:
+    """What to train."""
+
+    name: str = "resnet8"
+    """Set by model=..."""
+    hidden: int = 64
+    """Of `mlp`: width of the hidden layers."""
+    depth: int = 6
+    """Of `mlp`: number of hidden layers."""
+    dropout: float = 0.0
+    """Of `mlp` and timm's models: dropout probability."""
+
+
+@dataclass
+class PlacementConfig:
+    """Where the stages run."""
+
+    name: str = "single_device"
+    """Set by placement=...: `single_device`, or in processes of their own `replicated` (a worker each), `zero` (the
+    same, parameters sharded), `model_parallel` (a stage each, on as many as it has micro-batches) or `pipeline`."""
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its learning-rate schedule."""
+
+    name: str = "sgd"
+    """Set by optim=...: `sgd` or `adamw`."""
+    lr: float = 0.1
+    """Learning rate at the start of the schedule (after the warm-up)."""
+    momentum: float = 0.9
+    """Of `sgd`."""
+    beta1: float = 0.9
+    """Of `adamw`: decay of the mean of gradients, per step."""
+    beta2: float = 0.999
+    """Of `adamw`: decay of the mean of squared gradients, per step."""
+    weight_decay: float = 0.0
+    """Decoupled with `adamw`, a part of the gradient with `sgd`."""
+    schedule: str = "constant"
+    """`constant`, `step` (times `gamma` every `step_epochs`) or `cosine` (to 0 at the end)."""
+    warmup_epochs: float = 0.0
+    """Epochs in which the learning rate grows linearly to its full value."""
+    step_epochs: int = 30
+    """Of `step`: epochs between two steps."""
+    gamma: float = 0.1
+    """Of `step`: factor of a step."""
+
+
+@dataclass
+class ClusterConfig:
+    """What `cdp-plan price=true` prices: the seconds of stages and links. A run does not read it."""
+
+    devices_per_host: int = 8
+    """Devices of a host; devices 0, 1, ... fill one host after the other."""
+    latency_seconds: float = 1e-5
+    """Of a message within a host."""
+    bandwidth_bytes_per_second: float = 1.25e10
+    """Of a device to others on its host, in each direction (1.25e10 is 100 Gbit/s)."""
+    between_hosts_latency_seconds: float | None = None
+    """Of a message from host to host; unless set: as within."""
+    between_hosts_bandwidth_bytes_per_second: float | None = None
+    """Of a device to others on other hosts, in each direction: its share of the host's; unless set: as within."""
+    flops_per_second: float | None = None
+    """Of a device, as reached in training, not its peak: gives the seconds of stages by their FLOPs."""
+    forward_seconds: list[float] | None = None
+    """Of each stage on one micro-batch, in place of `flops_per_second`."""
+    backward_seconds: list[float] | None = None
+    """Of each stage on one micro-batch; unless set: twice `forward_seconds`."""
+    update_seconds: list[float] | None = None
+    """Of the optimizer on each stage; unless set: 0."""
+    calibrate: bool = False
+    """Measure stages, and links within a host, on this machine, in place of the values above."""
+
+
+@dataclass
+class RunConfig:
+    """One run."""
+
+    mode: ModeConfig = field(default_factory=ModeConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    workers: int = 4
+    """N: micro-batches per mini-batch."""
+    stages: int | None = None
+    """S: stages the model is cut into, a multiple of `workers`; unless set: `workers`."""
+    replicas: int = 1
+    """R: ranks that share each worker's micro-batch; on `single_device` one device computes all of them."""
+    baseline: str | None = None
+    """A peer in place of our engine, with mode=dp and a process a worker: `ddp` (DistributedDataParallel), `fsdp2`
+    (fully_shard), `torch_gpipe` or `torch_1f1b` (torch.distributed.pipelining)."""
+    pipeline_schedule: str = "one_f_one_b"
+    """How mode=dp runs on placement=pipeline: `one_f_one_b` or `gpipe`."""
+    collectives: bool = False
+    """Run mode=dp on placement=replicated or zero by collectives of the library (all-reduce; all-gather and
+    reduce-scatter of shards) in place of our ordered messages: what it adds, it adds in an order of its own."""
+    partition: str = "flops"
+    """What the cut balances: `flops`, `parameters`, `activations` (bytes) or `time` (measured)."""
+    slot_order: str = "paper"
+    """`paper`: forwards before backwards in a slot; `backward_first`: frees memory first, lower peak."""
+    batch_size: int = 64
+    """Samples in a mini-batch, i.e. of all workers together."""
+    epochs: int = 1
+    """Passes over the training set; what is left of it beyond whole mini-batches is dropped."""
+    seed: int = 0
+    """Of initial weights, data order, augmentation and dropout."""
+    precision: str = "fp32"
+    """`fp32`, `fp64`, or `bf16` (autocast: parameters stay fp32)."""
+    channels_last: bool = False
+    """Keep images as NHWC, which is faster for convolutions on GPUs."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`: cuda if there is one."""
+    run_dir: str | None = None
+    """Directory of the run, new or empty; unless set: a new one under runs/."""
+    traced_steps: int = 3
+    """Training steps at the start whose actions and activation bytes are recorded; 0 records nothing."""
+    evaluate_every_epochs: int = 1
+    """The last epoch is always evaluated."""
+    evaluation_batch_size: int = 256
+    """Samples per forward in an evaluation."""
+    checkpoint_every_steps: int = 500
+    """Training steps between checkpoints; there is also one at the end of each epoch."""
+    timeout_seconds: int = 600
+    """For how long a rank waits for another before it gives up; only with several processes."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay."""
+    log_every_steps: int = 10
+    """Training steps between rows of metrics.jsonl."""
+    wandb: str = "offline"
+    """`offline` (in the run directory), `online` or `disabled`."""
+    wandb_project: str = "cdp-repro"
+    """Project that W&B files the run under."""
+    price: bool = False
+    """Of cdp-plan: show what a training step takes on a cluster, for every mode, placement and baseline."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def stage_count(self) -> int:
+        """S."""
+        return self.workers if self.stages is None else self.stages
+
+    @property
+    def micro_batches(self) -> int:
+        """M = N * R: micro-batches that a mini-batch is cut into."""
+        return self.workers * self.replicas
+
+    @property
+    def ranks(self) -> int:
+        """Processes that the run needs."""
+        return self.schedule().ranks if self.baseline is None else self.workers
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        return self.dataset.channels, self.dataset.image_size, self.dataset.image_size
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device that `device` stands for on this machine."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as plain data."""
+        return asdict(self)
+
+    def schedule(self, gradient_bytes: Sequence[int] = ()) -> Schedule:
+        """Return the validated schedule of the run; with the bytes of each stage's gradients, as it sends them."""
+        return Schedule.build(
+            self.mode.rule,
+            self.workers,
+            self.stage_count,
+            self.placement.name,
+            self.slot_order,
+            replicas=self.replicas,
+            pipeline_schedule=self.pipeline_schedule,
+            collectives=self.collectives and self.baseline is None,
+            gradient_bytes=gradient_bytes,
+        )

@@ -1,0 +1,97 @@
+"""What every data set offers to the trainer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cdp_repro.engine import batches
+
+
+class DatasetError(ValueError):
+    """The data on disk cannot be used: missing, incomplete or damaged. The message says what to do."""
+
+
+class MiniBatch(batches.MiniBatch, Protocol):
+    """The mini-batch of one training step: images [B/N, channels, height, width], class numbers [B/N] (int64).
+
+    Micro-batches may be asked for in any order, any number of times, and are always the same.
+    """
+
+    @property
+    def step(self) -> int:
+        """Training step t that this mini-batch belongs to."""
+
+
+def read_all(step: int, worker: int) -> bool:  # noqa: ARG001 - a rule with another answer asks for both
+    """Return True: one process reads every micro-batch of every step."""
+    return True
+
+
+class Dataset(ABC):
+    """Images with one class each, in a training and a test set.
+
+    Attributes:
+        name: the key of `load_dataset`.
+        description: what the data is, in the words a table of results needs.
+        classes: number of classes.
+        input_shape: (channels, height, width) of one image as the model sees it.
+        train_size: number of training images.
+        test_size: number of test images.
+    """
+
+    name: str
+    description: str
+    classes: int
+    input_shape: tuple[int, int, int]
+    train_size: int
+    test_size: int
+
+    @abstractmethod
+    def train_batches(
+        self,
+        steps: Iterable[int],
+        *,
+        batch_size: int,
+        workers: int,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+        is_read: Callable[[int, int], bool] = read_all,
+    ) -> Iterator[MiniBatch]:
+        """Return, lazily, one mini-batch for every training step number in `steps`.
+
+        Step t is batch t mod `steps_per_epoch` of epoch t // `steps_per_epoch`. The order of an epoch depends on
+        (seed, epoch) only, augmentation on (seed, step, worker) only; micro-batch i is the i-th contiguous slice.
+
+        `is_read(step, worker)` tells whether this rank will ask for the inputs of a micro-batch. Images that must be
+        decoded are decoded ahead for these micro-batches only; those of others when their inputs are asked for.
+
+        Raises:
+            ValueError: `workers` does not divide `batch_size`, or the training set is smaller than `batch_size`.
+            DatasetError: an image is damaged (data sets that are decoded on the way).
+        """
+
+    @abstractmethod
+    def test_batches(
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype = torch.float32, channels_last: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return (images, class numbers) of the whole test set, in order; the last batch may be short.
+
+        Shapes: [n, channels, height, width] in `dtype` and [n] int64, n <= `batch_size`.
+        """
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return 16 hex digits that tell this data from other data, equal wherever the data is equal."""
+
+
+def several(items: Sequence[object], limit: int = 5) -> str:
+    """Return the first `limit` items, comma separated, and how many more there are."""
+    more = f" and {len(items) - limit:,} more" if len(items) > limit else ""
+    return ", ".join(str(item) for item in items[:limit]) + more

@@ -1,0 +1,127 @@
+"""Data sets that fit on the device: one uint8 tensor, gathered, augmented and normalised there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cdp_repro.data.augment import CropAndFlip, Normalise, Statistics
+from cdp_repro.data.dataset import Dataset, MiniBatch, read_all
+from cdp_repro.data.order import micro_batch_indices
+from cdp_repro.engine.randomness import generator
+
+Augment = Callable[[Tensor, int, int], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Images [n, c, h, w] uint8 and their class numbers [n] int64."""
+
+    images: Tensor
+    labels: Tensor
+
+    def to(self, device: torch.device) -> Split:
+        """Return this split on `device`."""
+        return Split(self.images.to(device), self.labels.to(device))
+
+
+class InMemoryDataset(Dataset):
+    """A data set held as one uint8 tensor for training and one for testing."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        description: str,
+        classes: int,
+        train: Split,
+        test: Split,
+        statistics: Statistics,
+        augmentation: CropAndFlip | None,
+    ) -> None:
+        self.name = name
+        self.description = description
+        self.classes = classes
+        channels, height, width = train.images.shape[1:]
+        self.input_shape = (channels, height, width)
+        self.train_size = len(train.labels)
+        self.test_size = len(test.labels)
+        self._train = train
+        self._test = test
+        self._statistics = statistics
+        self._augmentation = augmentation
+        self._on_device: dict[torch.device, tuple[Split, Split]] = {}
+
+    def train_batches(
+        self,
+        steps: Iterable[int],
+        *,
+        batch_size: int,
+        workers: int,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+        is_read: Callable[[int, int], bool] = read_all,  # noqa: ARG002 - images are gathered when they are asked for
+    ) -> Iterator[MiniBatch]:
+        """See `Dataset.train_batches`."""
+        order = micro_batch_indices(
+            steps, train_size=self.train_size, batch_size=batch_size, workers=workers, seed=seed
+        )
+        train, _ = self._splits(device)
+        normalise = Normalise(self._statistics, device, dtype, channels_last)
+
+        def augment(images: Tensor, step: int, worker: int) -> Tensor:
+            if self._augmentation is None:
+                return images
+            return self._augmentation(images, generator("cpu", seed, "augment", step, worker))
+
+        return (
+            _InMemoryMiniBatch(step, indices.to(device, non_blocking=True), train, augment, normalise)
+            for step, indices in order
+        )
+
+    def test_batches(
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype = torch.float32, channels_last: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `Dataset.test_batches`."""
+        _, test = self._splits(device)
+        normalise = Normalise(self._statistics, device, dtype, channels_last)
+        for first in range(0, self.test_size, batch_size):
+            batch = slice(first, first + batch_size)
+            yield normalise(test.images[batch]), test.labels[batch].clone()
+
+    def fingerprint(self) -> str:
+        """Return a hash of the sizes, images and class numbers of both splits."""
+        digest = hashlib.blake2b(repr((self.name, self.classes)).encode(), digest_size=8)
+        for tensor in (self._train.images, self._train.labels, self._test.images, self._test.labels):
+            digest.update(repr(tuple(tensor.shape)).encode())
+            digest.update(tensor.contiguous().numpy().data)
+        return digest.hexdigest()
+
+    def _splits(self, device: torch.device) -> tuple[Split, Split]:
+        if device not in self._on_device:
+            self._on_device[device] = self._train.to(device), self._test.to(device)
+        return self._on_device[device]
+
+
+@dataclass(frozen=True, eq=False)
+class _InMemoryMiniBatch:
+    """`MiniBatch` over a split; indices [workers, batch_size / workers] lie on the split's device."""
+
+    step: int
+    indices: Tensor
+    split: Split
+    augment: Augment
+    normalise: Normalise
+
+    def inputs(self, worker: int) -> Tensor:
+        images = self.split.images.index_select(0, self.indices[worker])
+        return self.normalise(self.augment(images, self.step, worker))
+
+    def targets(self, worker: int) -> Tensor:
+        return self.split.labels.index_select(0, self.indices[worker])

@@ -1,0 +1,45 @@
+"""Runs a function in every rank: in processes started here, or in this one if torchrun or srun has started it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cdp_repro.launch.environment import environment
+from cdp_repro.launch.in_rank import die_with_parent
+from cdp_repro.launch.local_ranks import launch_here
+from cdp_repro.launch.starters import check_world_size, variables_of_starter
+
+
+def launch(function: Callable[..., Any], arguments: Sequence[Any], processes: int, grace_seconds: float = 15.0) -> Any:
+    """Run `function(*arguments)` in every one of `processes` ranks.
+
+    Under torchrun or srun this process is one of the ranks and runs it itself, as it does if there is but one.
+    Otherwise the ranks are started here. SIGINT and SIGTERM are then passed on to them, once, and they end as they see
+    fit; a second SIGINT ends them. No rank outlives this process.
+
+    Args:
+        function: Of a module's top level.
+        arguments: What pickles.
+        processes: The number of ranks.
+        grace_seconds: For how long the other ranks may go on after one has failed; then they are killed.
+
+    Returns:
+        What rank 0 returned; under torchrun or srun what this rank returned.
+
+    Raises:
+        LaunchError: torchrun or srun has started another number of processes.
+        RankFailedError: A rank has failed. The caller's own exceptions (those of its package and of this one),
+            KeyboardInterrupt and SystemExit are raised as they are instead, by preference those of rank 0.
+    """
+    started = variables_of_starter(os.environ)
+    if started is not None:
+        check_world_size(started, processes)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            die_with_parent()  # else a rank goes on without a torchrun that was killed
+        with environment(started):
+            return function(*arguments)
+    if processes == 1:
+        return function(*arguments)
+    return launch_here(function, arguments, processes, grace_seconds)

@@ -1,0 +1,137 @@
+"""The process group of a rank: torch.distributed from its environment, and a check that all ranks run the same."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from cdp_repro.launch.failures import LaunchError
+
+_GLOO_LACKS_PEERS = "Gloo connectFullMesh failed"
+
+
+@contextmanager
+def process_group(device: torch.device, processes: int, timeout_seconds: float) -> Iterator[None]:
+    """Join the process group that the environment describes: gloo on a CPU, NCCL on GPUs, which it assigns.
+
+    A process alone that nobody numbered (no RANK) needs no group and gets none.
+
+    Args:
+        device: Its type decides.
+        processes: The number of ranks.
+        timeout_seconds: For how long to wait for the other ranks, now and in each message.
+
+    Raises:
+        LaunchError: This machine has too few GPUs, or the ranks do not find each other.
+    """
+    if processes == 1 and "RANK" not in os.environ:
+        yield
+        return
+    address = _address()
+    gpu = _own_gpu() if device.type == "cuda" else None
+    try:
+        dist.init_process_group(
+            "gloo" if gpu is None else "nccl", timeout=timedelta(seconds=timeout_seconds), device_id=gpu
+        )
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and _GLOO_LACKS_PEERS not in str(error):
+            raise
+        raise LaunchError(_explanation(error, address, processes, timeout_seconds)) from error
+    assert dist.get_world_size() == processes
+    _end_threads_before_python()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if not (
+            failed and gpu
+        ):  # NCCL would wait here for ranks that wait for this one; the end of the process does it
+            dist.destroy_process_group()
+
+
+def _end_threads_before_python() -> None:
+    """Have gloo's threads joined while Python still runs; they end with the last reference to the group.
+
+    Without it the group lives, in a cycle of objects of the run, until Python ends. A thread that then frees the tensor
+    of its last broadcast, late because the cores are busy, waits for a lock that is no more, and aborts the process.
+    """
+    atexit.unregister(gc.collect)
+    atexit.register(gc.collect)
+
+
+def _address() -> str:
+    """Return where the ranks meet."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise LaunchError(
+            f"the environment of this rank lacks {', '.join(missing)}: start the processes with torchrun or srun, "
+            "or set the address and a free port of rank 0's machine"
+        )
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def _own_gpu() -> torch.device:
+    """Choose the GPU of this rank and return it."""
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    gpus = torch.cuda.device_count()
+    if gpus < local_ranks:
+        raise LaunchError(
+            f"device=cuda needs a GPU for each of the {local_ranks} processes on this machine, which has {gpus}: "
+            f"use device=cpu{f', or workers= such that at most {gpus} processes run here' if gpus else ''}"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _explanation(error: Exception, address: str, processes: int, timeout_seconds: float) -> str:
+    if "EADDRINUSE" in str(error):
+        return f"rank 0 cannot wait for the others at {address}, the port is in use: set MASTER_PORT to a free one"
+    if _GLOO_LACKS_PEERS in str(error):
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        return (
+            f"rank {os.environ['RANK']} found the store at {address}, but does not reach the other ranks: look whether "
+            "one has failed; if not, the name of a machine stands for an address that the others do not reach, such as "
+            f"127.0.1.1: set GLOO_SOCKET_IFNAME on it to the network interface that they reach (here there are {names})"
+        )
+    if os.environ["RANK"] == "0":
+        return (
+            f"rank 0 waited {timeout_seconds:g} s at {address}, but not all of the {processes} processes came: "
+            "start them all, with this MASTER_ADDR and MASTER_PORT, and look whether one has failed"
+        )
+    return (
+        f"rank {os.environ['RANK']} got no answer from rank 0 at {address} for {timeout_seconds:g} s: "
+        "check that rank 0 runs, that MASTER_ADDR and MASTER_PORT are those of its machine, and the firewall between"
+    )
+
+
+def refuse_differing(what: Mapping[str, str]) -> None:
+    """Compare named hashes with those of rank 0; without a process group there is nobody to differ from.
+
+    Raises:
+        LaunchError: Some differ, on some rank; all ranks raise it.
+    """
+    if not dist.is_initialized():
+        return
+    gathered: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, dict(what))
+    names = sorted({name for hashes in gathered for name in hashes})
+    ranks = {
+        name: [rank for rank, hashes in enumerate(gathered) if hashes.get(name) != gathered[0].get(name)]
+        for name in names
+    }
+    differing = [f"{name} on rank {', '.join(map(str, those))}" for name, those in ranks.items() if those]
+    if differing:
+        raise LaunchError(
+            f"the processes do not run the same; other than on rank 0 are: {'; '.join(differing)}. "
+            "Give every machine the same of it"
+        )

@@ -1,0 +1,39 @@
+"""Turns signals into requests to stop at the next safe moment."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """While entered, the first SIGINT or SIGTERM only sets `signal`; after it SIGINT acts as usual.
+
+    More SIGTERMs are the same request again: SLURM and others send one to every process of a job, and so those that
+    pass it on make a second of it. What insists on an end sends SIGKILL next.
+
+    Outside the main thread, where Python allows no handlers, signals act as usual from the start.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for previous in self._previous.items():
+            signal.signal(*previous)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal is None:
+            self.signal = number
+        signal.signal(signal.SIGINT, self._previous[signal.SIGINT])  # type: ignore[arg-type]

@@ -1,0 +1,70 @@
+"""Ranks that torchrun or srun has started: their variables for torch.distributed, and a check of their number."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+
+from cdp_repro.launch.failures import LaunchError
+
+
+def variables_of_starter(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """Return this rank's variables for torch.distributed if torchrun or srun has set some, else None."""
+    if {"RANK", "WORLD_SIZE"} <= environ.keys():
+        return {name: environ[name] for name in ("RANK", "WORLD_SIZE")}
+    # A batch script has the first two as well, but runs once; only srun sets the node list of a step.
+    by_srun = {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"} <= environ.keys()
+    if by_srun and int(environ["SLURM_NTASKS"]) > 1:
+        job, step = (int(environ.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        return {
+            "RANK": environ["SLURM_PROCID"],
+            "LOCAL_RANK": "0" if _has_own_gpu(environ) else environ.get("SLURM_LOCALID", "0"),  # it chooses the GPU
+            "WORLD_SIZE": environ["SLURM_NTASKS"],
+            "MASTER_ADDR": environ.get("MASTER_ADDR", _first_host(environ["SLURM_STEP_NODELIST"])),
+            "MASTER_PORT": environ.get("MASTER_PORT", str(20_000 + (8 * job + step) % 12_000)),  # below ephemeral ones
+        }
+    return None
+
+
+def _has_own_gpu(environ: Mapping[str, str]) -> bool:
+    """Return whether SLURM shows this task but one of several GPUs, as it does for `--gpus-per-task=1`."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
+    return visible != "" and "," not in visible and int(environ.get("SLURM_GPUS_ON_NODE", 0)) > 1
+
+
+def _first_host(node_list: str) -> str:
+    """Return the first host of a list such as `gpu[01-03,7],login`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
+    if first is None:
+        raise LaunchError(f"SLURM_STEP_NODELIST={node_list} names no host: set MASTER_ADDR to that of rank 0")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
+
+
+def check_world_size(started: Mapping[str, str], processes: int) -> None:
+    """Raise LaunchError, with a command that works, unless the starter made as many ranks as the run needs."""
+    if int(started["WORLD_SIZE"]) == processes:
+        return
+    if "RANK" in os.environ:
+        counted = "WORLD_SIZE"
+        works = (
+            f"torchrun --nproc-per-node={processes} {shlex.join(_own_command())}\n"
+            "or unset RANK and WORLD_SIZE, and the processes are started here"
+        )
+    else:
+        counted = "SLURM_NTASKS"
+        works = f"srun --ntasks={processes} {shlex.join(sys.orig_argv)}"
+    raise LaunchError(
+        f"{started['WORLD_SIZE']} processes have been started ({counted}), but the run needs {processes}: use\n{works}"
+    )
+
+
+def _own_command() -> list[str]:
+    """Return what this process runs, as torchrun takes it: `-m MODULE ARGUMENT...` or `SCRIPT ARGUMENT...`.
+
+    Python notes the module of `-m` in the `__spec__` of `__main__`; a script has none.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return ["-m", spec.name, *sys.argv[1:]] if spec else list(sys.argv)

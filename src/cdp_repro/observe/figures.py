@@ -1,0 +1,129 @@
+"""Figures for people who would rather look than read: the timeline and the activation memory over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.collections import PatchCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from cdp_repro.observe.text import byte_unit
+from cdp_repro.schedule import Action, Op, Slot
+
+WORKER_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+"""Okabe and Ito's palette, which colour-blind readers can tell apart; repeated beyond eight workers."""
+
+_LABELLED_WORKERS = 16
+"""Up to so many workers the cells of a timeline are large enough for arrows and versions."""
+
+_CURVE_STYLES = (("#555555", "--"), ("#0072B2", "-"), ("#D55E00", "-."), ("#009E73", ":"))
+
+_PRICE_LINES = ("-", "--", "-.", ":")
+_PRICE_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
+
+
+def timeline_figure(timelines: Mapping[str, Sequence[Slot]], workers: int, stages: int) -> Figure:
+    """Draw each timeline as in the paper's figure 1: time by stage, a colour a worker, up = forward, down = backward.
+
+    The small number in a cell is the parameter version. A cell that several workers share is divided among them.
+    """
+    slots = max(len(slots) for slots in timelines.values())
+    cell = 0.36 if workers <= _LABELLED_WORKERS else 0.12
+    figure = Figure(figsize=(1.5 + cell * slots, 1.1 + len(timelines) * (0.75 + cell * stages)), layout="constrained")
+    axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, (title, timeline) in zip(axes, timelines.items(), strict=True):
+        _draw_timeline(axis, timeline, workers)
+        axis.set(title=title, xlim=(0, slots), ylim=(0, stages), ylabel="stage")
+        axis.set_yticks([stage + 0.5 for stage in range(stages)], [str(stage) for stage in range(stages)])
+        axis.set_frame_on(False)
+        axis.tick_params(length=0)
+    ticks = range(0, slots, max(1, slots // 16))
+    axes[-1].set_xticks([slot + 0.5 for slot in ticks], [str(slot) for slot in ticks])
+    legend = "  (↑ forward, ↓ backward; number: parameter version read)" if workers <= _LABELLED_WORKERS else ""
+    axes[-1].set_xlabel(f"time slot{legend}")
+    if workers <= len(WORKER_COLOURS):
+        handles = [
+            Rectangle((0, 0), 1, 1, color=_colour(worker), label=f"worker {worker}") for worker in range(workers)
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=workers, frameon=False)
+    return figure
+
+
+def _draw_timeline(axis: Axes, timeline: Sequence[Slot], workers: int) -> None:
+    """Draw a cell for every forward and backward; workers on the same stage share its cell from top to bottom."""
+    cells: dict[int, list[Rectangle]] = {worker: [] for worker in range(workers)}
+    for slot in timeline:
+        by_stage: dict[int, list[tuple[int, Action]]] = {}
+        for action in slot.actions:
+            if action.op.is_compute and action.micro_batch is not None:
+                by_stage.setdefault(action.stage, []).append((action.micro_batch % workers, action))
+        for stage, users in by_stage.items():
+            height = 1 / len(users)
+            for place, (worker, action) in enumerate(users):
+                bottom = stage + 1 - (place + 1) * height
+                cells[worker].append(Rectangle((slot.number, bottom), 1, height))
+                if workers <= _LABELLED_WORKERS:
+                    _label(axis, action, slot.number + 0.5, bottom + height / 2, height)
+    for worker, rectangles in cells.items():
+        axis.add_collection(PatchCollection(rectangles, facecolor=_colour(worker), edgecolor="white", linewidth=0.8))
+
+
+def _label(axis: Axes, action: Action, x: float, y: float, height: float) -> None:
+    arrow = "↑" if action.op is Op.FORWARD else "↓"
+    size = 9 if height > 0.5 else max(3.5, 14 * height)
+    text = f"{arrow}$_{{{action.version}}}$" if height > 0.3 else arrow
+    axis.text(x, y, text, ha="center", va="center", fontsize=size)
+
+
+def _colour(worker: int) -> str:
+    return WORKER_COLOURS[worker % len(WORKER_COLOURS)]
+
+
+def memory_figure(curves: Mapping[str, Mapping[int, int]], title: str) -> Figure:
+    """Draw live activation bytes, summed over devices, against the time slot: curve name -> slot -> bytes."""
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    axis = figure.subplots()
+    peak = max((max(curve.values()) for curve in curves.values() if curve), default=1)
+    unit, name = byte_unit(peak)
+    for number, (label, curve) in enumerate(curves.items()):
+        colour, line = _CURVE_STYLES[number % len(_CURVE_STYLES)]
+        values = [bytes_ / unit for bytes_ in curve.values()]
+        axis.plot(list(curve), values, line, color=colour, label=f"{label} (peak {max(values, default=0):.4g} {name})")
+    axis.set(title=title, xlabel="time slot", ylabel=f"live activations [{name}]", ylim=(0, 1.08 * peak / unit))
+    axis.grid(axis="y", alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside lower center", ncols=2)
+    return figure
+
+
+def price_figure(curves: Mapping[str, Mapping[float, float]], title: str) -> Figure:
+    """Draw seconds of a training step against bandwidth: curve name -> bytes per second -> seconds.
+
+    Curves of one placement, which is the last word of their name, have a colour; of one mode, the first, a line.
+    """
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axis = figure.subplots()
+    modes = list(dict.fromkeys(label.split()[0] for label in curves))
+    places = list(dict.fromkeys(label.split()[-1] for label in curves))
+    for label, curve in curves.items():
+        mode, place = modes.index(label.split()[0]), places.index(label.split()[-1])
+        axis.plot(
+            list(curve), list(curve.values()), linestyle=_PRICE_LINES[mode % len(_PRICE_LINES)],
+            marker=_PRICE_MARKERS[place % len(_PRICE_MARKERS)], markersize=4, color=_colour(place), label=label,
+        )  # fmt: skip
+    axis.set(title=title, xscale="log", yscale="log", ylabel="training step [s]")
+    axis.set_xlabel("bandwidth of a device's links, in each direction [bytes/s]")
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside right upper", fontsize="small")
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as the suffix of `path` says (.svg or .png), the same bytes each time."""
+    with rc_context({"svg.hashsalt": "cdp-repro"}):
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)

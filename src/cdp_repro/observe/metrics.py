@@ -1,0 +1,100 @@
+"""The metrics of a run: JSON lines are the source of truth, W&B is a mirror."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from cdp_repro.observe.atomic_file import replace_file
+from cdp_repro.observe.json_values import from_json, valid_json
+from cdp_repro.observe.run_directory import RunDirectoryError, os_error_text
+
+
+class Mirror(Protocol):
+    """Where every row of the metrics also goes; it must not raise."""
+
+    def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
+        """Receive one row."""
+
+
+class MetricsLog:
+    """Append-only metrics.jsonl. A last line that a kill cut short is dropped at opening.
+
+    Raises RunDirectoryError if the file is damaged elsewhere, or if a row cannot be written; the rows before it stay.
+    """
+
+    def __init__(self, path: Path, mirror: Mirror | None = None) -> None:
+        self.path = Path(path)
+        self._mirror = mirror
+        if self.path.exists():
+            whole, _ = _rows(self.path)
+            os.truncate(self.path, whole)
+        # Unbuffered, so that a row is in the file, or not, when `log` returns.
+        self._file = self.path.open("ab", buffering=0)
+
+    def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
+        """Append one row {"step": step, **values}; keys carry their unit. NaN becomes "NaN", inf "Infinity"."""
+        for key, value in values.items():
+            if key == "step" or not isinstance(value, float | int | str):
+                raise TypeError(f"metric {key!r} is a {type(value).__name__}: pass float, int or str, and no 'step'")
+        row = json.dumps(valid_json({"step": step, **values}), allow_nan=False) + "\n"
+        self._append(row.encode())
+        if self._mirror is not None:
+            self._mirror.log(step, values)
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the rows of steps later than `step`, so that a run resumed there holds each row once."""
+        _, rows = _rows(self.path)
+        kept = b"".join(line for line, row in rows if row["step"] <= step)
+        self._file.close()
+        replace_file(self.path, kept)
+        self._file = self.path.open("ab", buffering=0)
+
+    def close(self) -> None:
+        """Close the file; the mirror has an end of its own."""
+        self._file.close()
+
+    def _append(self, line: bytes) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        rest = line
+        try:
+            while rest:  # a nearly full disk takes a part
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            os.truncate(self.path, size)
+            raise RunDirectoryError(f"cannot write to {self.path}: {os_error_text(error, self.path.parent)}") from error
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics.jsonl in file order, "NaN" and "Infinity" as floats; a torn last line is left out.
+
+    Raises RunDirectoryError with the line number if another line is damaged.
+    """
+    _, rows = _rows(Path(path))
+    return [{key: from_json(value) for key, value in row.items()} for _, row in rows]
+
+
+def _rows(path: Path) -> tuple[int, list[tuple[bytes, dict[str, Any]]]]:
+    """Bytes of the file without a torn last line, and each whole line with what it says."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    rows: list[tuple[bytes, dict[str, Any]]] = []
+    for number, line in enumerate(lines, start=1):
+        row = _row(line)
+        if row is not None:
+            rows.append((line, row))
+        elif number < len(lines):
+            raise RunDirectoryError(f"{path}, line {number} of {len(lines)} is damaged: {line[:60]!r}")
+    return sum(len(line) for line, _ in rows), rows
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """What a line says, None if it is torn or not a row."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    whole = line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int)
+    return row if whole else None

@@ -1,0 +1,211 @@
+"""The run directory: one folder that holds all that a run leaves behind.
+
+run_dir/
+  config.yaml          resolved configuration; makes the directory a run directory
+  command.txt          one shell-quoted line per start or resume
+  metrics.jsonl        one JSON object per line, with "step"
+  summary.json         final numbers, keys with units
+  trace.json           timeline for Perfetto
+  memory.csv comms.csv
+  checkpoints/  logs/rank{k}.log  wandb/
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from cdp_repro.observe.atomic_file import replace_file
+from cdp_repro.observe.json_values import valid_json
+
+CONFIG, COMMAND, METRICS = "config.yaml", "command.txt", "metrics.jsonl"
+
+
+class RunDirectoryError(ValueError):
+    """A run directory or a file in it cannot be used; the message says what is there and what to pass instead."""
+
+
+class RunDirectory:
+    """Names and files of one run; made by `create` for a new run and by `open` for one that goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path, config: Mapping[str, Any], command: Sequence[str]) -> RunDirectory:
+        """Make the directory of a new run, with config.yaml and command.txt.
+
+        `config` is plain data without interpolations. An empty directory may exist already.
+        Raises RunDirectoryError, leaving everything as it was, if `path` holds anything or cannot be written.
+        """
+        run = cls(Path(path).absolute())
+        text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
+        missing: list[Path] = []
+        try:
+            missing = _missing(run.path)
+            _refuse_occupied(run.path)
+            run.path.mkdir(parents=True, exist_ok=True)
+            run._claim()
+        except OSError as error:
+            _remove_empty(missing)
+            raise RunDirectoryError(
+                f"cannot make the run directory {run.path}: {error.strerror or error}. "
+                "Pass run_dir=<a folder that can be written>"
+            ) from error
+        run._fill(text, command)
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """The directory of an earlier run, to resume it. Raises RunDirectoryError if it is not one."""
+        run = cls(Path(path).absolute())
+        if not (run.path / CONFIG).is_file():
+            raise RunDirectoryError(
+                f"{run.path} is not a run directory: it {_contents(run.path)}, and no {CONFIG}{_above(run.path)}"
+            )
+        run.config()  # refuses what cannot be read
+        (run.path / "logs").mkdir(exist_ok=True)
+        return run
+
+    @contextmanager
+    def locked(self) -> Iterator[RunDirectory]:
+        """Keep other processes from training in this directory; the lock ends with the process, however it ends.
+
+        Raises RunDirectoryError if one does already.
+        """
+        with (self.path / "logs" / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise RunDirectoryError(
+                    f"another process is training in {self.path}: wait for it, or stop it"
+                ) from error
+            yield self
+
+    def add_command(self, command: Sequence[str]) -> None:
+        """Append a command line, shell-quoted, to command.txt."""
+        with (self.path / COMMAND).open("a", encoding="utf-8") as file:
+            file.write(shlex.join(command) + "\n")
+
+    def config(self) -> dict[str, Any]:
+        """The configuration in config.yaml as plain data. Raises RunDirectoryError if it cannot be read."""
+        try:
+            config = OmegaConf.to_container(OmegaConf.load(self.path / CONFIG), resolve=False)
+        except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+            raise RunDirectoryError(f"{self.path / CONFIG} cannot be read: {error}") from error
+        if not isinstance(config, dict):
+            raise RunDirectoryError(f"{self.path / CONFIG} holds a {type(config).__name__}, expected settings by name")
+        return {str(key): value for key, value in config.items()}
+
+    @property
+    def metrics_path(self) -> Path:
+        """JSON lines, one row per logged step."""
+        return self.path / METRICS
+
+    @property
+    def summary_path(self) -> Path:
+        """Final numbers as one JSON object."""
+        return self.path / "summary.json"
+
+    @property
+    def trace_path(self) -> Path:
+        """Timeline in Chrome/Perfetto format."""
+        return self.path / "trace.json"
+
+    @property
+    def memory_path(self) -> Path:
+        """Activation bytes per slot."""
+        return self.path / "memory.csv"
+
+    @property
+    def comms_path(self) -> Path:
+        """One line per message."""
+        return self.path / "comms.csv"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        """Directory for a CheckpointStore."""
+        return self.path / "checkpoints"
+
+    def log_path(self, rank: int) -> Path:
+        """Log file of one process."""
+        return self.path / "logs" / f"rank{rank}.log"
+
+    def summary(self) -> dict[str, Any]:
+        """Return summary.json; empty if there is none yet."""
+        if not self.summary_path.exists():
+            return {}
+        summary: dict[str, Any] = json.loads(self.summary_path.read_text())
+        return summary
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Replace summary.json at once; NaN and Infinity become strings."""
+        text = json.dumps(valid_json(summary), indent=2, allow_nan=False) + "\n"
+        replace_file(self.summary_path, text.encode())
+
+    def _claim(self) -> None:
+        """Take the directory: of two runs that start at once, the second finds `checkpoints` made and fails."""
+        self.checkpoints_path.mkdir()
+        (self.path / "logs").mkdir()
+
+    def _fill(self, config: str, command: Sequence[str]) -> None:
+        try:
+            self.add_command(command)
+            replace_file(self.path / CONFIG, config.encode())
+        except OSError as error:
+            for name in (CONFIG, COMMAND):
+                (self.path / name).unlink(missing_ok=True)
+            _remove_empty([self.checkpoints_path, self.path / "logs"])
+            raise RunDirectoryError(f"cannot write to {self.path}: {os_error_text(error, self.path)}") from error
+
+
+def _refuse_occupied(path: Path) -> None:
+    """Raise RunDirectoryError if there is anything at `path` but an empty directory."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if (path / CONFIG).exists() or (path / METRICS).exists():
+        holds, ways = "already holds another run", f"pass another run_dir=, or go on with that run by resume={path}"
+    else:
+        holds, ways = "is taken", "pass another run_dir=, or resume=<the directory of an earlier run>"
+    raise RunDirectoryError(f"{path} {holds}: it {_contents(path)}. Nothing was changed; {ways}")
+
+
+def _contents(path: Path) -> str:
+    """What is at `path`, as the end of a sentence that starts with "it"."""
+    if not path.is_dir():
+        return "is a file" if path.exists() else "does not exist"
+    names = sorted(entry.name for entry in path.iterdir())
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"holds {', '.join(names[:5])}{more}" if names else "is empty"
+
+
+def _above(path: Path) -> str:
+    """The run directory that `path` lies in, if it does, as something to paste."""
+    run = next((parent for parent in path.parents if (parent / CONFIG).is_file()), None)
+    return f"; it lies in one: pass resume={run}" if run else "; pass resume=<the directory of an earlier run>"
+
+
+def _missing(path: Path) -> list[Path]:
+    """`path` and its parents as far as they do not exist, innermost first."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def os_error_text(error: OSError, directory: Path) -> str:
+    """Return why a file in `directory` cannot be written, with the free space."""
+    return f"{error.strerror or error} ({shutil.disk_usage(directory).free:,} bytes free)"

@@ -1,0 +1,47 @@
+"""A trace as files of a run directory, and as tables and pictures of W&B."""
+
+from __future__ import annotations
+
+import os
+
+from cdp_repro.observe.run_directory import RunDirectory
+from cdp_repro.observe.wandb_mirror import WandbMirror
+from cdp_repro.schedule import Slot, StageCosts, Trace
+from cdp_repro.schedule.placement import Placement
+from cdp_repro.schedule.render import write_comms_csv, write_memory_csv, write_perfetto
+
+
+def write_trace_files(trace: Trace, directory: RunDirectory, costs: StageCosts, placement: Placement) -> None:
+    """Write trace.json, memory.csv and comms.csv."""
+    with directory.trace_path.open("w") as file:
+        write_perfetto(trace, file)
+    with directory.memory_path.open("w") as file:
+        write_memory_csv(trace, file, costs.parameter_bytes, placement)
+    with directory.comms_path.open("w") as file:
+        write_comms_csv(trace, file)
+
+
+def mirror_trace(trace: Trace, mode: str, directory: RunDirectory, mirror: WandbMirror) -> None:
+    """Log timeline, memory, ledger and messages to W&B: tables, pictures, an artifact."""
+    reads = [
+        (record.slot, str(action), *divmod(action.micro_batch, trace.workers), action.stage, action.version)
+        for record in trace.records
+        for action in record.actions
+        if action.op.is_compute and action.micro_batch is not None
+    ]
+    mirror.log_table("ledger", ["slot", "action", "step", "worker", "stage", "version"], reads)
+    sent = [(m.slot, m.source, m.destination, m.kind, m.stage, m.bytes) for m in trace.messages]
+    mirror.log_table("messages", ["slot", "source", "destination", "kind", "stage", "bytes"], sent)
+    curve = trace.activation_bytes_per_slot
+    mirror.log_table("memory", ["slot", "activation_bytes"], list(curve.items()))
+    pictures = directory.path / "wandb"
+    os.environ.setdefault("MPLCONFIGDIR", str(pictures / "matplotlib"))  # else it writes to the user's home
+    from cdp_repro.observe.figures import memory_figure, save_figure, timeline_figure
+
+    slots = [Slot(record.slot, record.actions) for record in trace.records][: 6 * trace.stages]
+    save_figure(timeline_figure({mode: slots}, trace.workers, trace.stages), pictures / "timeline.png")
+    save_figure(memory_figure({mode: curve}, "live activation bytes"), pictures / "memory.png")
+    mirror.log_image("timeline", pictures / "timeline.png")
+    mirror.log_image("memory_curve", pictures / "memory.png")
+    files = [directory.trace_path, directory.memory_path, directory.comms_path]
+    mirror.log_artifact(f"trace-{directory.path.name}", "trace", files)

@@ -1,0 +1,58 @@
+"""What a result depends on: versions, commit, hardware, and a hash of the code."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import cdp_repro
+
+PACKAGE = Path(cdp_repro.__file__).parent
+
+_NUMERICS = (
+    "schedule", "engine", "baselines", "models", "data", "training", "config/numerics.py", "predict/cutting.py",
+    "predict/partition.py",
+)  # fmt: skip
+"""The parts of the package that the numbers of a run depend on: runs that share them are of one code version."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on, and the hardware it was measured on."""
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    return {
+        "version/cdp_repro": cdp_repro.__version__,
+        "version/git_commit": _git_commit(),
+        "version/code": code_hash(_NUMERICS)[:16],
+        "version/torch": torch.__version__,
+        "version/python": platform.python_version(),
+        "hardware": f"{hardware}, {torch.get_num_threads()} CPU threads",
+    }
+
+
+def _git_commit() -> str:
+    """Return the commit of the source tree that runs, with "-dirty" if it was changed; "unknown" outside of one."""
+    command = ["git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def code_hash(parts: Sequence[str] = (".",)) -> str:
+    """Return the SHA-256 over this package's Python and YAML files, names and contents.
+
+    `parts` are the folders and files of the package that count; by default the whole of it.
+    """
+    package = PACKAGE
+    digest = hashlib.sha256()
+    found = {path for part in parts for path in (package / part).rglob("*")} | {package / part for part in parts}
+    for path in sorted(path for path in found if path.suffix in (".py", ".yaml")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(package).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()

@@ -1,0 +1,234 @@
+"""What each setting of the cost table costs by closed form.
+
+The forms hold for S = N stages of any sizes. In their notation stage j keeps a_j activation bytes of a micro-batch
+that waits for its backward, and e_j more until its output has been sent; it has p_j parameter bytes, and as many of
+gradients; A = sum of a_j, P = sum of p_j; o_j are the bytes of its output, i_j those of the gradient of its input.
+They are derived in the documentation of `closed_form`; `costs` holds them against simulation and execution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cdp_repro.schedule import Schedule, StageCosts, part_bytes
+from cdp_repro.schedule.pacing import is_paced
+
+QUANTITIES = (
+    "devices", "activation_bytes_per_device", "activation_bytes_total", "parameter_bytes_per_device",
+    "optimizer_bytes_per_device", "versions_kept", "sent_bytes_per_device", "messages_per_slot", "chain", "idle_share",
+)  # fmt: skip
+
+Values = dict[str, float]
+"""Numbers by quantity; what is not known is missing."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the cost table."""
+
+    name: str
+    """For people."""
+    mode: str
+    placement: str
+    pipeline_schedule: str = "one_f_one_b"
+    baseline: str | None = None
+    collectives: bool = False
+
+    def schedule(self, workers: int, gradient_bytes: Sequence[int] = ()) -> Schedule:
+        """Return the schedule for N = S, which is validated as it runs."""
+        return Schedule.build(
+            self.mode, workers, placement=self.placement, pipeline_schedule=self.pipeline_schedule,
+            collectives=self.collectives, gradient_bytes=gradient_bytes, ahead=False,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the closed forms need to know of the stages; each tuple has one entry a stage."""
+
+    kept: Sequence[int]
+    """a_j: activation bytes of a waiting micro-batch."""
+    leaving: Sequence[int]
+    """e_j: bytes of its output beyond a_j, until it has been sent."""
+    parameters: Sequence[int]
+    gradients: Sequence[int]
+    outputs: Sequence[int]
+    input_gradients: Sequence[int]
+
+    @classmethod
+    def of(cls, costs: StageCosts, moves: bool) -> Sizes:
+        """Return the sizes; `moves` says whether micro-batches go from rank to rank between stages."""
+        stages = range(costs.stages)
+        received = [costs.received_bytes(j)[0] if moves and j else 0 for j in stages]
+        leaving = [costs.left_bytes(j) if moves and j < costs.stages - 1 else 0 for j in stages]
+        return cls(
+            kept=[costs.forward_bytes[j] + received[j] - leaving[j] for j in stages],
+            leaving=leaving,
+            parameters=costs.parameter_bytes,
+            gradients=costs.gradient_bytes,
+            outputs=costs.output_bytes,
+            input_gradients=costs.input_gradient_bytes,
+        )
+
+
+def closed_form(setting: Setting, workers: int, costs: StageCosts, optimizer_states: int) -> Values:
+    """Return what the formulas say of a setting with N = S workers.
+
+    - Activations. In the cyclic timeline stage j keeps a micro-batch from slot 2m+j to 2m+2N-1-j, and one starts every
+      second slot: N-j are alive in every slot. All workers' sum is sum (N-j) a_j, (N+1)/2 A for equal stages, against
+      N A of data parallelism. A worker's own peak is A; a pipeline's device j holds (N-j) a_j, a device of a
+      model-parallel group a_j. Where micro-batches move, outputs that are about to be sent add e_j on the stages that
+      run a forward, which are every second one.
+    - Versions. A stale stage has two, each for a part of the time, on the ranks that all workers read from; a worker's
+      own replica has one at a time. CDP-v2's last stage is always fresh.
+    - Messages. Gradients: N-1 partial sums and N-1 relayed totals of each stage (replicated, both modes); one
+      parameter message for each forward and backward and one gradient to the owner (ZeRO), but none of the owner's own
+      to itself: 3P(N-1)/N a rank; sums along a stage's group of n ranks and totals back: N-1 + n-1 where n > 1
+      (model parallel). Two ranks exchange what they have, so that the second message waits for nothing (in parts where
+      stages are large and very uneven: how many messages a slot has then depends on the sizes). Activations and
+      their gradients: N of each over each boundary. Collectives are rings, and what a rank sends in one is a message: N
+      of an all-reduce, which goes round twice; N of an all-gather or a reduce-scatter, of which each slot has two, the
+      second after the first where it gathers what has just been made. A rank then holds 1/N of every stage.
+    - Idle share. A pipeline with a flush idles (N-1)/(2N-1), a model-parallel group of N 1 - 1/N, of N-j
+      (N-1)/(N+1); all others never.
+    """
+    if setting.baseline is not None:
+        return _closed_form_of_peer(setting.baseline, workers, costs, optimizer_states)
+    n = workers
+    moves = setting.placement in ("pipeline", "model_parallel")
+    sizes = Sizes.of(costs, moves)
+    values: Values = {"devices": _devices(setting, n)}
+    values |= _activations(setting, n, sizes) | _state(setting, n, sizes, optimizer_states)
+    values |= _messages(setting, n, sizes) | {"idle_share": _idle_share(setting, n)}
+    return values
+
+
+def _devices(setting: Setting, n: int) -> int:
+    if setting.placement == "single_device":
+        return 1
+    if setting.placement == "model_parallel":
+        return n * n if setting.mode == "dp" else n * (n + 1) // 2
+    return n
+
+
+def _activations(setting: Setting, n: int, sizes: Sizes) -> Values:
+    kept, leaving = sizes.kept, sizes.leaving
+    whole, stages = sum(kept), range(n)
+    triangle = sum((n - j) * kept[j] for j in stages)
+    if setting.mode == "accumulation":
+        return {"activation_bytes_per_device": whole, "activation_bytes_total": whole}
+    staggered = setting.mode != "dp" or (setting.placement == "pipeline" and setting.pipeline_schedule != "gpipe")
+    total = triangle if staggered else n * whole
+    if setting.placement == "pipeline":
+        per_device = max((n - j if staggered else n) * kept[j] + leaving[j] for j in stages)
+    elif setting.placement == "model_parallel":
+        per_device = max(kept[j] + leaving[j] for j in stages)
+    else:
+        per_device = total if setting.placement == "single_device" else whole
+    values: Values = {"activation_bytes_per_device": per_device, "activation_bytes_total": total}
+    if any(leaving):  # how many outputs are about to be sent at once depends on the sizes
+        del values["activation_bytes_total"]
+    return values
+
+
+def _state(setting: Setting, n: int, sizes: Sizes, optimizer_states: int) -> Values:
+    is_sharded = setting.collectives and setting.placement == "zero"
+    p = [min(size, part_bytes(size, n)) for size in sizes.parameters] if is_sharded else sizes.parameters
+    stale = [setting.mode == "cdp_v1" or (setting.mode == "cdp_v2" and j < n - 1) for j in range(n)]
+    if setting.placement == "replicated":
+        stale = [False] * n  # a worker's own replica: the old version has no reader once the new one is made
+    elif setting.placement == "model_parallel":
+        stale = [setting.mode == "cdp_v1" and j == n - 1 for j in range(n)]  # all other groups have several ranks
+    held = [(1 + is_stale) * size for is_stale, size in zip(stale, p, strict=True)]
+    shared = is_sharded or setting.placement in ("single_device", "replicated")
+    is_v2_on_one = setting.mode == "cdp_v2" and setting.placement == "single_device"
+    together = sum(p) + _overlap_of_v2(n, p) if is_v2_on_one else sum(held)
+    return {
+        "parameter_bytes_per_device": together if shared else max(held),
+        "optimizer_bytes_per_device": optimizer_states * (sum(p) if shared else max(p)),
+        "versions_kept": 1 + any(stale),
+    }
+
+
+def _overlap_of_v2(n: int, p: Sequence[int]) -> int:
+    """Return the bytes of second versions that CDP-v2 keeps at once on one device.
+
+    Stage j has two from slot 2Nt + 4N-3-j, when the new one is made, until 2Nt + 6N-6-3j, after which no stale worker
+    i <= N-2-j reads the old one. So right after stage k has got its second, two have the stages
+    k <= j <= (2N-3+k)/3, and of the step before j <= (k-3)/3.
+    """
+
+    def at(k: int) -> int:
+        return sum(p[k : min((2 * n - 3 + k) // 3, n - 2) + 1]) + sum(p[: k // 3])
+
+    return max(map(at, range(n - 1)), default=0)
+
+
+def _messages(setting: Setting, n: int, sizes: Sizes) -> Values:
+    total = sum(sizes.gradients)
+    boundary = n * (sum(sizes.outputs[:-1]) + sum(sizes.input_gradients[1:]))
+    is_dp = setting.mode == "dp"
+    if setting.placement == "single_device":
+        return {"sent_bytes_per_device": 0, "messages_per_slot": 0, "chain": 0}
+    if setting.collectives:
+        return _collectives(setting, n, sizes)
+    if setting.placement == "replicated":
+        sent, chain = 2 * total * (n - 1) / n, _chain_of_sums(n) if is_dp else 1
+        messages = 2 * (n - 1) if is_dp else n if n > 2 else 1
+    elif setting.placement == "zero":
+        sent = (2 * sum(sizes.parameters) + total) * (n - 1) / n
+        messages = 2 * (n - 1) if is_dp else -(-3 * n // 2)
+        chain = 1 if setting.mode == "cdp_v1" else 2
+    elif setting.placement == "pipeline":
+        sent, messages, chain = boundary / n, n - 1 if is_dp else n // 2 * 2, 1
+    else:
+        ranks = [n if is_dp else n - j for j in range(n)]
+        sums = sum((n - 1 + r - 1) * size for r, size in zip(ranks, sizes.gradients, strict=True) if r > 1)
+        sent = (boundary + sums) / sum(ranks)
+        messages, chain = (2 * n, _chain_of_sums(n)) if is_dp else (2 * (n - 1), 1)
+    values: Values = {"sent_bytes_per_device": sent, "messages_per_slot": messages, "chain": chain}
+    if (setting.placement, setting.mode) == ("model_parallel", "cdp_v2"):
+        del values["messages_per_slot"]  # 2(N-1) up to N = 6, less beyond: which totals meet in a slot depends on N
+    elif is_paced(setting.schedule(n).placement, sizes.gradients):
+        del values["messages_per_slot"]  # how many parts there are depends on the sizes
+    return values
+
+
+def _chain_of_sums(n: int) -> int:
+    """Return how many messages follow one another until n > 1 ranks that start together all have the sum."""
+    return 2 * (n - 1) if n > 2 else 1
+
+
+def _collectives(setting: Setting, n: int, sizes: Sizes) -> Values:
+    is_reduced_everywhere = setting.placement == "replicated"
+    sent = 2 * sum(sizes.gradients) if is_reduced_everywhere else 2 * sum(sizes.parameters) + sum(sizes.gradients)
+    messages = n if is_reduced_everywhere else 2 * n
+    return {"sent_bytes_per_device": sent * (n - 1) / n, "messages_per_slot": messages, "chain": 2 * (n - 1)}
+
+
+def _idle_share(setting: Setting, n: int) -> float:
+    if setting.placement == "pipeline" and setting.mode == "dp":
+        return (n - 1) / (2 * n - 1)
+    if setting.placement == "model_parallel":
+        return 1 - 1 / n if setting.mode == "dp" else (n - 1) / (n + 1)
+    return 0.0
+
+
+def _closed_form_of_peer(baseline: str, n: int, costs: StageCosts, optimizer_states: int) -> Values:
+    """Return the published costs of a library: a ring all-reduce, two all-gathers and a reduce-scatter."""
+    p, g = costs.parameter_bytes, sum(costs.gradient_bytes)
+    values: Values = {"devices": n, "versions_kept": 1}
+    if baseline == "ddp":
+        sent, held = 2 * g * (n - 1) / n, float(sum(p))
+    elif baseline == "fsdp2":
+        sent, held = (2 * sum(p) + g) * (n - 1) / n, sum(p) / n
+    else:
+        sent = sum(costs.output_bytes[:-1]) + sum(costs.input_gradient_bytes[1:])
+        held = float(max(p))
+        values["idle_share"] = (n - 1) / (2 * n - 1)
+    return values | {
+        "sent_bytes_per_device": sent,
+        "parameter_bytes_per_device": held,
+        "optimizer_bytes_per_device": optimizer_states * held,
+    }

@@ -1,0 +1,109 @@
+"""From a configuration to a model cut into stages, with the costs of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from cdp_repro.config import ConfigError, RunConfig
+from cdp_repro.config.numerics import autocast, loss_fn, parameter_dtype
+from cdp_repro.models import ModelError, build_model, cut
+from cdp_repro.predict.partition import imbalance, partition
+from cdp_repro.predict.profiling import profile_stages, time_stages
+from cdp_repro.schedule import StageCosts
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A model cut into stages."""
+
+    stages: Sequence[nn.Sequential]
+    block_names: Sequence[Sequence[str]]
+    """Names of the blocks of each stage."""
+    costs: StageCosts
+    """Of each stage on one micro-batch, from fake tensors."""
+    balanced: Sequence[float]
+    """What the cut balances, for each stage, in the unit of `partition`: FLOPs, bytes or seconds."""
+
+    @property
+    def imbalance(self) -> float:
+        """Largest over mean of what the cut balances; 1 is perfect."""
+        return imbalance(self.balanced)
+
+
+def cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None = None) -> CutModel:
+    """Build the model of the configuration and cut it as `partition` says, or as an earlier run has cut it.
+
+    Raises:
+        ModelError: a model that is unknown or cannot be cut.
+        ConfigError: more stages than the model has blocks, or a micro-batch that the model cannot train on.
+    """
+    try:
+        return _cut_model(config, blocks_per_stage)
+    except ValueError as error:
+        if isinstance(error, (ConfigError, ModelError)):
+            raise
+        size = config.batch_size // config.micro_batches
+        raise ConfigError(
+            [
+                f"model={config.model.name} cannot be cut into {config.stage_count} stages, or not train on a "
+                f"micro-batch of {size}: {error}"
+            ]
+        ) from error
+
+
+def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None) -> CutModel:
+    model = build_model(
+        config.model.name,
+        input_shape=config.input_shape,
+        classes=config.dataset.classes,
+        seed=config.seed,
+        hidden=config.model.hidden,
+        depth=config.model.depth,
+        dropout=config.model.dropout,
+    )
+    model.to(dtype=parameter_dtype(config))
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)
+    costs = _block_costs(config, model)
+    if blocks_per_stage is None:
+        ranges = partition(costs, config.stage_count)
+    else:
+        ends = list(accumulate(blocks_per_stage))
+        ranges = [range(end - size, end) for end, size in zip(ends, blocks_per_stage, strict=True)]
+    stages = cut(model, ranges)
+    return CutModel(
+        stages=stages,
+        block_names=[[name for name, _ in stage.named_children()] for stage in stages],
+        costs=profile_stages(stages, loss_fn, *sample(config, "cpu"), autocast=autocast(config, "cpu")),
+        balanced=[sum(costs[index] for index in run) for run in ranges],
+    )
+
+
+def _block_costs(config: RunConfig, model: nn.Sequential) -> Sequence[float]:
+    blocks = list(model)
+    if config.partition == "time":
+        device = config.torch_device
+        model.to(device)
+        seconds = time_stages(blocks, loss_fn, *sample(config, device), autocast=autocast(config, device.type))
+        model.to("cpu")
+        return seconds
+    costs = profile_stages(blocks, loss_fn, *sample(config, "cpu"), autocast=autocast(config, "cpu"))
+    return {
+        "flops": [sum(both) for both in zip(costs.forward_flops, costs.backward_flops, strict=True)],
+        "parameters": costs.parameter_bytes,
+        "activations": costs.forward_bytes,
+    }[config.partition]
+
+
+def sample(config: RunConfig, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Return a micro-batch of zeros, ([B/N, channels, height, width], [B/N]), for profiling."""
+    size = config.batch_size // config.micro_batches
+    inputs = torch.zeros(size, *config.input_shape, dtype=parameter_dtype(config), device=device)
+    if config.channels_last:
+        inputs = inputs.to(memory_format=torch.channels_last)
+    return inputs, torch.zeros(size, dtype=torch.long, device=device)

@@ -1,0 +1,173 @@
+"""What a run will do, before it runs: timelines, stage cuts and memory from the schedule and fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from cdp_repro.config import RunConfig
+from cdp_repro.observe.text import format_bytes, table
+from cdp_repro.predict.cutting import CutModel, cut_model
+from cdp_repro.schedule import SLOT_ORDERS, Schedule, Slot, Trace, simulate
+from cdp_repro.schedule.render import text_grid, write_actions_csv, write_comms_csv, write_memory_csv, write_perfetto
+
+SHOWN_WORKERS = 16
+"""Up to so many workers the timeline and the memory of each slot are shown as text."""
+
+STEPS = 2
+"""Training steps that are drawn: the second shows the steady state and the first fresh parameters."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One mode in one slot order, simulated."""
+
+    schedule: Schedule
+    slots: Sequence[Slot]
+    trace: Trace
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The chosen mode beside data parallelism, for one model cut into stages."""
+
+    config: RunConfig
+    cut: CutModel
+    forecasts: Mapping[str, Forecast]
+    """By label: data parallelism first, then the chosen mode; each in the chosen slot order."""
+    other_order: Forecast
+    """The chosen mode in the other slot order."""
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """Simulate the run that `config` describes; needs no data and computes nothing.
+
+    Raises:
+        ConfigError, ModelError, ScheduleError: as the run itself would.
+    """
+    cut = cut_model(config)
+    chosen = config.schedule(cut.costs.gradient_bytes)
+    baseline = chosen.data_parallel()
+    schedules = {baseline.mode.name: baseline, chosen.mode.name: chosen}
+    (other,) = set(SLOT_ORDERS) - {config.slot_order}
+    return Plan(
+        config,
+        cut,
+        {name: _forecast(schedule, cut) for name, schedule in schedules.items()},
+        _forecast(replace(chosen, slot_order=other), cut),
+    )
+
+
+def _forecast(schedule: Schedule, cut: CutModel) -> Forecast:
+    return Forecast(schedule, list(schedule.slots(range(STEPS))), simulate(schedule, cut.costs, STEPS))
+
+
+def plan_text(plan: Plan, width: int) -> str:
+    """Return the whole plan as text that is at most `width` characters wide where it can be."""
+    config = plan.config
+    workers = f"{config.workers} workers" + (f" x {config.replicas} replicas" if config.replicas > 1 else "")
+    head = (
+        f"{config.model.name}, images {'x'.join(map(str, config.input_shape))}, mini-batch {config.batch_size} = "
+        f"{workers} x {config.batch_size // config.micro_batches}, {config.placement.name}"
+    )
+    parts = [head, _stage_table(plan)]
+    if config.micro_batches <= SHOWN_WORKERS:
+        for name, forecast in plan.forecasts.items():
+            grid = text_grid(forecast.slots, config.micro_batches, width)
+            parts.append(f"timeline of {name} (F2v1 = forward of stage 2 with parameter version 1)\n\n{grid}")
+        parts.append(_memory_table(plan))
+    else:
+        parts.append(f"timelines and memory per slot of {config.workers} workers are too large for text: --out=FOLDER")
+    return "\n\n".join([*parts, _comparison(plan)]) + "\n"
+
+
+def _stage_table(plan: Plan) -> str:
+    costs = plan.cut.costs
+    rows = [("stage", "parameters", "GFLOPs/micro-batch", "activations", "blocks")]
+    for stage, names in enumerate(plan.cut.block_names):
+        flops = costs.forward_flops[stage] + costs.backward_flops[stage]
+        rows.append(
+            (
+                str(stage),
+                format_bytes(costs.parameter_bytes[stage]),
+                f"{flops / 1e9:.4g}",
+                format_bytes(costs.forward_bytes[stage]),
+                names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}",
+            )
+        )
+    title = f"stages, cut by {plan.config.partition} (imbalance {plan.cut.imbalance:.3f} = largest / mean)"
+    return f"{title}\n\n{table(rows)}"
+
+
+def _memory_table(plan: Plan) -> str:
+    """Live activation bytes per slot, a bar for every mode."""
+    curves = {name: forecast.trace.activation_bytes_per_slot for name, forecast in plan.forecasts.items()}
+    peak = max(max(curve.values()) for curve in curves.values())
+    rows = [("slot", *(text for name in curves for text in (name, "")))]
+    for slot in range(max(len(curve) for curve in curves.values())):
+        row = [str(slot)]
+        for curve in curves.values():
+            live = curve.get(slot, 0)
+            row += [format_bytes(live), "#" * round(20 * live / peak)]
+        rows.append(tuple(row))
+    return f"live activations per slot, all devices\n\n{table(rows)}"
+
+
+def _comparison(plan: Plan) -> str:
+    """The line that decides: peak of each forecast, as a share of data parallelism's."""
+    baseline = plan.forecasts["dp"].trace.activation_peak_bytes_total
+    rows = [("mode", "slot order", "activation peak", "/ dp", "versions kept", "their bytes", "messages")]
+    sizes = plan.cut.costs.parameter_bytes
+    for forecast in [*plan.forecasts.values(), plan.other_order]:
+        schedule, trace = forecast.schedule, forecast.trace
+        kept = max(schedule.placement.live_bytes(r.rank, r.versions, sizes) for r in trace.records)
+        rows.append(
+            (
+                schedule.mode.name,
+                schedule.slot_order,
+                format_bytes(trace.activation_peak_bytes_total),
+                f"{trace.activation_peak_bytes_total / baseline:.3f}",
+                str(trace.versions_kept),
+                format_bytes(kept),
+                str(len(trace.messages)),
+            )
+        )
+    if plan.other_order.schedule.mode.timeline != "cyclic":
+        return table(rows)
+    n = plan.config.workers
+    return f"{table(rows)}\nequal stages would give (N+1)/2N = {(n + 1) / (2 * n):.3f} in paper order"
+
+
+def write_plan(plan: Plan, folder: Path) -> list[Path]:
+    """Write timelines and memory as SVG and PNG, and actions, memory, messages and trace of each mode as files."""
+    from cdp_repro.observe.figures import memory_figure, save_figure, timeline_figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = plan.config
+    timelines = {name: forecast.slots for name, forecast in plan.forecasts.items()}
+    curves = {name: forecast.trace.activation_bytes_per_slot for name, forecast in plan.forecasts.items()}
+    figures = {
+        "timeline": timeline_figure(timelines, config.micro_batches, config.stage_count),
+        "memory": memory_figure(curves, f"{config.model.name}, {config.workers} workers, cut by {config.partition}"),
+    }
+    written = [folder / f"{name}.{suffix}" for name in figures for suffix in ("svg", "png")]
+    for path in written:
+        save_figure(figures[path.stem], path)
+    for name, forecast in plan.forecasts.items():
+        memory_csv = partial(
+            write_memory_csv,
+            parameter_bytes=plan.cut.costs.parameter_bytes,
+            placement=forecast.schedule.placement,
+        )
+        for kind, write in (
+            ("actions.csv", write_actions_csv),
+            ("memory.csv", memory_csv),
+            ("comms.csv", write_comms_csv),
+            ("trace.json", write_perfetto),
+        ):
+            written.append(folder / f"{name}-{kind}")
+            with written[-1].open("w") as file:
+                write(forecast.trace, file)
+    return written

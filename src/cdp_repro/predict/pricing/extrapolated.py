@@ -1,0 +1,238 @@
+"""`estimate`: the price of a job of any size, from three small ones if it is too large to simulate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
+from typing import Any, TypeVar
+
+from cdp_repro.predict.pricing.cluster import Cluster, Link
+from cdp_repro.predict.pricing.self_timed import Price, price_on_each
+from cdp_repro.schedule import Schedule, StageCosts
+
+N = TypeVar("N", int, float)
+
+SIMULATED_FORWARDS = 1024
+"""Jobs of up to so many forwards in a training step (N R S) are simulated, in a second or so; others extrapolated."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `Schedule.build` takes, for sizes that it would take too long to build."""
+
+    mode: str | Sequence[Sequence[int]]
+    placement: str
+    workers: int
+    stages: int
+    replicas: int = 1
+    slot_order: str = "paper"
+    pipeline_schedule: str = "one_f_one_b"
+    collectives: bool = False
+
+    def schedule(self, gradient_bytes: Sequence[int]) -> Schedule:
+        """Return the schedule, which is validated as it runs."""
+        return Schedule.build(
+            self.mode, self.workers, self.stages, self.placement, self.slot_order,
+            replicas=self.replicas, pipeline_schedule=self.pipeline_schedule, collectives=self.collectives,
+            gradient_bytes=gradient_bytes, ahead=False,
+        )  # fmt: skip
+
+    @property
+    def forwards(self) -> int:
+        """Forwards in a training step: N R S."""
+        return self.workers * self.replicas * self.stages
+
+
+def estimate(
+    job: Job, costs: StageCosts, cluster: Cluster, optimizer_states: int = 0, simulated: int = SIMULATED_FORWARDS
+) -> Price:
+    """Return the price of a job of any size: simulated if it has up to `simulated` forwards a step, else extrapolated.
+
+    Extrapolated is first the number of replicas R, with the stages as they are, then that of workers N, with S/N as it
+    is. Three jobs with 2n, 3n and 4n of it are simulated. What is exact about it, and what is not:
+
+    - devices and bytes are polynomials of degree 2 in N and in R, which three points determine: exact for equal
+      stages if n is a multiple of `devices_per_host`, as it is up to 8; larger hosts count as n devices, with too many
+      borders between them. On `model_parallel` hosts and stages never align, and the larger has the links of the
+      smaller in the same shares: not exact;
+    - seconds are a maximum of such terms, linear but for data parallelism on `zero`, where the owner of a stage serves
+      all others, and by collectives, whose rings grow with their number. The last points determine the one that is
+      largest there: exact unless another overtakes it later, which makes `step_seconds` too low. So it comes with
+      bounds, extrapolated from the same job with free links and with free compute, where terms compete less: a step is
+      at least the longer, at most the sum of the two;
+    - a job of fewer workers has fewer stages, each the mean of its share of the stages: exact for equal stages, and
+      for what is a sum over all stages. But no estimate is below what the mean device computes, or the busiest of a
+      pipeline.
+    """
+    (found,) = estimate_on_each(job, costs, (cluster,), optimizer_states, simulated)
+    return found
+
+
+def estimate_on_each(
+    job: Job,
+    costs: StageCosts,
+    clusters: Sequence[Cluster],
+    optimizer_states: int = 0,
+    simulated: int = SIMULATED_FORWARDS,
+) -> list[Price]:
+    """Return what `estimate` does on each of several clusters with hosts of one size, which hardly takes longer."""
+    sizes = {cluster.devices_per_host for cluster in clusters}
+    if len(sizes) > 1:
+        raise ValueError(f"the clusters have hosts of {sorted(sizes)} devices: give clusters with hosts of one size")
+    if not is_extrapolated(job, clusters[0], simulated):
+        return price_on_each(job.schedule(costs.gradient_bytes), costs, clusters, optimizer_states)
+    prices = iter(_extrapolated(job, costs, [*chain.from_iterable(map(_free, clusters))], optimizer_states, simulated))
+    found = []
+    for estimated, *alone in zip(prices, prices, prices, strict=True):
+        seconds = [each.step_seconds for each in alone]
+        least = max(estimated.step_seconds, *seconds)
+        found.append(replace(estimated, step_seconds=least, at_most_seconds=max(least, sum(seconds))))
+    return found
+
+
+def _free(cluster: Cluster) -> tuple[Cluster, Cluster, Cluster]:
+    """Return the cluster as it is, with links that take no time, and with compute that takes none."""
+    nothing = (0.0,) * cluster.stages
+    return (
+        cluster,
+        replace(cluster, within_host=Link(), between_hosts=Link()),
+        replace(cluster, forward_seconds=nothing, backward_seconds=nothing, update_seconds=nothing),
+    )
+
+
+def _axis(job: Job, cluster: Cluster) -> str:
+    """Return what of a job is extrapolated first."""
+    return "replicas" if job.replicas > 4 * _unit(cluster, "replicas", job) else "workers"
+
+
+def is_extrapolated(job: Job, cluster: Cluster, simulated: int = SIMULATED_FORWARDS) -> bool:
+    """Whether `estimate` extrapolates: there are smaller jobs, and this has more than `simulated` forwards a step."""
+    axis = _axis(job, cluster)
+    has_smaller = getattr(job, axis) > 4 * _unit(cluster, axis, job)
+    return job.forwards > simulated and has_smaller and (axis == "replicas" or isinstance(job.mode, str))
+
+
+def _extrapolated(
+    job: Job, costs: StageCosts, clusters: Sequence[Cluster], optimizer_states: int, simulated: int
+) -> list[Price]:
+    """Return the price on each of some clusters that differ in seconds only, without bounds."""
+    hosts = clusters[0]
+    if not is_extrapolated(job, hosts, simulated):
+        return price_on_each(job.schedule(costs.gradient_bytes), costs, clusters, optimizer_states)
+    axis = _axis(job, hosts)
+    unit = _unit(hosts, axis, job)
+    growth = unit * job.replicas if axis == "workers" else unit
+    at_least = [_busiest_rank_seconds(job, cluster) for cluster in clusters]
+    if growth % hosts.devices_per_host and job.workers * job.replicas > hosts.devices_per_host:
+        clusters = [replace(cluster, devices_per_host=growth) for cluster in clusters]
+    small = [
+        _extrapolated(*_resized(job, axis, k * unit, costs, clusters), optimizer_states, simulated) for k in (2, 3, 4)
+    ]
+    return [
+        _from_three(job, axis, getattr(job, axis) / unit, prices, least)
+        for prices, least in zip(zip(*small, strict=True), at_least, strict=True)
+    ]
+
+
+def _from_three(job: Job, axis: str, size: float, prices: Sequence[Price], at_least: float) -> Price:
+    """Return the price at `size` from those at 2, 3 and 4; its seconds are at least `at_least`."""
+    names = ("devices", "busy_seconds", "within_host_bytes", "between_hosts_bytes", "activation_bytes")
+    found = {name: _through([getattr(each, name) for each in prices], size) for name in names}
+    if job.placement == "model_parallel":
+        sent = found["within_host_bytes"] + found["between_hosts_bytes"]
+        found["between_hosts_bytes"] = sent * prices[-1].between_hosts_share
+        found["within_host_bytes"] = sent - found["between_hosts_bytes"]
+    least, _, most = (each.state_bytes for each in prices)  # versions come in whole numbers
+    found["state_bytes"] = least + (most - least) / 2 * (size - 2)
+    if job.placement == "zero" and job.collectives and axis == "replicas":
+        found["state_bytes"] = 4 * most / size  # shards of the same stages
+    seconds = _extrapolated_seconds(job, axis, size, [each.step_seconds for each in prices])
+    step_seconds = max(at_least, found["busy_seconds"] / found["devices"], seconds)
+    found["devices"] = round(found["devices"])
+    return Price(**found, step_seconds=step_seconds, method="extrapolated")  # type: ignore[arg-type]
+
+
+def _extrapolated_seconds(job: Job, axis: str, size: float, seconds: Sequence[float]) -> float:
+    """Return the seconds at `size` from those at 2, 3 and 4, as they grow where one term stays the largest."""
+    two, three, four = seconds
+    if job.collectives and axis == "replicas":  # 1 - 1/R of the bytes: a polynomial once multiplied by R
+        return _through([2 * two, 3 * three, 4 * four], size) / size
+    if axis == "workers" and job.mode == "dp" and (job.placement == "zero" or job.collectives):
+        return _through(seconds, size)
+    return four + (four - three) * (size - 4)
+
+
+def _unit(cluster: Cluster, axis: str, job: Job) -> int:
+    """Return n, such that hosts are full where that is possible with few devices."""
+    shared = math.gcd(cluster.devices_per_host, job.replicas) if axis == "workers" else 1
+    least = 2 if axis == "workers" and job.replicas > 1 else 4
+    return min(8, math.lcm(least, cluster.devices_per_host // shared))
+
+
+def _busiest_rank_seconds(job: Job, cluster: Cluster) -> float:
+    """Return what the busiest rank of a pipeline computes in a training step; 0 of other placements."""
+    if job.placement != "pipeline":
+        return 0.0
+    per_stage = [
+        job.workers * (forward + backward) + update
+        for forward, backward, update in zip(
+            cluster.forward_seconds, cluster.backward_seconds, cluster.update_seconds, strict=True
+        )
+    ]
+    per_rank = job.stages // job.workers
+    return max(sum(per_stage[first : first + per_rank]) for first in range(0, job.stages, per_rank))
+
+
+def _resized(
+    job: Job, axis: str, size: int, costs: StageCosts, clusters: Sequence[Cluster]
+) -> tuple[Job, StageCosts, Sequence[Cluster]]:
+    """Return the same job with `size` replicas, or workers: then with fewer stages, each the mean of its share."""
+    if axis == "replicas":
+        return replace(job, replicas=size), costs, clusters
+    stages = size * job.stages // job.workers
+    smaller = StageCosts(**{name: _shrunk(values, stages) for name, values in vars(costs).items()})
+    resized = [
+        replace(
+            cluster,
+            forward_seconds=_differences(_sums_to(cluster.forward_seconds, stages)),
+            backward_seconds=_differences(_sums_to(cluster.backward_seconds, stages)),
+            update_seconds=_differences(_sums_to(cluster.update_seconds, stages)),
+        )
+        for cluster in clusters
+    ]
+    return replace(job, workers=size, stages=stages), smaller, resized
+
+
+def _shrunk(values: tuple[Any, ...], number: int) -> tuple[Any, ...]:
+    """Return bytes and the like as the means of `number` equal shares, whole numbers; flags as those of the most."""
+    sums = _sums_to(values, number)
+    if isinstance(values[0], bool):
+        return tuple(mean > 0.5 for mean in _differences(sums))
+    return _differences(map(round, sums))
+
+
+def _differences(sums: Iterable[N]) -> tuple[N, ...]:
+    """Return the values whose sums so far these are."""
+    return tuple(later - earlier for earlier, later in pairwise(chain((0,), sums)))
+
+
+def _sums_to(values: Sequence[float], number: int) -> list[float]:
+    """Cut `values` into `number` equal shares, through values where need be; return the sums of their means so far.
+
+    So sums over all stages are in proportion to the number of stages, as they must be to be extrapolated.
+    """
+    sums = [0.0, *accumulate(values)]
+    share = len(values) / number
+    found = []
+    for end in range(1, number + 1):
+        whole, rest = divmod(end * len(values), number)
+        found.append((sums[whole] + (values[whole] * rest / number if rest else 0.0)) / share)
+    return found
+
+
+def _through(values: Sequence[float], at: float) -> float:
+    """Return at `at` the polynomial of degree 2 that has the three values at 2, 3 and 4."""
+    two, three, four = values
+    return two * (at - 3) * (at - 4) / 2 - three * (at - 2) * (at - 4) + four * (at - 2) * (at - 3) / 2

@@ -1,0 +1,78 @@
+"""The price of two libraries' data parallelism: their published schedules on one timeline, as their ranks are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cdp_repro.predict.pricing.cluster import Cluster, ring_seconds
+from cdp_repro.predict.pricing.self_timed import Price
+from cdp_repro.schedule import StageCosts
+
+
+def _data_parallel_price(
+    costs: StageCosts, cluster: Cluster, devices: int, seconds: float, collectives: int, state: float, update: float
+) -> Price:
+    """Return the price of a data-parallel step of `seconds`, with so many ring collectives of every stage."""
+    total = collectives * (devices - 1) * sum(costs.gradient_bytes)
+    hosts = -(-devices // cluster.devices_per_host)
+    crossing = total * hosts / devices if hosts > 1 else 0.0  # a ring leaves each host once
+    compute = sum(cluster.forward_seconds) + sum(cluster.backward_seconds)
+    peak = sum(costs.forward_bytes)
+    return Price(devices, seconds, devices * (compute + update), total - crossing, crossing, peak, state, "closed form")
+
+
+def price_ddp(costs: StageCosts, cluster: Cluster, devices: int, optimizer_states: int = 0) -> Price:
+    """Return the price of DistributedDataParallel with a bucket a stage (Li et al. 2020, VLDB 13(12)).
+
+    Each bucket's all-reduce, 2(D-1)/D of its bytes, starts when its backward and the bucket before are done; the
+    optimizer runs after the last. One micro-batch a device.
+    """
+    computed = sum(cluster.forward_seconds)
+    reduced = 0.0
+    for stage in reversed(range(costs.stages)):
+        computed += cluster.backward_seconds[stage]
+        ring = 2 * ring_seconds(cluster, devices, costs.gradient_bytes[stage])
+        reduced = max(reduced, computed) + cluster.collectives.all_reduce * ring
+    update = sum(cluster.update_seconds)
+    state = (1 + optimizer_states) * sum(costs.parameter_bytes)
+    return _data_parallel_price(costs, cluster, devices, max(computed, reduced) + update, 2, state, update)
+
+
+def price_fsdp2(costs: StageCosts, cluster: Cluster, devices: int, optimizer_states: int = 0) -> Price:
+    """Return the price of FSDP2 with a unit a stage, resharded after its forward (Zhao et al. 2023, VLDB 16(12)).
+
+    Every device updates its shard. The state is the shards, and the two stages that are whole at a time.
+    """
+    factors = cluster.collectives
+    gather = [factors.all_gather * ring_seconds(cluster, devices, size) for size in costs.parameter_bytes]
+    scatter = [factors.reduce_scatter * ring_seconds(cluster, devices, size) for size in costs.gradient_bytes]
+    update = sum(cluster.update_seconds) / devices
+    if factors.on_streams:
+        seconds = _beside_compute(cluster, gather, scatter)
+    else:
+        seconds = sum(cluster.forward_seconds) + sum(cluster.backward_seconds) + 2 * sum(gather) + sum(scatter)
+    whole = max(sum(costs.parameter_bytes[stage : stage + 2]) for stage in range(costs.stages))
+    state = (1 + optimizer_states) * sum(costs.parameter_bytes) / devices + (whole if devices > 1 else 0)
+    return _data_parallel_price(costs, cluster, devices, seconds + update, 3, state, update)
+
+
+def _beside_compute(cluster: Cluster, gather: Sequence[float], scatter: Sequence[float]) -> float:
+    """Return the seconds of all forwards and backwards, with collectives one after the other, as they are issued.
+
+    The parameters of the next stage to compute are gathered when a stage starts; its gradients are reduced and
+    scattered when its backward ends.
+    """
+    stages = range(cluster.stages)
+    passes = [(stage, cluster.forward_seconds[stage], 0.0) for stage in stages]
+    passes += [(stage, cluster.backward_seconds[stage], scatter[stage]) for stage in reversed(stages)]
+    computed, linked = 0.0, gather[0]
+    ready = linked
+    for (stage, seconds, scattered), following in zip(passes, [*passes[1:], None], strict=True):
+        begun = max(computed, ready)
+        computed = begun + seconds
+        if following:  # the last stage is freed before it is gathered again
+            issued = computed if following[0] == stage else begun
+            ready = linked = max(linked, issued) + gather[following[0]]
+        if scattered:
+            linked = max(linked, computed) + scattered
+    return max(computed, linked)

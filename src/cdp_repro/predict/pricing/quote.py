@@ -1,0 +1,218 @@
+"""What `cdp-plan price=true` answers: a price for every mode, placement and baseline of one model on one cluster."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+from cdp_repro.config import RunConfig
+from cdp_repro.config.schema import OptimConfig
+from cdp_repro.observe.text import format_bytes, table
+from cdp_repro.predict.cutting import CutModel, cut_model
+from cdp_repro.predict.pricing import (
+    Cluster,
+    Collectives,
+    Job,
+    Link,
+    Price,
+    estimate_on_each,
+    is_extrapolated,
+    price_ddp,
+    price_fsdp2,
+)
+from cdp_repro.predict.pricing.calibration import measure_network, measure_stages
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, MODES, PLACEMENTS
+
+_FACTORS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
+"""Multiples of the bandwidth in the figure."""
+
+
+@dataclass(frozen=True)
+class Quote:
+    """The prices of one model on one cluster."""
+
+    config: RunConfig
+    cut: CutModel
+    cluster: Cluster
+    prices: Mapping[str, Price]
+    """By mode and placement or baseline, e.g. "cdp_v2 pipeline" or "dp ddp"."""
+    processes: int = 1
+    """How many processes have made it."""
+
+
+def make_quote(config: RunConfig, processes: int = 1) -> Quote:
+    """Price a training step of the model of `config` in every way; needs no data.
+
+    Where there is much to simulate, in so many processes.
+
+    Raises:
+        ConfigError, ModelError, ScheduleError: as the run itself would.
+    """
+    cut = cut_model(config)
+    cluster = cluster_of(config, cut)
+    (prices,) = prices_on_each(config, cut, (cluster,), processes)
+    return Quote(config, cut, cluster, prices, processes)
+
+
+def cluster_of(config: RunConfig, cut: CutModel) -> Cluster:
+    """Return the cluster that `config.cluster` describes, measured on this machine if it says so."""
+    given, costs = config.cluster, cut.costs
+    within, collectives = Link(given.latency_seconds, given.bandwidth_bytes_per_second), Collectives()
+    if given.calibrate:
+        within, collectives = measure_network()
+        forward, backward = measure_stages(config, cut)
+    elif given.forward_seconds is not None:
+        forward = tuple(given.forward_seconds)
+        backward = tuple(given.backward_seconds or (2 * seconds for seconds in forward))
+    else:
+        assert given.flops_per_second is not None, "checked with the configuration"
+        forward = tuple(flops / given.flops_per_second for flops in costs.forward_flops)
+        backward = tuple(flops / given.flops_per_second for flops in costs.backward_flops)
+    latency, bandwidth = given.between_hosts_latency_seconds, given.between_hosts_bandwidth_bytes_per_second
+    between = Link(
+        within.latency_seconds if latency is None else latency,
+        within.bandwidth_bytes_per_second if bandwidth is None else bandwidth,
+    )
+    update = tuple(given.update_seconds or ())
+    return Cluster(forward, backward, update, within, between, given.devices_per_host, collectives)
+
+
+def prices_on_each(
+    config: RunConfig, cut: CutModel, clusters: Sequence[Cluster], processes: int = 1
+) -> list[dict[str, Price]]:
+    """Return, on each cluster, the price of every mode on every placement, and of the baselines that can run so.
+
+    The clusters must have hosts of one size; that there are several hardly takes longer.
+    """
+    states = optimizer_states(config.optim)
+    jobs = _jobs(config)
+    different = [job for number, job in enumerate(jobs.values()) if job not in [*jobs.values()][:number]]
+    run = partial(estimate_on_each, costs=cut.costs, clusters=clusters, optimizer_states=states)
+    if processes > 1 and any(is_extrapolated(job, clusters[0]) for job in different):
+        with ProcessPoolExecutor(processes, mp_context=get_context("forkserver")) as pool:
+            estimates = [*pool.map(run, different)]
+    else:
+        estimates = [*map(run, different)]
+    found = []
+    for number, cluster in enumerate(clusters):
+        prices = {name: estimates[different.index(job)][number] for name, job in jobs.items()}
+        if config.workers > 1:
+            prices["dp ddp"] = price_ddp(cut.costs, cluster, config.micro_batches, states)
+            prices["dp fsdp2"] = price_fsdp2(cut.costs, cluster, config.micro_batches, states)
+        found.append(prices)
+    return found
+
+
+def _jobs(config: RunConfig) -> dict[str, Job]:
+    """Return by name what is simulated."""
+    rules = {**{name: name for name in MODES}, config.mode.name: config.mode.rule}
+    jobs = {
+        f"{mode} {place}": _job(config, rule, place)
+        for mode, rule in rules.items()
+        for place in PLACEMENTS
+        if place == "single_device" or mode != "accumulation"
+    }
+    if config.replicas == 1 and config.stage_count == config.workers:
+        jobs["dp torch_gpipe"] = replace(_job(config, "dp", "pipeline"), pipeline_schedule="gpipe")
+        jobs["dp torch_1f1b"] = replace(_job(config, "dp", "pipeline"), pipeline_schedule="one_f_one_b")
+    return jobs
+
+
+def _job(config: RunConfig, rule: str | list[list[int]], placement: str) -> Job:
+    return Job(
+        rule, placement, config.workers, config.stage_count, config.replicas, config.slot_order,
+        config.pipeline_schedule, config.collectives and rule == "dp" and placement in COLLECTIVE_PLACEMENTS,
+    )  # fmt: skip
+
+
+def optimizer_states(optim: OptimConfig) -> int:
+    """Return how many values the optimizer keeps for each parameter."""
+    return 2 if optim.name == "adamw" else int(optim.momentum > 0)
+
+
+def quote_text(quote: Quote) -> str:
+    """Return the cluster and a row for each price as text."""
+    config, cluster = quote.config, quote.cluster
+    seconds = zip(cluster.forward_seconds, cluster.backward_seconds, strict=True)
+    head = [
+        f"{config.model.name}, images {'x'.join(map(str, config.input_shape))}, {config.stage_count} stages, "
+        f"mini-batch {config.batch_size} = {config.micro_batches} x {config.batch_size // config.micro_batches}",
+        f"stages, forward + backward [s]: {', '.join(f'{f:.4g} + {b:.4g}' for f, b in seconds)}",
+        f"links: {_link_text(cluster.within_host)} within a host of {cluster.devices_per_host}, "
+        f"{_link_text(cluster.between_hosts)} between hosts, for each device in each direction",
+    ]
+    if cluster.collectives != Collectives():
+        factors = ", ".join(
+            f"{name.replace('_', '-')} {getattr(cluster.collectives, name):.3g}"
+            for name in ("all_reduce", "all_gather", "reduce_scatter")
+        )
+        head.append(f"the library's collectives, over a ring on these links: {factors}")
+    columns = (
+        "mode", "where", "devices", "step [s]", "images/s", "idle", "activations/device", "parameters+optimizer/device",
+        "sent/device", "between hosts", "by",
+    )  # fmt: skip
+    rows = [columns, *(_row(name, price, config.batch_size) for name, price in quote.prices.items())]
+    notes = "one training step; activations, parameters+optimizer: the device with most; sent: the mean device"
+    return "\n".join(head) + f"\n\n{table(rows)}\n{notes}\n"
+
+
+def _link_text(link: Link) -> str:
+    return f"{link.latency_seconds * 1e6:.4g} us and {link.bandwidth_bytes_per_second:.4g} bytes/s"
+
+
+def _row(name: str, price: Price, batch_size: int) -> tuple[str, ...]:
+    mode, place = name.split()
+    return (
+        mode,
+        place,
+        str(price.devices),
+        f"{price.step_seconds:.4g}" + (f" .. {price.at_most_seconds:.4g}" if price.at_most_seconds else ""),
+        f"{batch_size / price.step_seconds:.4g}" if price.step_seconds else "-",
+        f"{100 * price.idle_share:.1f} %",
+        format_bytes(price.activation_bytes),
+        format_bytes(price.state_bytes),
+        format_bytes(price.sent_bytes_per_device),
+        f"{100 * price.between_hosts_share:.0f} %",
+        price.method,
+    )
+
+
+def write_quote(quote: Quote, folder: Path) -> list[Path]:
+    """Write the prices as CSV, and step time against bandwidth as SVG and PNG."""
+    from cdp_repro.observe.figures import price_figure, save_figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / "prices.csv", folder / "prices.svg", folder / "prices.png"]
+    with written[0].open("w") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["mode", "where", *asdict(next(iter(quote.prices.values()))), "idle_share"])
+        for name, price in quote.prices.items():
+            writer.writerow([*name.split(), *asdict(price).values(), price.idle_share])
+    title = f"{quote.config.model.name}, {quote.config.workers} workers, {quote.config.stage_count} stages"
+    figure = price_figure(_curves(quote), title)
+    for path in written[1:]:
+        save_figure(figure, path)
+    return written
+
+
+def _curves(quote: Quote) -> dict[str, dict[float, float]]:
+    """Return by name the seconds of a step at multiples of the bandwidth of all links, of what sends at all."""
+    given = quote.cluster
+    clusters = [
+        replace(given, within_host=given.within_host.faster(factor), between_hosts=given.between_hosts.faster(factor))
+        for factor in _FACTORS
+    ]
+    on_each = prices_on_each(quote.config, quote.cut, clusters, quote.processes)
+    return {
+        name: {
+            cluster.within_host.bandwidth_bytes_per_second: prices[name].step_seconds
+            for cluster, prices in zip(clusters, on_each, strict=True)
+        }
+        for name, price in quote.prices.items()
+        if price.sent_bytes_per_device
+    }

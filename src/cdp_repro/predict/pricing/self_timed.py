@@ -1,0 +1,332 @@
+"""`price`: the price of a training step by self-timed simulation of the very programs that run.
+
+Each rank runs its actions in program order, compute takes its stage's time, a SEND takes none but occupies links, and
+an action waits for the messages that it consumes; nothing else is a barrier. A collective begins when all ranks take
+part, and occupies the links of a ring. Links serve messages in the order of the schedule, so that every time is a
+maximum of sums of the cluster's numbers (a max-plus linear system): slower links never make a step shorter, and the
+steps become periodic. The period is the price.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from cdp_repro.predict.pricing.cluster import Cluster, ring_seconds
+from cdp_repro.schedule import (
+    Action,
+    Live,
+    MessageKey,
+    Op,
+    Payload,
+    Schedule,
+    Slot,
+    StageCosts,
+    consumed,
+    next_in_ring,
+    result_of,
+    ring_bytes,
+)
+
+MAX_STEPS = 12
+"""Training steps after which a simulation stops looking for an exact period."""
+
+_Link = tuple[bool, bool, int]
+"""Whether outgoing, whether between hosts, rank."""
+
+_STEADY = 1e-9
+"""Relative difference up to which two steps take the same time."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one training step takes in the steady state."""
+
+    devices: int
+    step_seconds: float
+    busy_seconds: float
+    """Of forwards, backwards and updates, summed over devices."""
+    within_host_bytes: float
+    """Sent to devices on the sender's host, summed over devices."""
+    between_hosts_bytes: float
+    """Sent to devices on other hosts, summed over devices."""
+    activation_bytes: float
+    """Peak of live activation bytes on the device that has most."""
+    state_bytes: float
+    """Peak of parameters, in all versions kept, and optimizer state on the device that has most; without gradients.
+    Of a full pipeline: drained, a stale mode keeps two versions everywhere."""
+    method: str
+    """`simulated` and `closed form`, which are exact in this model of a cluster, or `extrapolated` (see `estimate`)."""
+    at_most_seconds: float | None = None
+    """Of an extrapolation: what `step_seconds` may be at most."""
+
+    @property
+    def idle_share(self) -> float:
+        """Share of all devices' time in which they do not compute, 0 to 1."""
+        return max(0.0, 1 - self.busy_seconds / (self.step_seconds * self.devices)) if self.step_seconds else 0.0
+
+    @property
+    def between_hosts_share(self) -> float:
+        """Share of the bytes that leave a host, 0 to 1."""
+        return self.between_hosts_bytes / max(1, self.within_host_bytes + self.between_hosts_bytes)
+
+    @property
+    def sent_bytes_per_device(self) -> float:
+        """Bytes that a device sends, on average over devices."""
+        return (self.within_host_bytes + self.between_hosts_bytes) / self.devices
+
+
+@dataclass(slots=True)  # not frozen, which would take half of the time that there is
+class _Event:
+    """What an action means for the time of its rank, on any cluster."""
+
+    rank: int
+    waits_for: tuple[int, ...]
+    """Numbers of the messages that it waits for."""
+    computes: tuple[Op, int] | None = None
+    """Op and stage, if it keeps its rank busy."""
+    begins_step: bool = False
+    carries: tuple[Payload, int] | None = None
+    """What it sends, and the bytes of that; None if it sends nothing."""
+    links: tuple[_Link, ...] = ()
+    """What that occupies: an outgoing and an incoming link, or all links of a ring."""
+    brings: tuple[int, ...] = ()
+    """The number of the message; of a collective, of which this is the last part, those for all ranks."""
+    is_collective: bool = False
+
+
+class _Reader:
+    """Turns actions into events, in an order in which nothing waits for what comes later; and counts them."""
+
+    def __init__(self, schedule: Schedule, costs: StageCosts, cluster: Cluster) -> None:
+        """`cluster` says which ranks share a host."""
+        self._costs = costs
+        self._cluster = cluster
+        self._ranks = schedule.ranks
+        self._micro_batches = schedule.micro_batches
+        self._open: dict[tuple[int, MessageKey], deque[int]] = defaultdict(deque)
+        self._sent = 0
+        self._joined: list[Action] = []
+        self.starts: list[int] = []
+        """The slot in which each training step has started."""
+        self.computed: dict[int, Counter[tuple[Op, int]]] = defaultdict(Counter)
+        """By slot: what ranks were busy with, and how many of them."""
+        self.bytes_sent: Counter[tuple[int, bool]] = Counter()
+        """By slot and whether between hosts."""
+
+    def read(self, slot: Slot) -> Iterator[_Event]:
+        """Yield what the actions of the next slot mean for time; many mean nothing."""
+        for action in slot.actions:
+            event = self._event(slot.number, action)
+            if event is not None:
+                yield event
+
+    def _event(self, slot: int, action: Action) -> _Event | None:
+        waits_for = tuple(
+            waiting.popleft()
+            for key in consumed(action, self._micro_batches)
+            if (waiting := self._open.get((action.rank, key)))
+        )
+        if action.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE):
+            begins_step = action.op is Op.FORWARD and action.stage == 0 and action.micro_batch == self._next_step
+            if begins_step:
+                self.starts.append(slot)
+            computes = action.op, action.stage
+            self.computed[slot][computes] += 1
+            return _Event(action.rank, waits_for, computes, begins_step)
+        if action.op is Op.SEND:
+            return self._send(slot, action, waits_for)
+        if action.op is Op.COLLECTIVE:
+            return self._join(slot, action)
+        return _Event(action.rank, waits_for) if waits_for else None
+
+    @property
+    def _next_step(self) -> int:
+        """The first micro-batch of the training step that has not begun."""
+        return len(self.starts) * self._micro_batches
+
+    def _send(self, slot: int, action: Action, waits_for: tuple[int, ...]) -> _Event:
+        """Occupy the sender's outgoing and the receiver's incoming link."""
+        assert action.payload is not None and action.peer is not None
+        size = self._costs.sent_bytes(action.payload, action.stage, action.part, action.parts)
+        if not size:
+            return _Event(action.rank, waits_for)
+        crosses = self._cluster.crosses(action.rank, action.peer)
+        self.bytes_sent[slot, crosses] += size
+        links = (True, crosses, action.rank), (False, crosses, action.peer)
+        brings = (self._brought(action.peer, action.message),)
+        return _Event(action.rank, waits_for, carries=(action.payload, size), links=links, brings=brings)
+
+    def _join(self, slot: int, action: Action) -> _Event | None:
+        """Wait for the last rank that takes part, then occupy all links of a ring."""
+        assert action.payload is not None
+        size = self._costs.sent_bytes(action.payload, action.stage)
+        if not size:
+            return None
+        crosses = self._crosses_to_next(action.rank)
+        self.bytes_sent[slot, crosses] += ring_bytes(action, size, self._ranks)
+        self._joined.append(action)
+        if len(self._joined) < self._ranks:
+            return None
+        parts, self._joined = self._joined, []
+        links: list[_Link] = []
+        for part in parts:
+            crosses, after = self._crosses_to_next(part.rank), next_in_ring(part.rank, self._ranks)
+            links += (True, crosses, part.rank), (False, crosses, after)
+        brings = tuple(self._brought(part.rank, result_of(part, self._micro_batches)) for part in parts)
+        carries = action.payload, size
+        return _Event(action.rank, (), carries=carries, links=tuple(links), brings=brings, is_collective=True)
+
+    def _crosses_to_next(self, rank: int) -> bool:
+        return self._cluster.crosses(rank, next_in_ring(rank, self._ranks))
+
+    def _brought(self, rank: int, key: MessageKey) -> int:
+        """Return the number of a new message to `rank`."""
+        self._sent += 1
+        self._open[rank, key].append(self._sent)
+        return self._sent
+
+
+class _SelfTimedClock:
+    """When each event happens on one cluster."""
+
+    def __init__(self, schedule: Schedule, cluster: Cluster, at_least: int) -> None:
+        """It runs at least so many steps."""
+        self._cluster = cluster
+        self._at_least = at_least
+        self._now = [0.0] * schedule.ranks
+        self._free: dict[_Link, float] = defaultdict(float)
+        """When each link has sent or received all so far."""
+        self._arrivals: dict[int, float] = {}
+        """By number: when messages arrive that nobody has waited for yet."""
+        self._states: list[list[float]] = []
+        """At the start of each training step: all times above, sorted, as ranks may take turns."""
+        self.is_done = False
+        """Whether all times grew by the same in the last two steps, or there is no use to go on."""
+        updated = 1 / schedule.ranks if schedule.placement.is_sharded else 1.0
+        self.seconds = {
+            (op, stage): share * seconds
+            for op, times, share in (
+                (Op.FORWARD, cluster.forward_seconds, 1.0),
+                (Op.BACKWARD, cluster.backward_seconds, 1.0),
+                (Op.UPDATE, cluster.update_seconds, updated),
+            )
+            for stage, seconds in enumerate(times)
+        }
+        """Of what keeps a rank busy: op and stage."""
+
+    def run(self, event: _Event) -> None:
+        """Let an event happen as soon as its rank has come to it, and all that it waits for is there."""
+        if event.begins_step:
+            self._begin_step()
+        now = self._now[event.rank]
+        for number in event.waits_for:
+            now = max(now, self._arrivals.pop(number))
+        if event.computes is not None:
+            now += self.seconds[event.computes]
+        elif event.is_collective:
+            self._collective(event)
+        elif event.carries is not None:
+            self._message(event, now)
+        self._now[event.rank] = now
+
+    def _begin_step(self) -> None:
+        self._states.append(sorted([*self._now, *self._free.values()]))
+        steps = len(self._states) - 1
+        self.is_done = steps >= self._at_least and (steps >= MAX_STEPS or self._is_steady())
+
+    def _message(self, event: _Event, now: float) -> None:
+        """Occupy the sender's outgoing and, a latency later, the receiver's incoming link."""
+        assert event.carries is not None
+        outgoing, incoming = event.links
+        link = self._cluster.link(outgoing[1])
+        start = max(now, self._free[outgoing], self._free[incoming] - link.latency_seconds)
+        self._free[outgoing] = start + link.seconds(event.carries[1])
+        self._free[incoming] = self._arrivals[event.brings[0]] = self._free[outgoing] + link.latency_seconds
+
+    def _collective(self, event: _Event) -> None:
+        """Run as soon as all ranks take part, and the links of the ring are free."""
+        assert event.carries is not None
+        payload, size = event.carries
+        factors = self._cluster.collectives
+        rings = {
+            Payload.TOTAL: 2 * factors.all_reduce,
+            Payload.PARAMETERS: factors.all_gather,
+            Payload.GRADIENTS: factors.reduce_scatter,
+        }
+        seconds = rings[payload] * ring_seconds(self._cluster, len(self._now), size)
+        end = max(*self._now, *(self._free[link] for link in event.links)) + seconds
+        self._free |= dict.fromkeys(event.links, end)
+        self._arrivals |= dict.fromkeys(event.brings, end)
+
+    def _is_steady(self) -> bool:
+        if len(self._states) < 3 or len({len(state) for state in self._states[-3:]}) > 1:
+            return False
+        one, two, three = self._states[-3:]
+        growths = [late - early for early, late in zip(one + two, two + three, strict=True)]
+        return max(growths) - min(growths) <= _STEADY * max(growths)
+
+    @property
+    def period(self) -> float:
+        """Seconds from one training step to the next: exact once steady, else the mean of the later half of them."""
+        last = len(self._states) - 1
+        first = last - 1 if self._is_steady() else last // 2
+        return (self._states[last][-1] - self._states[first][-1]) / (last - first)
+
+
+def price(schedule: Schedule, costs: StageCosts, cluster: Cluster, optimizer_states: int = 0) -> Price:
+    """Return the price of a training step of `schedule`, by simulation of its programs until they are periodic.
+
+    `optimizer_states` is the number of values that the optimizer keeps for a parameter: 1 for momentum, 2 for Adam.
+
+    Raises:
+        ValueError: `schedule`, `costs` and `cluster` are not of the same number of stages.
+    """
+    (found,) = price_on_each(schedule, costs, (cluster,), optimizer_states)
+    return found
+
+
+def price_on_each(
+    schedule: Schedule, costs: StageCosts, clusters: Sequence[Cluster], optimizer_states: int = 0
+) -> list[Price]:
+    """Return the price on each of several clusters, of one run of the programs, which takes longer than its timing."""
+    for cluster in clusters:
+        if cluster.stages != schedule.stages:
+            raise ValueError(
+                f"the cluster has times of {cluster.stages} stages, the schedule has {schedule.stages}: give one a "
+                "stage"
+            )
+    settled = max(map(schedule.mode.oldest, range(schedule.stages))) + 2
+    reader = _Reader(schedule, costs, clusters[0])
+    clocks = [_SelfTimedClock(schedule, cluster, settled + 2) for cluster in clusters]
+    live = Live(schedule, costs, optimizer_states)
+    activation_bytes = state_bytes = 0
+    for slot in schedule.slots(count()):
+        running = [clock for clock in clocks if not clock.is_done]
+        if not running:
+            break
+        for event in reader.read(slot):
+            for clock in running:
+                clock.run(event)
+        live.run(slot)
+        activation_bytes = max(activation_bytes, live.activation_bytes_per_device)
+        state_bytes = max(state_bytes, live.state_bytes_per_device)
+    full, steps = range(reader.starts[settled], reader.starts[-1]), len(reader.starts) - 1 - settled
+    computed = sum((reader.computed[slot] for slot in full), Counter[tuple[Op, int]]())
+    within, between = (sum(reader.bytes_sent[slot, crosses] for slot in full) / steps for crosses in (False, True))
+    return [
+        Price(
+            devices=schedule.ranks,
+            step_seconds=clock.period,
+            busy_seconds=math.fsum(number * clock.seconds[each] for each, number in computed.items()) / steps,
+            within_host_bytes=within,
+            between_hosts_bytes=between,
+            activation_bytes=activation_bytes,
+            state_bytes=state_bytes,
+            method="simulated",
+        )
+        for clock in clocks
+    ]

@@ -1,0 +1,52 @@
+"""What simulation says of a setting of the cost table once its pipeline is full."""
+
+from __future__ import annotations
+
+from itertools import count, takewhile
+
+from cdp_repro.predict.closed_forms import Setting, Values
+from cdp_repro.schedule import StageCosts, simulate_totals
+
+SIMULATED_STEPS = {"cyclic": 4}
+"""Training steps of a simulation by timeline, 2 for others: the last repeats itself. In the cyclic timeline the
+pipeline is full in the third, and the way of its gradient sums ends in the fourth."""
+
+_PEAKS = {
+    "activation_bytes_per_device": "activation_bytes_per_device",
+    "activation_bytes_total": "activation_bytes",
+    "parameter_bytes_per_device": "state_bytes_per_device",
+    "versions_kept": "versions_kept",
+    "messages_per_slot": "messages",
+    "chain": "chain",
+}
+"""Quantities that are the largest of a number of `SlotTotals`."""
+
+
+def simulated(setting: Setting, workers: int, costs: StageCosts, optimizer_states: int) -> Values:
+    """Return what simulation says of the full pipeline, fill included and drain not.
+
+    Peaks are those of all slots; what is sent and how long ranks idle is of the last training step.
+    """
+    schedule = setting.schedule(workers, costs.gradient_bytes)
+    length = schedule.mode.slots_per_step
+    begin = (SIMULATED_STEPS.get(schedule.mode.timeline, 2) - 1) * length
+    full = takewhile(lambda slot: slot.number < begin + length, schedule.slots(count()))
+    peaks = dict.fromkeys(_PEAKS, 0.0)
+    sent = computing = 0
+    for slot in simulate_totals(schedule, costs, full):
+        for quantity, name in _PEAKS.items():
+            peaks[quantity] = max(peaks[quantity], getattr(slot, name))
+        if slot.slot >= begin:
+            sent += slot.bytes_sent
+            computing += slot.computing_ranks
+    return peaks | {
+        "devices": schedule.ranks,
+        "optimizer_bytes_per_device": optimizer_states * max(schedule.placement.held(costs.parameter_bytes)),
+        "sent_bytes_per_device": sent / schedule.ranks,
+        "idle_share": 1 - computing / (schedule.ranks * length),
+    }
+
+
+def unit_costs(workers: int) -> StageCosts:
+    """Return equal stages: A and P are N KiB, so that the table reads in A/N and P/N."""
+    return StageCosts.equal(workers, activation_bytes=1024, parameter_bytes=1024)

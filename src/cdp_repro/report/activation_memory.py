@@ -1,0 +1,133 @@
+"""Activation memory: what CDP's peak is of data parallelism's, executed, beside what simulation predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cdp_repro.predict.memory_reduction import reduction, theory
+from cdp_repro.report.evidence import provenance
+from cdp_repro.report.groups import Group
+from cdp_repro.report.tables import Table
+from cdp_repro.schedule import StageCosts
+from cdp_repro.studies.catalog import STUDIES
+from cdp_repro.studies.study import Cell
+
+PEAK = "memory/activation_peak_bytes_total"
+ORDERS = ("paper", "backward_first")
+CUTS = ("flops", "activations")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One network on N workers, cut in one way: data parallelism, and CDP in both slot orders."""
+
+    model: str
+    workers: int
+    partition: str
+    """`flops`, `activations`, or `blocks` where every block is a stage."""
+    dp: Group
+    cdp: Mapping[str, Group]
+    """CDP-v2 by slot order."""
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Executed peak of CDP over that of DP, by slot order."""
+        peak = self.dp.values(PEAK)[0]
+        return {order: group.values(PEAK)[0] / peak for order, group in self.cdp.items()}
+
+    @property
+    def simulated_ratios(self) -> dict[str, float]:
+        """The same by simulation from the costs of the stages."""
+        costs = self.dp.rows[0].costs
+        return {order: reduction(costs, order) for order in self.cdp}
+
+
+def cases(groups: Sequence[Group]) -> list[Case]:
+    """Return the cases of the memory study of which all three runs are there, by network, N and cut."""
+    by_case: dict[tuple[str, int, str], dict[tuple[str, str], Group]] = {}
+    for group in groups:
+        config = group.config
+        stages = group.rows[0].costs.stages
+        cut = "blocks" if stages == _blocks(groups, config["model.name"]) else config["partition"]
+        key = config["model.name"], config["workers"], cut
+        by_case.setdefault(key, {})[group.mode, config["slot_order"]] = group
+    found = []
+    for (model, workers, cut), members in by_case.items():
+        cdp = {order: members["cdp_v2", order] for order in ORDERS if ("cdp_v2", order) in members}
+        if ("dp", "paper") in members and len(cdp) == len(ORDERS):
+            found.append(Case(model, workers, cut, members["dp", "paper"], cdp))
+    return sorted(found, key=lambda case: (case.model, case.workers, case.partition))
+
+
+def _blocks(groups: Sequence[Group], model: str) -> int:
+    """Return the most stages that a network has been cut into, which the study takes to be its blocks."""
+    return max(group.rows[0].costs.stages for group in groups if group.config["model.name"] == model)
+
+
+def profiles(found: Sequence[Case]) -> dict[str, StageCosts]:
+    """Return the measured costs of every block, by network."""
+    return {case.model: case.dp.rows[0].costs for case in found if case.partition == "blocks"}
+
+
+def memory_table(found: Sequence[Case]) -> Table:
+    """Return executed ratios beside the theory, and the command of what has not been run."""
+    columns = ("network", "N", "cut by", "paper order", "(N+1)/2N", "backward first", "simulated alike", "DP peak, N A")
+    rows = []
+    for case in found:
+        ratios, expected = case.ratios, case.simulated_ratios
+        alike = all(abs(ratios[order] - expected[order]) < 1e-9 for order in ORDERS)
+        rows.append(
+            [
+                case.model, str(case.workers), case.partition, f"{ratios['paper']:.3f}", f"{theory(case.workers):.3f}",
+                f"{ratios['backward_first']:.3f}",
+                "yes" if alike else f"no: {expected['paper']:.3f}, {expected['backward_first']:.3f}",
+                f"{case.dp.values(PEAK)[0] / 2**20:.1f} MiB",
+            ]
+        )  # fmt: skip
+    runs = [row for case in found for group in (case.dp, *case.cdp.values()) for row in group.rows]
+    present = {row.cell for row in runs}
+    missing: list[Cell] = [cell for cell in STUDIES["memory"].cells if cell.hash not in present]
+    rows += [[_name(cell), "", "", f"not run: `{cell.command(0)}`", "", "", "", ""] for cell in missing]
+    notes = [
+        "Peak of live activation bytes of CDP-v2 over that of DP, all workers on one device, executed at 224 px with "
+        "micro-batches of one image, S = N; bytes are exact, so that one run is enough. `blocks`: every block is a "
+        "stage.",
+        *provenance(runs),
+    ]
+    return Table("memory", "Activation memory of CDP against DP, executed", columns, rows, notes)
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell.settings['model.name']}, N = {cell.settings['workers']}"
+
+
+def answer(found: Sequence[Case]) -> str:
+    """Return the paragraph: how close each network comes to one half, what holds it back, what buys it back."""
+    sentences = []
+    for model, blocks in profiles(found).items():
+        mine = {(case.workers, case.partition): case.ratios for case in found if case.model == model}
+        largest = max(blocks.forward_bytes) / (blocks.activation_bytes / blocks.stages)
+        text = f"{model}:"
+        for (workers, cut), ratios in sorted(mine.items()):
+            if cut in CUTS and workers == 8:
+                text += (
+                    f" with N = 8 stages cut by {cut} {ratios['paper']:.3f} of DP's peak in the paper's order"
+                    f" ({theory(8):.3f} for equal stages) and {ratios['backward_first']:.3f} backward first;"
+                )
+        share = sum(blocks.forward_bytes[: blocks.stages // 2]) / blocks.activation_bytes
+        text += (
+            f" the first half of its {blocks.stages} blocks holds {100 * share:.0f} % of the activations, the largest "
+            f"block {largest:.1f} times the mean."
+        )
+        sentences.append(text)
+    if not sentences:
+        return "Nothing has been run yet."
+    return (
+        " ".join(sentences) + " What holds a network back are early stages: stage j keeps N-j micro-batches, so bytes "
+        "in early stages count most, and a cut by FLOPs gives convolutional networks early stages that hold more than "
+        "their share. Cutting by activation bytes buys it back as far as blocks are fine enough to be cut evenly, at "
+        "the price of stages of unequal time; with hardly more blocks than workers no cut is even. Running backwards "
+        "first in each slot frees one micro-batch's stage before another's is filled, which for equal stages leads to "
+        "one half. Neither changes the mathematics: the updates are the same."
+    )

@@ -1,0 +1,118 @@
+"""The studies of this project: which runs the report's tables and figures need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from cdp_repro.baselines import BASELINES
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS
+from cdp_repro.studies.cost_settings import EXECUTED_WORKERS, PLACEMENT_NAMES
+from cdp_repro.studies.study import Cell, Study
+
+PAPER_MODES = ("dp", "cdp_v1", "cdp_v2")
+
+
+def _cells(*swept: Sequence[str], seeds: Sequence[int] = (0,)) -> tuple[Cell, ...]:
+    """Return a cell for every combination; a text may hold several overrides with blanks between."""
+    return tuple(Cell(tuple(" ".join(chosen).split()), tuple(seeds)) for chosen in product(*swept))
+
+
+def _modes(modes: Sequence[str] = PAPER_MODES) -> list[str]:
+    return [f"mode={mode}" for mode in modes]
+
+
+def _constant(delay: int, workers: int) -> str:
+    row = f"[{','.join([str(delay)] * workers)}]"
+    return f"mode=[{','.join([row] * workers)}]"
+
+
+CIFAR10 = "dataset=cifar10 channels_last=true optim.lr={}"
+TUNED_LR = 0.2
+"""Of data parallelism, for all modes; by `accuracy.chosen_rate` from the study of tuning, as are the following."""
+STALENESS_LR = {2: 0.1, 3: 0.025, 5: 0.025}
+"""By delay: the learning rate that suits it."""
+
+_NETWORKS = {"resnet18": 10, "resnet50": 18, "vit_b_16": 14}
+"""The networks of the memory figures, with their number of blocks."""
+
+
+def _memory() -> tuple[Cell, ...]:
+    found: list[Cell] = []
+    for model, blocks in _NETWORKS.items():
+        for workers in (4, 8, blocks):
+            size = (
+                f"dataset=synthetic dataset.channels=3 dataset.image_size=224 dataset.classes=1000 model={model} "
+                f"workers={workers} batch_size={workers} dataset.train_samples={3 * workers} dataset.test_samples=1 "
+                "epochs=1 optim.lr=0.0001"
+            )
+            cuts = [f"partition={name}" for name in ("flops", "activations")] if workers < blocks else [""]
+            orders = ["mode=dp", "mode=cdp_v2", "mode=cdp_v2 slot_order=backward_first"]
+            found += _cells(orders, [size], cuts)
+    return tuple(found)
+
+
+def _costs() -> tuple[Cell, ...]:
+    """All settings and the peers, on a network whose stages, but the last, cost the same."""
+    found: list[Cell] = []
+    for workers in EXECUTED_WORKERS:
+        size = f"model=mlp model.depth={workers - 1} workers={workers} batch_size={12 * workers} epochs=1"
+        found += _cells(_modes(), [size], [f"placement={name}" for name in PLACEMENT_NAMES])
+        found += _cells(["mode=dp"], [size], ["placement=pipeline pipeline_schedule=gpipe"])
+        found += _cells(["mode=dp collectives=true"], [size], [f"placement={name}" for name in COLLECTIVE_PLACEMENTS])
+        found += _cells(["mode=accumulation"], [size])
+        found += _cells(["mode=dp"], [size], [f"baseline={name}" for name in BASELINES])
+    return tuple(found)
+
+
+STUDIES = {
+    study.name: study
+    for study in (
+        Study(
+            "cifar10",
+            "accuracy",
+            "CIFAR-10, resnet8: the paper's three modes",
+            _cells(_modes(), [CIFAR10.format(TUNED_LR)], seeds=range(5)),
+        ),
+        Study(
+            "cifar10-staleness",
+            "accuracy",
+            "CIFAR-10, resnet8: bounded staleness beyond one step, at the learning rate of dp and at its own",
+            tuple(
+                cell
+                for delay, own in STALENESS_LR.items()
+                for cell in _cells(
+                    [_constant(delay, 4)], [CIFAR10.format(lr) for lr in (TUNED_LR, own)], seeds=range(2)
+                )
+            ),
+            reference="cifar10",
+            varied=("optim.lr",),
+        ),
+        Study(
+            "digits",
+            "accuracy",
+            "Handwritten digits, resnet8",
+            _cells(_modes(), seeds=range(10)),
+        ),
+        Study(
+            "paper-cifar10-resnet18",
+            "accuracy",
+            "CIFAR-10, ResNet-18, the authors' set-up at full length",
+            _cells(_modes(), ["experiment=paper/cifar10_resnet18"]),
+        ),
+        Study(
+            "cifar10-tuning",
+            "tuning",
+            "CIFAR-10, resnet8, three epochs: the learning rate of data parallelism, and of longer delays",
+            _cells(["mode=dp"], [f"{CIFAR10.format(lr)} epochs=3" for lr in (0.05, 0.1, 0.2, 0.4)])
+            + _cells(
+                [_constant(delay, 4) for delay in STALENESS_LR],
+                [f"{CIFAR10.format(lr)} epochs=3" for lr in (0.0125, 0.025, 0.05, 0.1, 0.2)],
+            ),
+            varied=("optim.lr",),
+        ),
+        Study("memory", "memory", "Live activations over a training step, executed", _memory()),
+        Study("costs", "costs", "What each setting costs, executed", _costs()),
+    )
+}
+"""All studies that the project has committed rows of, by name."""

@@ -1,0 +1,110 @@
+"""From the directory of a finished run to its row."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cdp_repro.config.keys import RUN_KEYS, settings_of
+from cdp_repro.observe.metrics import read_metrics
+from cdp_repro.observe.run_directory import COMMAND, RunDirectory
+from cdp_repro.schedule import Op
+from cdp_repro.studies.rows import Row, RowError
+
+_DRAWN_MICRO_BATCHES = 8
+"""Up to so many micro-batches a row holds the actions of the traced steps."""
+
+
+def collect(run_dir: Path, study: str) -> Row:
+    """Return the row of a finished run.
+
+    Raises:
+        RunDirectoryError: `run_dir` is not a run directory, or damaged.
+        RowError: the run is not finished, or its files do not belong together.
+    """
+    run = RunDirectory.open(run_dir)
+    summary = run.summary()
+    if summary.get("status") != "finished":
+        state = summary.get("status", "unfinished")
+        raise RowError(f"{run_dir} is {state}: finish it by cdp-train resume={run_dir}, and collect it then")
+    missing = [key for key in ("version/code", "dataset/fingerprint", "eval/top1_percent") if key not in summary]
+    if missing:
+        raise RowError(f"{run.summary_path} lacks {', '.join(missing)}: it is of an older version; train again")
+    config = settings_of(run.config())
+    epochs = _epochs(read_metrics(run.metrics_path))
+    if len(epochs.get("epoch", ())) != config["epochs"]:
+        raise RowError(
+            f"{run.metrics_path} holds the ends of {len(epochs.get('epoch', ()))} epochs, the run has "
+            f"{config['epochs']}: the file is damaged; train again"
+        )
+    return Row(
+        study=study,
+        config={key: value for key, value in config.items() if key not in RUN_KEYS or key == "seed"},
+        command=_command((run.path / COMMAND).read_text().splitlines()[0]),
+        summary=_own(summary) | _parameter_peak(run.memory_path),
+        epochs=epochs,
+        activation_bytes=_activation_bytes(run.memory_path) if summary["ranks"] == 1 else [],
+        sent_bytes=_sent_bytes(run.comms_path),
+        actions=_actions(run.trace_path) if summary["workers"] <= _DRAWN_MICRO_BATCHES else [],
+        source=str(run_dir),
+    )
+
+
+def _own(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the summary without what the configuration says, and without paths."""
+    said = {"config", "command", "run_dir", "status", "mode", "placement", "stages", "replicas", "baseline", "model"}
+    said |= {"workers", "dataset", "seed", "epochs", "stages/blocks"}
+    return {key: value for key, value in summary.items() if key not in said}
+
+
+def _command(line: str) -> str:
+    """Return the command line without what says where files are."""
+    places = ("run_dir=", "dataset.root=", "wandb=", "wandb_project=")
+    return shlex.join(text for text in shlex.split(line) if not text.startswith(places))
+
+
+def _epochs(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
+    ends = [row for row in rows if "train/epoch_loss" in row]
+    keys = dict.fromkeys(key for row in ends for key in row if key not in ("step",))
+    return {key: [row[key] for row in ends if key in row] for key in keys}
+
+
+def _activation_bytes(path: Path) -> list[int]:
+    return [int(line["activation_bytes"]) for line in _lines(path)]
+
+
+def _parameter_peak(path: Path) -> dict[str, int]:
+    """Return the most parameter bytes, of all versions, that a rank has held at the end of a traced slot."""
+    held = [int(line["parameter_bytes"]) for line in _lines(path)]
+    return {"memory/parameter_peak_bytes_per_device": max(held)} if held else {}
+
+
+def _sent_bytes(path: Path) -> list[int]:
+    sent: dict[int, int] = {}
+    for line in _lines(path):
+        sent[int(line["slot"])] = sent.get(int(line["slot"]), 0) + int(line["bytes"])
+    return [sent.get(slot, 0) for slot in range(max(sent, default=-1) + 1)]
+
+
+def _lines(path: Path) -> list[dict[str, str]]:
+    """Return the lines of a CSV file; none if nothing was traced, as in a library's run."""
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def _actions(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    events = json.loads(path.read_text())
+    by_slot: dict[int, list[str]] = {}
+    compute = {Op.FORWARD.name.lower(), Op.BACKWARD.name.lower()}
+    for event in events["traceEvents"] if isinstance(events, dict) else events:
+        if event.get("cat") in compute:
+            by_slot.setdefault(event["args"]["slot"], []).append(event["name"])
+    return [" ".join(by_slot.get(slot, ())) for slot in range(max(by_slot, default=-1) + 1)]

@@ -1,0 +1,231 @@
+"""Trains the runs of studies that have no row yet.
+
+<runs>/<study>/<dataset>-<model>-<mode>-<placement>-N<workers>-seed<k>-<cell>/      a run directory
+<runs>/<study>/<dataset>-<model>-<mode>-<placement>-N<workers>-seed<k>-<cell>.log   what its processes printed
+
+Who works on a run holds a lock on its log, and so does, by inheritance, the process that trains. So a sweep may be
+killed and repeated while a run of it still goes on, and two sweeps may share their work: each waits for the other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shlex
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from cdp_repro.config.keys import RESUME_KEYS
+from cdp_repro.launch.signals import StopRequest
+from cdp_repro.launch.train_process import train_in_process
+from cdp_repro.observe.run_directory import COMMAND, CONFIG, RunDirectory, RunDirectoryError
+from cdp_repro.observe.versions import versions
+from cdp_repro.studies.catalog import STUDIES
+from cdp_repro.studies.collecting import collect
+from cdp_repro.studies.rows import ROWS, Row, RowError, read_rows, run_name, write_row
+from cdp_repro.studies.study import Cell
+
+logger = logging.getLogger("cdp_repro")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a study."""
+
+    study: str
+    cell: Cell
+    seed: int
+
+    @cached_property
+    def key(self) -> tuple[str, str, int]:
+        """Study, cell and seed: what tells runs apart, as it does rows."""
+        return self.study, self.cell.hash, self.seed
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    studies: tuple[str, ...]
+    jobs: int = 1
+    seeds: int | None = None
+    runs: Path = Path("runs/studies")
+    results: Path = Path("results")
+    slurm: Path | None = None
+    run: int | None = None
+    overrides: tuple[str, ...] = ()
+    """As given; of `SWEEP_KEYS`."""
+    passed_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of each study, by its name, those that its data set knows."""
+
+    def listed(self) -> list[Run]:
+        """Return all runs, done or not, in an order that does not change while they finish."""
+        return [
+            Run(name, cell, seed)
+            for name in self.studies
+            for cell, seed in STUDIES[name].runs()
+            if seed in cell.seeds[: self.seeds]
+        ]
+
+
+def run_directory(root: Path, study: str, cell: Cell, seed: int) -> Path:
+    """Return the directory of a run: readable, and another for other settings."""
+    return root / study / run_name(cell.settings, cell.hash, seed)
+
+
+def log_path(directory: Path) -> Path:
+    """Return the file that takes what the processes of a run print."""
+    return directory.with_name(f"{directory.name}.log")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a sweep has come."""
+
+    done: int
+    """Runs that have a row."""
+    total: int
+    failures: tuple[str, ...]
+    """A sentence for each run that failed."""
+    signal: int | None
+    """The signal that stopped the sweep, if one did."""
+
+
+def train_missing(options: Options) -> Outcome:
+    """Train all runs without a row; go on after failures."""
+    runs = options.listed()
+    if options.run is not None:
+        runs = [runs[options.run]]
+    rows = {(row.study, row.cell, row.seed): row for row in _rows(options)}
+    missing = [run for run in runs if run.key not in rows]
+    _warn_of_other_code(rows.values(), missing)
+    failures: list[str] = []
+    with StopRequest() as stop, ThreadPoolExecutor(options.jobs) as pool:
+        numbered = enumerate(missing, start=1)
+        futures = [pool.submit(_complete, run, options, stop, f"[{number}/{len(missing)}]") for number, run in numbered]
+        try:
+            failures += [failure for future in as_completed(futures) if (failure := future.result())]
+        except KeyboardInterrupt:  # the second one: threads cannot be interrupted, so end as a process without them
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+    present = {(row.study, row.cell, row.seed) for row in _rows(options)}
+    return Outcome(sum(run.key in present for run in runs), len(runs), tuple(failures), stop.signal)
+
+
+def _rows(options: Options) -> list[Row]:
+    """Return the rows of the studies; others may be damaged without harm here."""
+    return [row for name in options.studies for row in read_rows(options.results / ROWS / name)]
+
+
+def _warn_of_other_code(rows: Iterable[Row], missing: Sequence[Run]) -> None:
+    """Say so if runs of one cell are about to come from different code, by which their numbers may differ."""
+    cells = {(study, cell) for study, cell, _ in (run.key for run in missing)}
+    concerned = [row for row in rows if (row.study, row.cell) in cells]
+    if not concerned:
+        return
+    present = versions()
+    commits = {row.code: str(row.summary["version/git_commit"])[:12] for row in concerned}
+    for code, number in Counter(row.code for row in concerned).items():
+        if code != present["version/code"]:
+            logger.warning(
+                "warning: %d rows of these cells come of code %s (commit %s), new ones will of code %s (commit %s): "
+                "cdp-report averages no two versions, so go back to that commit or remove those rows",
+                number, code, commits[code], present["version/code"], present["version/git_commit"][:12],
+            )  # fmt: skip
+
+
+def _complete(run: Run, options: Options, stop: StopRequest, label: str) -> str | None:
+    """Bring one run from wherever it is to its row; return what went wrong, if something did."""
+    directory = run_directory(options.runs, run.study, run.cell, run.seed)
+    name = f"{run.study}: {run.cell.command(run.seed)}"
+    try:
+        with _locked_log(log_path(directory), stop) as log:
+            if stop.signal is not None:
+                return None
+            code, verb = 0, "collected"
+            if not _is_finished(directory):
+                verb = "finished"
+                arguments = _arguments(run, directory, options)
+                logger.info("%s %s", label, shlex.join(["cdp-train", *arguments]))
+                code = train_in_process(arguments, stop, _threads(run.cell, options.jobs), log)
+            if code:
+                return None if stop.signal is not None else _failure(name, code, log_path(directory))
+            row = collect(directory, run.study)
+            write_row(row, options.results / ROWS)
+            logger.info("%s %s, test top-1 %.2f %%", label, verb, row.summary["eval/top1_percent"])
+    except (RowError, RunDirectoryError, json.JSONDecodeError, OSError) as error:
+        return f"{name}: {error}"
+    return None
+
+
+@contextmanager
+def _locked_log(path: Path, stop: StopRequest) -> Iterator[IO[bytes]]:
+    """Open a run's log once no other process works on the run, or once a stop is requested.
+
+    The lock belongs to the open file, so that the process whose output the file takes holds it, too. For the same
+    reason it must end by closing: to unlock it here would do so for a process that still trains.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as log:
+        told = False
+        while stop.signal is None:
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told:
+                    logger.info("another process trains in %s: waiting for it", path.with_suffix(""))
+                told = True
+                time.sleep(0.2)
+        yield log
+
+
+def _is_finished(directory: Path) -> bool:
+    return (directory / CONFIG).exists() and RunDirectory.open(directory).summary().get("status") == "finished"
+
+
+def _arguments(run: Run, directory: Path, options: Options) -> list[str]:
+    """Return what `cdp-train` is called with: to start the run or, if it has a directory, to go on with it."""
+    given = options.passed_on.get(run.study, ())
+    if not any(text.startswith("wandb=") for text in given):
+        given = (*given, "wandb=disabled")
+    if (directory / CONFIG).exists():
+        return [f"resume={directory}", *(text for text in given if text.partition("=")[0] in RESUME_KEYS)]
+    _remove_half_made(directory)
+    return [*run.cell.arguments(run.seed), *given, f"run_dir='{directory}'"]  # quoted for Hydra
+
+
+def _remove_half_made(directory: Path) -> None:
+    """Remove a directory of a run that was killed before its configuration was written: there is nothing in it yet."""
+    for name in (COMMAND, f".{CONFIG}.new"):
+        (directory / name).unlink(missing_ok=True)
+    for folder in (directory / "checkpoints", directory / "logs", directory):
+        with suppress(OSError):  # not there or, against all expectation, not empty, which cdp-train then refuses
+            folder.rmdir()
+
+
+def _threads(cell: Cell, jobs: int) -> dict[str, str]:
+    """Return the environment in which the processes of several runs share the cores; one run finds its own way."""
+    if jobs == 1 or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // jobs // cell.config.ranks))}
+
+
+def _failure(name: str, code: int, log: Path) -> str:
+    """Say how a run ended, with the last line it printed."""
+    how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = f": {lines[-1].strip()}" if lines else ""
+    return f"{how}: {name}{said} (see {log})"

@@ -1,0 +1,106 @@
+"""What `cdp-report status` shows: each run of the studies, its state, how far it is, and its log."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cdp_repro.observe.metrics import read_metrics
+from cdp_repro.observe.run_directory import CONFIG, RunDirectory, RunDirectoryError
+from cdp_repro.observe.text import table
+from cdp_repro.studies.missing_runs import log_path, run_directory
+from cdp_repro.studies.rows import ROWS, Row, read_rows
+from cdp_repro.studies.study import Cell, Study
+
+STATES = ("done", "finished", "running", "stopped", "interrupted", "failed", "diverged", "damaged", "missing")
+"""Has its row; finished and not collected; a process trains it; was killed; got a signal; ...; was never started."""
+
+
+def status_text(studies: Iterable[Study], runs: Path, results: Path) -> str:
+    """Return a table of all runs of the studies, and a line with the number of each state.
+
+    Raises:
+        RowError: a row of these studies is damaged.
+    """
+    lines: list[Sequence[str]] = [("study", "run", "state", "progress", "log")]
+    states: Counter[str] = Counter()
+    for study in studies:
+        rows = {(row.cell, row.seed): row for row in read_rows(results / ROWS / study.name)}
+        for cell, seed in study.runs():
+            directory = run_directory(runs, study.name, cell, seed)
+            row = rows.get((cell.hash, seed))
+            state = run_state(directory, row)
+            states[state] += 1
+            epochs = cell.settings["epochs"]
+            lines.append(
+                (study.name, _label(study, cell, seed), state, _progress(directory, row, epochs), _log(directory))
+            )
+    counts = ", ".join(f"{states[state]} {state}" for state in STATES if states[state])
+    return f"{table(lines)}\n\n{states.total()} runs: {counts}\n"
+
+
+def run_state(directory: Path, row: Row | None) -> str:
+    """Return one of `STATES` for the run that `directory` is, or would be, of; `row` is its row, if it has one."""
+    if row is not None:
+        return "done"
+    log = log_path(directory)
+    # The log first: where a sweep trains, the lock of the run itself, which a run does not wait for, stays untouched.
+    if _is_locked(log) or _is_locked(directory / "logs" / ".lock"):
+        return "running"
+    if not (directory / CONFIG).exists():
+        return "failed" if log.exists() and log.stat().st_size else "missing"  # on its way to a run directory
+    return str(_summary(directory).get("status", "stopped"))
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock of a file, without keeping it or making the file."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _summary(directory: Path) -> dict[str, Any]:
+    try:
+        return RunDirectory(directory).summary()
+    except json.JSONDecodeError:
+        return {"status": "damaged"}
+
+
+def _label(study: Study, cell: Cell, seed: int) -> str:
+    """Return in which overrides a run differs from others of the study."""
+    own = [
+        text
+        for text in cell.overrides
+        if len(study.cells) == 1 or any(text not in each.overrides for each in study.cells)
+    ]
+    has_seeds = any(len(each.seeds) > 1 for each in study.cells)
+    return " ".join([*own, *([f"seed={seed}"] if has_seeds else [])])
+
+
+def _progress(directory: Path, row: Row | None, epochs: int) -> str:
+    """Return how many epochs are over, and the newest training step that was logged."""
+    if row is not None:
+        return f"{epochs} of {epochs} epochs, step {row.summary['step']}"
+    try:
+        metrics = read_metrics(RunDirectory(directory).metrics_path)
+    except (FileNotFoundError, RunDirectoryError):
+        return "-"
+    over = sum("train/epoch_loss" in each for each in metrics)
+    return f"{over} of {epochs} epochs, step {max((each['step'] for each in metrics), default=0)}"
+
+
+def _log(directory: Path) -> str:
+    """Return the log of the sweep's process or, of a run by hand, that of its first rank."""
+    paths: Iterator[Path] = (
+        path for path in (log_path(directory), RunDirectory(directory).log_path(0)) if path.exists()
+    )
+    return str(next(paths, "-"))

@@ -1,0 +1,64 @@
+"""A study: the runs of one table, made of cells, made of one run a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from cdp_repro.config import RunConfig
+from cdp_repro.config.compose import compose_known
+from cdp_repro.config.keys import settings_of
+from cdp_repro.studies.rows import cell_hash
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs that differ in the seed only."""
+
+    overrides: tuple[str, ...]
+    seeds: tuple[int, ...] = (0,)
+
+    def arguments(self, seed: int) -> list[str]:
+        """Return the overrides of one run."""
+        return [*self.overrides, *([f"seed={seed}"] if seed else [])]
+
+    def command(self, seed: int) -> str:
+        """Return the command line of one run."""
+        return " ".join(["cdp-train", *self.arguments(seed)])
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration of seed 0."""
+        return compose_known(self.overrides)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings by dotted key, of seed 0."""
+        return settings_of(self.config.to_dict())
+
+    @cached_property
+    def hash(self) -> str:
+        """As `Row.cell` of its runs."""
+        return cell_hash(self.settings)
+
+
+@dataclass(frozen=True)
+class Study:
+    """The runs of one table, and what it is about."""
+
+    name: str
+    kind: str
+    """`accuracy`, `tuning`, `memory` or `costs`: which part of the report it is for."""
+    title: str
+    cells: tuple[Cell, ...]
+    reference: str | None = None
+    """The study whose data parallelism this one is compared with, if it has none of its own."""
+    varied: tuple[str, ...] = ()
+    """Settings beyond the usual that tell its groups apart."""
+
+    def runs(self) -> Iterator[tuple[Cell, int]]:
+        """Yield every cell with every seed, seed by seed, so that a part of them makes a table of few seeds."""
+        seeds = sorted({seed for cell in self.cells for seed in cell.seeds})
+        return ((cell, seed) for seed in seeds for cell in self.cells if seed in cell.seeds)

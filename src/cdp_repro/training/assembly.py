@@ -1,0 +1,85 @@
+"""The parts of a run, made from its configuration: the data set, and the engine or a library in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cdp_repro.baselines import baseline_class
+from cdp_repro.baselines.baseline import Baseline
+from cdp_repro.config import ConfigError, RunConfig
+from cdp_repro.config.numerics import autocast, loss_fn
+from cdp_repro.data import Dataset, load_dataset, steps_per_epoch
+from cdp_repro.engine.engine import Engine
+from cdp_repro.predict.cutting import CutModel
+from cdp_repro.training.optim import learning_rate_factor, optimizer_factory
+
+
+def load_data(config: RunConfig) -> Dataset:
+    """Load the data and check that it is what the configuration says."""
+    wanted = config.dataset
+    dataset = load_dataset(
+        wanted.name,
+        root=wanted.root,
+        image_size=wanted.image_size,
+        download=wanted.download,
+        classes=wanted.classes,
+        train_samples=wanted.train_samples,
+        test_samples=wanted.test_samples,
+        seed=config.seed,
+        loader_workers=wanted.loader_workers,
+    )
+    if dataset.classes != wanted.classes:
+        raise ConfigError(
+            [
+                f"dataset.classes={wanted.classes}, but {dataset.description} has {dataset.classes}: "
+                f"use dataset.classes={dataset.classes}"
+            ]
+        )
+    if dataset.input_shape != config.input_shape:
+        raise ConfigError([f"images are {dataset.input_shape}, the configuration says {config.input_shape}"])
+    if dataset.train_size < config.batch_size:
+        largest = dataset.train_size // config.workers * config.workers
+        works = f"at most batch_size={largest}" if largest else f"at most workers={dataset.train_size}"
+        raise ConfigError(
+            [f"batch_size={config.batch_size} is more than the {dataset.train_size} training images: use {works}"]
+        )
+    return dataset
+
+
+def reading_rule(config: RunConfig, engine: Engine | Baseline) -> Callable[[int, int], bool]:
+    """Return (step, micro-batch) -> whether this rank reads its images: it runs the first stage of the model on it."""
+    if isinstance(engine, Baseline):
+        return lambda _, micro_batch: engine.reads_inputs(micro_batch)
+    placement = config.schedule().placement
+    return lambda step, micro_batch: placement.rank_of(step * config.micro_batches + micro_batch, 0) == engine.rank
+
+
+def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | Baseline:
+    """Return the engine, or the library's in its place, that trains a model cut into stages; all ranks must call it.
+
+    `train_size` is the number of training images, of which the learning rate's schedule depends.
+    """
+    device = config.torch_device
+    epoch = steps_per_epoch(train_size, config.batch_size)
+    model = cut.stages, loss_fn, optimizer_factory(config.optim)
+    common: dict[str, Any] = {
+        "workers": config.workers,
+        "device": device,
+        "seed": config.seed,
+        "learning_rate_factor": learning_rate_factor(config.optim, epoch, config.epochs),
+        "autocast": autocast(config, device.type),
+    }
+    if config.baseline is not None:
+        return baseline_class(config.baseline)(*model, **common)
+    return Engine(
+        *model,
+        config.mode.rule,
+        config.placement.name,
+        replicas=config.replicas,
+        pipeline_schedule=config.pipeline_schedule,
+        collectives=config.collectives,
+        slot_order=config.slot_order,
+        traced_steps=config.traced_steps,
+        **common,
+    )

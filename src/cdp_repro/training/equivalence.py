@@ -1,0 +1,118 @@
+"""Does a placement compute what one device computes? Trains a few steps on both and compares every tensor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdp_repro.config import RunConfig
+from cdp_repro.config.numerics import parameter_dtype
+from cdp_repro.launch import launch
+from cdp_repro.launch.process_group import process_group
+from cdp_repro.predict.cutting import cut_model
+from cdp_repro.training.assembly import build_engine, load_data, reading_rule
+
+LIBRARY_TOLERANCE = 1e-9
+"""Where a library adds gradients in an order of its own: difference over the largest value, float64."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a few training steps have led to."""
+
+    losses: list[list[float]]
+    """By step and worker."""
+    stages: list[dict[str, Tensor]]
+    """By stage: every version, optimizer state and buffer, by its path."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Largest differences from one device, each over the largest value compared."""
+
+    losses: float
+    stages: list[float]
+    """By stage, over all versions, optimizer states and buffers."""
+    ranks: int
+    steps: int
+    tolerance: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether no difference is above the tolerance."""
+        return max(self.losses, *self.stages) <= self.tolerance
+
+
+def verify(config: RunConfig, steps: int) -> Comparison:
+    """Train `steps` steps, with a drain in the middle, on the placement of `config` and on one device; compare.
+
+    The tolerance is 0 for our own sums on CPUs. For baselines and collectives it is LIBRARY_TOLERANCE; on GPUs, whose
+    kernels may depend on what else runs, too.
+    """
+    alone = copy.deepcopy(config)
+    alone.placement.name, alone.baseline, alone.collectives = "single_device", None, False
+    blocks = [len(names) for names in cut_model(alone).block_names]  # once: a cut by time may differ from the next
+    expected = _train(alone, steps, blocks)
+    found = launch(_train, (config, steps, blocks), config.ranks)
+    by_library = config.baseline is not None or config.collectives
+    is_exact = not by_library and config.torch_device.type == "cpu"
+    return Comparison(
+        losses=_difference(torch.tensor(found.losses), torch.tensor(expected.losses)),
+        stages=[_largest(mine, theirs) for mine, theirs in zip(found.stages, expected.stages, strict=True)],
+        ranks=config.ranks,
+        steps=steps,
+        tolerance=0.0 if is_exact else LIBRARY_TOLERANCE,
+    )
+
+
+def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcome:
+    with process_group(config.torch_device, config.ranks, config.timeout_seconds):
+        dataset = load_data(config)
+        engine = build_engine(config, cut_model(config, blocks_per_stage), dataset.train_size)
+        losses: list[list[float]] = []
+        for part in (range(steps // 2), range(steps // 2, steps)):
+            batches = dataset.train_batches(
+                part,
+                batch_size=config.batch_size,
+                workers=config.micro_batches,
+                seed=config.seed,
+                device=config.torch_device,
+                dtype=parameter_dtype(config),
+                channels_last=config.channels_last,
+                is_read=reading_rule(config, engine),
+            )
+            losses += [result.losses for result in engine.run(batches)]
+        stages = engine.state_dict().get("stages", [])
+        return Outcome(losses, [{path: tensor.cpu() for path, tensor in _tensors(stage)} for stage in stages])
+
+
+def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of nested state with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _tensors(part, f"{path}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for key, part in enumerate(value):
+            yield from _tensors(part, f"{path}/{key}")
+
+
+def _largest(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    if mine.keys() != theirs.keys():
+        raise RuntimeError(f"the states hold different tensors: {sorted(mine.keys() ^ theirs.keys())[:3]}")
+    return max((_difference(mine[path], theirs[path]) for path in mine), default=0.0)
+
+
+def _difference(mine: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference over the largest value; infinite if one holds what is not finite."""
+    if mine.numel() == 0 or torch.equal(mine, theirs):
+        return 0.0
+    difference = (mine.double() - theirs.double()).abs().max().item()
+    scale = theirs.double().abs().max().item() or 1.0
+    return difference / scale if difference == difference else float("inf")

@@ -1,0 +1,144 @@
+"""Typed configuration: every leaf is read, every mistake is reported."""
+
+from __future__ import annotations
+
+import ast
+import importlib.resources
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+import cdp_repro
+from cdp_repro.config import ConfigError, RunConfig, load_config
+from cdp_repro.config.compose import compose_config
+from cdp_repro.config.keys import leaves
+
+SOURCES = Path(cdp_repro.__file__).parent
+CONFIGS = sorted(path for path in (SOURCES / "config" / "hydra_tree").rglob("*.yaml") if path.name != "config.yaml")
+
+
+def field_names(kind: type) -> set[str]:
+    """Names of all leaves of a configuration class."""
+    found: set[str] = set()
+    for field in fields(kind):
+        nested = field.default_factory
+        found |= field_names(nested) if is_dataclass(nested) else {field.name}
+    return found
+
+
+def names_read() -> set[str]:
+    """Every attribute that code outside config.py reads, and those that config.py reads of itself."""
+    found: set[str] = set()
+    for path in SOURCES.rglob("*.py"):
+        found |= {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    return found
+
+
+def test_every_field_is_read_by_code():
+    recommended = {"recommended_epochs", "recommended_batch_size"}  # read by the interpolations of config.yaml
+    assert field_names(RunConfig) - names_read() == recommended
+    text = (SOURCES / "config" / "hydra_tree" / "config.yaml").read_text()
+    assert all(f"${{dataset.{name}}}" in text for name in recommended)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_leaf_of_every_config_is_a_field(path):
+    group = path.relative_to(SOURCES / "config" / "hydra_tree").parts[0]
+    tree = OmegaConf.load(path)
+    tree.pop("defaults", None)
+    tree = tree if group == "experiment" else OmegaConf.create({group: tree})
+    composed = OmegaConf.structured(RunConfig)
+    known = {key for key, _ in leaves(composed)}
+    assert {key for key, _ in leaves(tree)} <= known
+
+
+def test_the_configs_are_package_data_and_the_link_at_the_top_shows_them():
+    assert importlib.resources.files("cdp_repro.config.hydra_tree").joinpath("config.yaml").is_file()
+    link = Path(__file__).parents[2] / "configs"
+    assert link.resolve() == (SOURCES / "config" / "hydra_tree").resolve()
+
+
+def test_plain_data_round_trips():
+    config = compose_config(["mode=[[1,1],[1,0]]", "workers=2", "dataset=cifar10", "optim=adamw"])
+    assert load_config(OmegaConf.create(config.to_dict())) == config
+
+
+PAPER = {
+    "cifar10_resnet18": ("cifar10", "resnet18", 101, 64 * 8, 0.05, 0.9, 5e-4, 30, 0.2),
+    "cifar10_resnet50": ("cifar10", "resnet50", 101, 64 * 8, 0.05, 0.9, 1e-3, 30, 0.2),
+    "imagenet_resnet18": ("imagenet", "resnet18", 91, 32 * 8, 0.1, 0.9, 1e-4, 30, 0.1),
+    "imagenet_resnet50": ("imagenet", "resnet50", 91, 32 * 8, 0.1, 0.9, 1e-4, 30, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_presets_hold_the_set_up_of_the_paper(name):
+    config = compose_config([f"experiment=paper/{name}", "mode=cdp_v1", "seed=3"])
+    optim = config.optim
+    found = (
+        config.dataset.name, config.model.name, config.epochs, config.batch_size, optim.lr, optim.momentum,
+        optim.weight_decay, optim.step_epochs, optim.gamma,
+    )  # fmt: skip
+    assert found == PAPER[name]
+    assert (optim.name, optim.schedule, optim.warmup_epochs) == ("sgd", "step", 0)
+    assert (config.workers, config.stage_count, config.partition) == (4, 4, "flops")
+    assert (config.mode.name, config.seed) == ("cdp_v1", 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["batch_size=30"], "batch_size=30 is not divisible by workers=4: use batch_size=28 or batch_size=32"),
+        (["stages=6"], "stages=6 is not a multiple of workers=4: use stages=4 or stages=8"),
+        (["stages=2"], "stages=2 is not a multiple of workers=4: use stages=4"),
+        (["workers=0"], "workers=0: must be a finite number, 1 or more"),
+        (["optim.lr=-1"], "optim.lr=-1.0: must be a finite number, 0 or more"),
+        (["optim.lr=nan"], "optim.lr=nan: must be a finite number, 0 or more"),
+        (
+            ["optim.beta1=0.5"],
+            "optim.beta1 has no effect with this optim; those that have are optim.lr, optim.momentum",
+        ),
+        (["optim.name=adamw"], "optim.name is set by optim=..."),
+        (["mode=dp,cdp_v1"], "mode=dp,cdp_v1 has several values: add --multirun"),
+        (["resume=runs/x"], "stands alone"),
+        (["seed=99999999999999999999"], "seed"),
+        (["mode=CDP_V1"], "did you mean 'cdp_v1'?"),
+        (["dataset=synthetic", "dataset.test_samples=0"], "dataset.test_samples=0: must be a finite number, 1 or more"),
+        (["optim=adamw", "optim.beta1=1"], "optim.beta1=1.0: must be at least 0 and below 1"),
+        (["epochs=two"], "epochs=two: Value 'two' of type 'str' could not be converted to Integer"),
+        (["precision=fp16"], "precision=fp16: choose fp32, fp64, bf16"),
+        (["partition=flop"], "did you mean 'flops'?"),
+        (["slot_order=backwards"], "slot_order"),
+        (["mode=matrix"], "mode.staleness has no value yet"),
+        (["mode=[[1,1],[1,1]]"], "needs 4 rows (workers) of 4 entries (stages)"),
+        (["mode=[[0,0],[0,0]]", "workers=2"], "it exists from slot 6 on"),
+        (
+            ["mode=cdp_v3"],
+            "unknown mode 'cdp_v3': choose accumulation, cdp_v1, cdp_v2, dp, matrix; did you mean 'cdp_v2'?",
+        ),
+        (["dataset=cifar"], "did you mean 'cifar10'?"),
+        (["model=resnet19"], "did you mean 'resnet18'?"),
+        (["experiment=paper/cifar10_resnet1"], "did you mean 'paper/cifar10_resnet18'?"),
+        (["optm.lr=1"], "unknown key 'optm.lr'; did you mean 'optim.lr'?"),
+        (["~seed"], "a value cannot be removed"),
+        (["seed"], "not of the form key=value"),
+    ],
+)
+def test_each_mistake_is_explained(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        compose_config(overrides)
+    assert message in str(caught.value)
+
+
+def test_all_mistakes_are_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["mode=cdp_v3", "datset=cifar10", "optim.lr=abc", "workers=3", "precision=fp8", "epochs=0"])
+    assert len(caught.value.problems) == 6
+
+
+def test_short_forms_are_written_out():
+    config = compose_config(["mode=[[1,1],[1,0]]", "workers=2", "model=deit_tiny_patch16_224"])
+    assert (config.mode.name, config.mode.rule) == ("matrix", [[1, 1], [1, 0]])
+    assert config.model.name == "deit_tiny_patch16_224"

@@ -1,0 +1,40 @@
+"""Figures show what the schedule holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from cdp_repro.observe.figures import memory_figure, save_figure, timeline_figure
+from cdp_repro.observe.text import format_bytes
+from cdp_repro.schedule import Schedule, StageCosts, simulate
+
+
+def test_the_timeline_has_a_cell_for_every_action(tmp_path):
+    slots = list(Schedule.build("cdp_v2", 3).slots(range(2)))
+    figure = timeline_figure({"cdp_v2": slots}, workers=3, stages=3)
+    (axis,) = figure.axes
+    texts = [text.get_text() for text in axis.texts]
+    assert len(texts) == 2 * 3 * 3 * 2
+    assert sum(text.startswith("↑") for text in texts) == sum(text.startswith("↓") for text in texts)
+    assert axis.get_xlabel() and axis.get_ylabel() == "stage"
+
+
+def test_the_memory_curve_shows_bytes_per_slot():
+    trace = simulate(Schedule.build("cdp_v1", 4), StageCosts.equal(4, 2**20), 2)
+    figure = memory_figure({"cdp_v1": trace.activation_bytes_per_slot}, "title")
+    (line,) = figure.axes[0].lines
+    assert list(line.get_ydata()) == [value / 2**20 for value in trace.activation_bytes_per_slot.values()]
+    assert "MiB" in figure.axes[0].get_ylabel()
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_saving_twice_gives_the_same_bytes(tmp_path, suffix):
+    for name in ("one", "two"):
+        figure = memory_figure({"dp": {0: 1, 1: 2}}, "title")
+        save_figure(figure, tmp_path / f"{name}.{suffix}")
+    assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"two.{suffix}").read_bytes()
+
+
+def test_bytes_are_shown_in_a_unit_that_fits():
+    expected = {0: "0 bytes", 1: "1 bytes", 1536: "1.5 KiB", 3 * 2**20: "3 MiB", 2**31: "2 GiB"}
+    assert {number: format_bytes(number) for number in expected} == expected

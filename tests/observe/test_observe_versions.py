@@ -1,0 +1,28 @@
+"""The hash of the code."""
+
+from __future__ import annotations
+
+import re
+
+from cdp_repro.observe import versions as versions_module
+from cdp_repro.observe.versions import code_hash
+
+
+def test_the_code_hash_depends_on_names_and_contents_of_code(tmp_path, monkeypatch):
+    assert code_hash() == code_hash() and re.fullmatch("[0-9a-f]{64}", code_hash())
+    monkeypatch.setattr(versions_module, "PACKAGE", tmp_path)
+    hashes = [code_hash()]
+    (tmp_path / "configs").mkdir()
+    for name, content in [("a.py", "1"), ("a.py", "2"), ("configs/b.yaml", "1"), ("configs/c.yaml", "")]:
+        (tmp_path / name).write_text(content)
+        hashes.append(code_hash())
+    assert len(set(hashes)) == 5
+    (tmp_path / "a.pyc").write_text("compiled")
+    assert code_hash() == hashes[-1]
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    assert code_hash() not in hashes
+    (tmp_path / "d.py").write_text("")
+    assert code_hash(["configs", "b.py"]) != code_hash(["configs"])
+    before = code_hash(["configs", "b.py"])
+    (tmp_path / "d.py").write_text("not a part")
+    assert code_hash(["configs", "b.py"]) == before
