@@ -170,7 +170,7 @@ class Program:
         found = [checker.slot(slot, slots[place + 1 : place + 1 + seen]) for place, slot in enumerate(slots)]
         checker.end(held_after(self.schedule, first_step + steps))
         if self._communicators is None:
-            self._communicators = communicators(found, self.schedule.ranks)
+            self._communicators = communicators(found, self.schedule.ranks, self.roles.after(1))
         return found
 
 

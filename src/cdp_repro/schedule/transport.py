@@ -34,16 +34,33 @@ def directions(used: Iterable[Edge]) -> tuple[Communicator, ...]:
     return tuple(tuple(each) for each in (up, down) if each)
 
 
-def communicators(slots: Sequence[Slot], ranks: int) -> tuple[Communicator, ...]:
+def communicators(
+    slots: Sequence[Slot], ranks: int, later: Callable[[int], int] | None = None
+) -> tuple[Communicator, ...]:
     """Return the communicators for a run: one for each direction if the replay allows that, else one for each edge.
 
-    A communicator costs memory and start-up time on each of its ranks.
+    A communicator costs memory and start-up time on each of its ranks. `later` maps each rank to the one that plays its
+    role a training step later, None if each keeps its own: a longer run uses the edges of all roles in turn.
     """
-    used = edges(slots)
+    used = edges(slots) if later is None else _in_all_roles(edges(slots), later)
     shared = directions(used)
     if blocked_on_nccl(slots, ranks, shared) is None:
         return shared
     return tuple((edge,) for edge in used)
+
+
+def _in_all_roles(used: Iterable[Edge], later: Callable[[int], int]) -> list[Edge]:
+    """Return these edges and those that take their place in any later training step, sorted.
+
+    For example stage 0 of model_parallel takes turns on 6 ranks and stage 1 on 5, so that all 30 edges between them are
+    used, but not by the first 4 steps of 6 micro-batches.
+    """
+    found: set[Edge] = set()
+    for source, destination in used:
+        while (source, destination) not in found:
+            found.add((source, destination))
+            source, destination = later(source), later(destination)
+    return sorted(found)
 
 
 def blocked_on_nccl(slots: Iterable[Slot], ranks: int, shared: Sequence[Communicator]) -> Action | None:
