@@ -19,7 +19,7 @@ from cdp_repro.engine.engine import refuse_shared_parameters
 from cdp_repro.engine.executor import StepResult
 from cdp_repro.engine.parameters import OptimizerFactory
 from cdp_repro.engine.team import Team
-from cdp_repro.schedule import Trace
+from cdp_repro.trace import Trace
 
 Tensors = dict[str, Tensor]
 
@@ -123,7 +123,6 @@ class Baseline(ABC):
         with self._autocast():
             return self._loss_fn(output, targets)
 
-    @property
     def model(self) -> nn.Sequential:
         """A copy of the whole model with theta[step] and buffers averaged over workers, on every rank. Collective."""
         parts: list[Any] = [None] * self.workers
@@ -157,10 +156,9 @@ class Baseline(ABC):
         """0: the library reads parameters unseen, so there is no ledger."""
         return 0
 
-    @property
     def trace(self) -> Trace:
         """Empty: the library does not say what it runs when."""
-        return Trace(self.workers, len(self._skeleton), ())
+        return Trace(self.workers, self.workers, len(self._skeleton), ())
 
     def state_dict(self) -> dict[str, Any]:
         """Return, on rank 0, a copy of everything that the next step depends on; {} on other ranks. Collective.

@@ -59,7 +59,7 @@ def _single(overrides: Sequence[str]) -> int:
     config = _resumed_config(resumed, overrides) if resumed else compose_config(overrides)
     run_dir = resumed.path if resumed else Path(config.run_dir or _new_run_dir(config))
     arguments = (config, run_dir, ["cdp-train", *overrides], resumed is not None)
-    summary = launch(_train_rank, arguments, config.ranks)
+    summary = launch(_train_rank, arguments, config.processes)
     if summary:
         write_out(_summary_text(summary))
     return 0

@@ -9,7 +9,7 @@ from typing import Any
 from cdp_repro.baselines import BASELINES
 from cdp_repro.config.errors import nearest
 from cdp_repro.config.schema import RunConfig
-from cdp_repro.schedule import MODES, PIPELINE_SCHEDULES, PLACEMENTS, SLOT_ORDERS
+from cdp_repro.schedule import MODES, PIPELINE_SCHEDULES, PLACEMENTS, SLOT_ORDERS, Program
 
 PARTITIONS = ("flops", "parameters", "activations", "time")
 
@@ -29,7 +29,7 @@ _CHOICES = {
 
 _MINIMA = {
     **dict.fromkeys(
-        ("workers", "replicas", "batch_size", "epochs", "timeout_seconds", "evaluate_every_epochs",
+        ("workers", "accumulate", "replicas", "batch_size", "epochs", "timeout_seconds", "evaluate_every_epochs",
          "evaluation_batch_size", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps",
          "optim.step_epochs", "dataset.channels", "dataset.image_size",
          "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden", "model.depth",
@@ -42,6 +42,7 @@ _MINIMA = {
 }  # fmt: skip
 
 _OPTIONAL_MINIMA = {
+    "stages": 1, "ranks": 1,
     "cluster.between_hosts_latency_seconds": 0, "cluster.between_hosts_bandwidth_bytes_per_second": 1,
     "cluster.flops_per_second": 1,
 }  # fmt: skip
@@ -80,7 +81,9 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
 def inconsistent(config: RunConfig) -> Iterable[str]:
     """Yield a sentence for each pair of settings, all of them in range, that exclude each other."""
     try:
-        config.schedule()
+        schedule = config.schedule()
+        if config.mode.staleness is not None:  # named modes can be served on every placement
+            Program(schedule)
     except ValueError as error:
         yield str(error)
     if config.baseline is not None:
@@ -90,7 +93,11 @@ def inconsistent(config: RunConfig) -> Iterable[str]:
     if config.batch_size % config.micro_batches:
         lower = config.batch_size // config.micro_batches * config.micro_batches
         works = " or ".join(f"batch_size={value}" for value in (lower, lower + config.micro_batches) if value)
-        parts = f"workers={config.workers}" + (f" x replicas={config.replicas}" if config.replicas > 1 else "")
+        parts = " x ".join(
+            f"{name}={number}"
+            for name in ("workers", "accumulate", "replicas")
+            if (number := getattr(config, name)) > 1 or name == "workers"
+        )
         yield f"batch_size={config.batch_size} is not divisible by {parts}: use {works}"
 
 
@@ -124,6 +131,8 @@ def _wrong_with_baseline(config: RunConfig) -> Iterable[str]:
         yield f"baseline={config.baseline} uses the library's collectives in any case: drop collectives=true"
     if config.replicas != 1:
         yield f"baseline={config.baseline} knows no replicas={config.replicas}: use workers={config.micro_batches}"
+    if config.accumulate != 1:
+        yield f"baseline={config.baseline} knows no accumulate={config.accumulate}: use workers={config.micro_batches}"
     if config.baseline in ("torch_gpipe", "torch_1f1b") and config.stage_count != config.workers:
         yield (
             f"baseline={config.baseline} runs one stage a process, not stages={config.stage_count} on "

@@ -43,7 +43,7 @@ def without_effect(config: RunConfig) -> list[str]:
         )
     elif config.optim.schedule == "step" and config.optim.step_epochs >= config.epochs:
         found.append(f"optim.step_epochs={config.optim.step_epochs} is not reached in epochs={config.epochs}")
-    if config.collectives and config.ranks == 1:
+    if config.collectives and config.processes == 1:
         found.append("collectives=true has no effect on one rank")
     if config.channels_last and config.model.name == "mlp":
         found.append("channels_last=true has no effect on model=mlp")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cdp_repro.schedule import Schedule
+from cdp_repro.schedule import Schedule, Spec
 
 
 @dataclass
@@ -23,11 +23,6 @@ class ModeConfig:
     `matrix`."""
     staleness: list[list[int]] | None = None
     """Of `matrix`: staleness d(i, j) in training steps, a row a worker, a column a stage."""
-
-    @property
-    def rule(self) -> str | list[list[int]]:
-        """What `Schedule.build` takes: a name or a matrix."""
-        return self.name if self.staleness is None else self.staleness
 
 
 @dataclass
@@ -143,9 +138,13 @@ class RunConfig:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     workers: int = 4
-    """N: micro-batches per mini-batch."""
+    """N: micro-batches that are under way at once."""
     stages: int | None = None
-    """S: stages the model is cut into, a multiple of `workers`; unless set: `workers`."""
+    """S: stages the model is cut into; unless set: `workers`. The cyclic timeline needs a multiple of `workers`."""
+    accumulate: int = 1
+    """k: micro-batches that each worker runs in a training step, one after the other; a mini-batch has k N of them."""
+    ranks: int | None = None
+    """D, of placement=pipeline: ranks that the stages are spread over, a divisor of `stages`; unless set: `workers`."""
     replicas: int = 1
     """R: ranks that share each worker's micro-batch; on `single_device` one device computes all of them."""
     baseline: str | None = None
@@ -203,11 +202,11 @@ class RunConfig:
 
     @property
     def micro_batches(self) -> int:
-        """M = N * R: micro-batches that a mini-batch is cut into."""
-        return self.workers * self.replicas
+        """M = k N R: micro-batches that a mini-batch is cut into."""
+        return self.workers * self.accumulate * self.replicas
 
     @property
-    def ranks(self) -> int:
+    def processes(self) -> int:
         """Processes that the run needs."""
         return self.schedule().ranks if self.baseline is None else self.workers
 
@@ -227,16 +226,26 @@ class RunConfig:
         """Return the configuration as plain data."""
         return asdict(self)
 
-    def schedule(self, gradient_bytes: Sequence[int] = ()) -> Schedule:
-        """Return the validated schedule of the run; with the bytes of each stage's gradients, as it sends them."""
-        return Schedule.build(
-            self.mode.rule,
-            self.workers,
-            self.stage_count,
-            self.placement.name,
-            self.slot_order,
+    def spec(self) -> Spec:
+        """Return what the run's schedule is made from."""
+        staleness = self.mode.staleness
+        return Spec(
+            mode=self.mode.name if staleness is None else tuple(map(tuple, staleness)),
+            workers=self.workers,
+            stages=self.stage_count,
+            placement=self.placement.name,
+            slot_order=self.slot_order,
+            accumulate=self.accumulate,
             replicas=self.replicas,
+            ranks=self.ranks,
             pipeline_schedule=self.pipeline_schedule,
             collectives=self.collectives and self.baseline is None,
-            gradient_bytes=gradient_bytes,
         )
+
+    def schedule(self, gradient_bytes: Sequence[int] = ()) -> Schedule:
+        """Return the schedule of the run; with the bytes of each stage's gradients, as it sends them.
+
+        Raises:
+            ValueError: values that do not fit together, with values that work.
+        """
+        return Schedule.of(self.spec(), gradient_bytes)

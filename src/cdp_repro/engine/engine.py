@@ -221,7 +221,7 @@ class Engine:
         program, first_step = self._executor.program, self.step
         self._tracer.begin_run(self._next_slot, first_step)
         for slot in program.replay(first_step, feed.begin_step, self._next_slot):
-            self._tracer.enter(slot)
+            self._tracer.enter(slot, feed.begun)
             for result in self._executor.execute(slot, feed):
                 self.step = result.step + 1
                 yield result

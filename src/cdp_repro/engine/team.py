@@ -44,6 +44,7 @@ class Team:
         self.rank = dist.get_rank() if self.size > 1 else 0
         self.control = self._control_group() if self.size > 1 else None
         """A group for objects and small tensors on the CPU; None if there is one rank only."""
+        self._store = self._own_store() if self.size > 1 else None
 
     @staticmethod
     def _control_group() -> dist.ProcessGroup:
@@ -107,8 +108,17 @@ class Team:
 
     @property
     def store(self) -> Store:
-        """Keys and values that all ranks see at any time; only where there are several ranks."""
-        return PrefixStore("cdp_repro", dist.distributed_c10d._get_default_store())
+        """Keys and values of this team that all its ranks see at any time; only where there are several ranks."""
+        assert self._store is not None, "asked only where there are several ranks"
+        return self._store
+
+    def _own_store(self) -> Store:
+        """Return a store for this team alone: what ranks wrote for an earlier one, made in the same process, is not there.
+
+        All ranks make the same teams in the same order, so that each counts its own and gets the same number.
+        """
+        shared = PrefixStore("cdp_repro", dist.distributed_c10d._get_default_store())
+        return PrefixStore(f"team/{shared.add(f'teams/{self.rank}', 1)}", shared)
 
     def broadcast(self, layout: Layout, tensors: Mapping[str, Tensor] | None, source: int) -> Mapping[str, Tensor]:
         """Return the tensors of rank `source`, which alone must give them."""

@@ -36,12 +36,13 @@ class Tracer:
 
     def begin_run(self, first_slot: int, first_step: int) -> None:
         """Begin a run: nothing is recorded from the slot on in which the first step beyond the traced ones begins."""
-        self._end_slot = first_slot + (self._end_step - first_step) * self._schedule.slots_per_step
+        self._traced_here = self._end_step - first_step
+        self._end_slot = first_slot + self._traced_here * self._schedule.slots_per_step
 
-    def enter(self, slot: Slot) -> None:
-        """Begin a slot."""
+    def enter(self, slot: Slot, begun: int) -> None:
+        """Begin a slot of a run in which `begun` steps have begun; with no step after the traced ones, the drain is traced."""
         self._slot = slot.number
-        if slot.number >= self._end_slot:
+        if slot.number >= self._end_slot and begun > self._traced_here:
             self.stop()
 
     def now(self) -> float:

@@ -59,7 +59,7 @@ def _draw_timeline(axis: Axes, timeline: Sequence[Slot], workers: int) -> None:
     for slot in timeline:
         by_stage: dict[int, list[tuple[int, Action]]] = {}
         for action in slot.actions:
-            if action.op.is_compute and action.micro_batch is not None:
+            if action.op.is_compute:
                 by_stage.setdefault(action.stage, []).append((action.micro_batch % workers, action))
         for stage, users in by_stage.items():
             height = 1 / len(users)

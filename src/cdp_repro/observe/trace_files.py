@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from cdp_repro.observe.run_directory import RunDirectory
 from cdp_repro.observe.wandb_mirror import WandbMirror
-from cdp_repro.schedule import Slot, StageCosts, Trace
-from cdp_repro.schedule.placement import Placement
-from cdp_repro.schedule.render import write_comms_csv, write_memory_csv, write_perfetto
+from cdp_repro.schedule import Slot
+from cdp_repro.trace import Trace, write_comms_csv, write_memory_csv, write_perfetto
 
 
-def write_trace_files(trace: Trace, directory: RunDirectory, costs: StageCosts, placement: Placement) -> None:
-    """Write trace.json, memory.csv and comms.csv."""
+def write_trace_files(trace: Trace, directory: RunDirectory, version_bytes: Callable[[int, int], int]) -> None:
+    """Write trace.json, memory.csv and comms.csv; `version_bytes` as for `write_memory_csv`."""
     with directory.trace_path.open("w") as file:
         write_perfetto(trace, file)
     with directory.memory_path.open("w") as file:
-        write_memory_csv(trace, file, costs.parameter_bytes, placement)
+        write_memory_csv(trace, file, version_bytes)
     with directory.comms_path.open("w") as file:
         write_comms_csv(trace, file)
 
@@ -24,11 +24,14 @@ def write_trace_files(trace: Trace, directory: RunDirectory, costs: StageCosts, 
 def mirror_trace(trace: Trace, mode: str, directory: RunDirectory, mirror: WandbMirror) -> None:
     """Log timeline, memory, ledger and messages to W&B: tables, pictures, an artifact."""
     reads = [
-        (record.slot, str(action), *divmod(action.micro_batch, trace.workers), action.stage, action.version)
+        (
+            record.slot, action.label, action.micro_batch // trace.micro_batches, action.micro_batch % trace.micro_batches,
+            action.stage, action.version,
+        )
         for record in trace.records
         for action in record.actions
-        if action.op.is_compute and action.micro_batch is not None
-    ]
+        if action.op.is_compute
+    ]  # fmt: skip
     mirror.log_table("ledger", ["slot", "action", "step", "worker", "stage", "version"], reads)
     sent = [(m.slot, m.source, m.destination, m.kind, m.stage, m.bytes) for m in trace.messages]
     mirror.log_table("messages", ["slot", "source", "destination", "kind", "stage", "bytes"], sent)
@@ -39,7 +42,7 @@ def mirror_trace(trace: Trace, mode: str, directory: RunDirectory, mirror: Wandb
     from cdp_repro.observe.figures import memory_figure, save_figure, timeline_figure
 
     slots = [Slot(record.slot, record.actions) for record in trace.records][: 6 * trace.stages]
-    save_figure(timeline_figure({mode: slots}, trace.workers, trace.stages), pictures / "timeline.png")
+    save_figure(timeline_figure({mode: slots}, trace.lanes, trace.stages), pictures / "timeline.png")
     save_figure(memory_figure({mode: curve}, "live activation bytes"), pictures / "memory.png")
     mirror.log_image("timeline", pictures / "timeline.png")
     mirror.log_image("memory_curve", pictures / "memory.png")

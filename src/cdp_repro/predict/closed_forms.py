@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cdp_repro.schedule import Schedule, StageCosts, part_bytes
-from cdp_repro.schedule.pacing import is_paced
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.schedule import Schedule
+from cdp_repro.schedule.parts import part_bytes
+from cdp_repro.schedule.summation.exchange_in_parts import leaves_in_parts
 
 QUANTITIES = (
     "devices", "activation_bytes_per_device", "activation_bytes_total", "parameter_bytes_per_device",
@@ -36,10 +38,10 @@ class Setting:
     collectives: bool = False
 
     def schedule(self, workers: int, gradient_bytes: Sequence[int] = ()) -> Schedule:
-        """Return the schedule for N = S, which is validated as it runs."""
+        """Return the schedule for N = S."""
         return Schedule.build(
             self.mode, workers, placement=self.placement, pipeline_schedule=self.pipeline_schedule,
-            collectives=self.collectives, gradient_bytes=gradient_bytes, ahead=False,
+            collectives=self.collectives, gradient_bytes=gradient_bytes,
         )  # fmt: skip
 
 
@@ -61,7 +63,7 @@ class Sizes:
         """Return the sizes; `moves` says whether micro-batches go from rank to rank between stages."""
         stages = range(costs.stages)
         received = [costs.received_bytes(j)[0] if moves and j else 0 for j in stages]
-        leaving = [costs.left_bytes(j) if moves and j < costs.stages - 1 else 0 for j in stages]
+        leaving = [costs.released_by_sending(j) if moves and j < costs.stages - 1 else 0 for j in stages]
         return cls(
             kept=[costs.forward_bytes[j] + received[j] - leaving[j] for j in stages],
             leaving=leaving,
@@ -190,7 +192,7 @@ def _messages(setting: Setting, n: int, sizes: Sizes) -> Values:
     values: Values = {"sent_bytes_per_device": sent, "messages_per_slot": messages, "chain": chain}
     if (setting.placement, setting.mode) == ("model_parallel", "cdp_v2"):
         del values["messages_per_slot"]  # 2(N-1) up to N = 6, less beyond: which totals meet in a slot depends on N
-    elif is_paced(setting.schedule(n).placement, sizes.gradients):
+    elif leaves_in_parts(setting.schedule(n, sizes.gradients)):
         del values["messages_per_slot"]  # how many parts there are depends on the sizes
     return values
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from cdp_repro.config import RunConfig
 from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.cutting import CutModel, cut_model
-from cdp_repro.schedule import SLOT_ORDERS, Schedule, Slot, Trace, simulate
-from cdp_repro.schedule.render import text_grid, write_actions_csv, write_comms_csv, write_memory_csv, write_perfetto
+from cdp_repro.predict.simulate import simulate_slots, version_bytes
+from cdp_repro.schedule import SLOT_ORDERS, Program, Schedule, Slot
+from cdp_repro.schedule.grid import text_grid
+from cdp_repro.trace import Trace, write_actions_csv, write_comms_csv, write_memory_csv, write_perfetto
 
 SHOWN_WORKERS = 16
 """Up to so many workers the timeline and the memory of each slot are shown as text."""
@@ -24,7 +26,7 @@ STEPS = 2
 class Forecast:
     """One mode in one slot order, simulated."""
 
-    schedule: Schedule
+    program: Program
     slots: Sequence[Slot]
     trace: Trace
 
@@ -50,18 +52,20 @@ def make_plan(config: RunConfig) -> Plan:
     cut = cut_model(config)
     chosen = config.schedule(cut.costs.gradient_bytes)
     baseline = chosen.data_parallel()
-    schedules = {baseline.mode.name: baseline, chosen.mode.name: chosen}
+    schedules = {baseline.mode: baseline, chosen.mode: chosen}
     (other,) = set(SLOT_ORDERS) - {config.slot_order}
     return Plan(
         config,
         cut,
         {name: _forecast(schedule, cut) for name, schedule in schedules.items()},
-        _forecast(replace(chosen, slot_order=other), cut),
+        _forecast(Schedule.of(replace(chosen.spec, slot_order=other), chosen.gradient_bytes), cut),
     )
 
 
 def _forecast(schedule: Schedule, cut: CutModel) -> Forecast:
-    return Forecast(schedule, list(schedule.slots(range(STEPS))), simulate(schedule, cut.costs, STEPS))
+    program = Program(schedule)
+    slots = program.slots(STEPS)
+    return Forecast(program, slots, simulate_slots(schedule, cut.costs, slots))
 
 
 def plan_text(plan: Plan, width: int) -> str:
@@ -75,7 +79,7 @@ def plan_text(plan: Plan, width: int) -> str:
     parts = [head, _stage_table(plan)]
     if config.micro_batches <= SHOWN_WORKERS:
         for name, forecast in plan.forecasts.items():
-            grid = text_grid(forecast.slots, config.micro_batches, width)
+            grid = text_grid(forecast.slots, config.workers * config.replicas, width)
             parts.append(f"timeline of {name} (F2v1 = forward of stage 2 with parameter version 1)\n\n{grid}")
         parts.append(_memory_table(plan))
     else:
@@ -119,14 +123,17 @@ def _comparison(plan: Plan) -> str:
     """The line that decides: peak of each forecast, as a share of data parallelism's."""
     baseline = plan.forecasts["dp"].trace.activation_peak_bytes_total
     rows = [("mode", "slot order", "activation peak", "/ dp", "versions kept", "their bytes", "messages")]
-    sizes = plan.cut.costs.parameter_bytes
     for forecast in [*plan.forecasts.values(), plan.other_order]:
-        schedule, trace = forecast.schedule, forecast.trace
-        kept = max(schedule.placement.live_bytes(r.rank, r.versions, sizes) for r in trace.records)
+        schedule, trace = forecast.program.schedule, forecast.trace
+        size = version_bytes(schedule, plan.cut.costs)
+        kept = max(
+            sum(number * size(record.rank, stage) for stage, number in enumerate(record.versions))
+            for record in trace.records
+        )
         rows.append(
             (
-                schedule.mode.name,
-                schedule.slot_order,
+                schedule.mode,
+                schedule.spec.slot_order,
                 format_bytes(trace.activation_peak_bytes_total),
                 f"{trace.activation_peak_bytes_total / baseline:.3f}",
                 str(trace.versions_kept),
@@ -134,7 +141,7 @@ def _comparison(plan: Plan) -> str:
                 str(len(trace.messages)),
             )
         )
-    if plan.other_order.schedule.mode.timeline != "cyclic":
+    if plan.other_order.program.schedule.timeline.name != "cyclic":
         return table(rows)
     n = plan.config.workers
     return f"{table(rows)}\nequal stages would give (N+1)/2N = {(n + 1) / (2 * n):.3f} in paper order"
@@ -149,7 +156,7 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     timelines = {name: forecast.slots for name, forecast in plan.forecasts.items()}
     curves = {name: forecast.trace.activation_bytes_per_slot for name, forecast in plan.forecasts.items()}
     figures = {
-        "timeline": timeline_figure(timelines, config.micro_batches, config.stage_count),
+        "timeline": timeline_figure(timelines, config.workers * config.replicas, config.stage_count),
         "memory": memory_figure(curves, f"{config.model.name}, {config.workers} workers, cut by {config.partition}"),
     }
     written = [folder / f"{name}.{suffix}" for name in figures for suffix in ("svg", "png")]
@@ -158,8 +165,7 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     for name, forecast in plan.forecasts.items():
         memory_csv = partial(
             write_memory_csv,
-            parameter_bytes=plan.cut.costs.parameter_bytes,
-            placement=forecast.schedule.placement,
+            version_bytes=version_bytes(forecast.program.schedule, plan.cut.costs),
         )
         for kind, write in (
             ("actions.csv", write_actions_csv),

@@ -7,7 +7,9 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 from cdp_repro.predict.partition import partition
-from cdp_repro.schedule import Schedule, Slot, StageCosts, simulate_slots
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.predict.simulate import simulate_slots
+from cdp_repro.schedule import Program, Schedule, Slot
 
 WORKERS = (2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 """Numbers of workers of the figure's curves."""
@@ -22,7 +24,7 @@ def theory(workers: int) -> float:
 def _timeline(workers: int, order: str) -> tuple[Schedule, list[Slot]]:
     """Return the schedule and its first two training steps, in which the peak is reached."""
     schedule = Schedule.build("cdp_v2", workers, slot_order=order)
-    return schedule, list(schedule.slots(range(2)))
+    return schedule, Program(schedule).slots(2)
 
 
 def reduction(costs: StageCosts, order: str) -> float:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cdp_repro.engine.compute import LossFn
-from cdp_repro.engine.layouts import stage_layouts
+from cdp_repro.engine.messages import layouts_of
 from cdp_repro.engine.memory import ActivationMeter
 from cdp_repro.engine.rehearsal import Autocast, Rehearsal, fake_tensors
-from cdp_repro.schedule import Payload, StageCosts
+from cdp_repro.predict.costs import StageCosts
 
 
 def profile_stages(
@@ -38,20 +38,19 @@ def profile_stages(
         forward = [_measured(lambda n=n: rehearsal.forward(n, meter), meter) for n in range(len(stages))]  # type: ignore[misc]
         backward = [_measured(rehearsal.backward, meter) for _ in stages][::-1]
         kept = _kept(Rehearsal(stages, loss_fn, autocast, convert), len(stages), convert(inputs), convert(targets))
-    layouts = stage_layouts(stages, loss_fn, inputs, targets, autocast)
-    sent = {payload: tuple(layout.by_payload[payload].nbytes for layout in layouts) for payload in Payload}
+    layouts = layouts_of(stages, loss_fn, inputs, targets, autocast).stages
     return StageCosts(
         forward_bytes=tuple(grown for grown, _ in forward),
         backward_bytes=tuple(-grown for grown, _ in backward),
         parameter_bytes=tuple(sum(p.nbytes for p in stage.parameters()) for stage in stages),
         forward_flops=tuple(flops for _, flops in forward),
         backward_flops=tuple(flops for _, flops in backward),
-        output_bytes=sent[Payload.ACTIVATIONS],
+        output_bytes=tuple(layout.output.nbytes for layout in layouts),
         output_kept=tuple(output for output, _ in kept),
         input_kept=tuple(taken for _, taken in kept),
-        gradient_bytes=sent[Payload.GRADIENTS],
-        input_gradient_bytes=sent[Payload.INPUT_GRADIENTS],
-        buffer_bytes=sent[Payload.BUFFERS],
+        gradient_bytes=tuple(layout.gradients.nbytes for layout in layouts),
+        input_gradient_bytes=tuple(layout.input_gradient.nbytes for layout in layouts),
+        buffer_bytes=tuple(layout.buffers.nbytes for layout in layouts),
     )
 
 

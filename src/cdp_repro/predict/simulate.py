@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from cdp_repro.predict.costs import StageCosts
@@ -12,7 +12,7 @@ from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.program import Program
 from cdp_repro.schedule.rings import ring_bytes
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.values import INPUT, PARAMETERS
+from cdp_repro.schedule.values import INPUT, PARAMETERS, parameters
 from cdp_repro.trace import Trace, TraceRecorder, longest_chain
 
 
@@ -64,16 +64,11 @@ class Devices:
 
     def sent_bytes(self, action: Action) -> int:
         """Return the bytes that an action sends."""
-        if action.value is None or op_sends_nothing(action):
+        if action.value is None or action.op not in (Op.SEND, Op.COLLECTIVE):
             return 0
         if action.op is Op.COLLECTIVE:
             return ring_bytes(action, self._costs.bytes_of(action.value.whole), self._ranks)
         return self._costs.bytes_of(action.value)
-
-
-def op_sends_nothing(action: Action) -> bool:
-    """Whether an action is of a kind that sends nothing."""
-    return action.op is not Op.SEND and action.op is not Op.COLLECTIVE
 
 
 def simulate(program: Program, costs: StageCosts, steps: int) -> Trace:
@@ -164,3 +159,19 @@ def simulate_totals(
             sum(sizes),
             len({action.rank for action in slot.actions if action.op.is_compute}),
         )  # fmt: skip
+
+
+def version_bytes(schedule: Schedule, costs: StageCosts) -> Callable[[int, int], int]:
+    """Return (rank, stage) -> the bytes of one version of the stage's parameters there: all, or those of its shard."""
+    parts = schedule.ranks if schedule.placement.is_sharded else 1
+    return lambda rank, stage: costs.bytes_of(parameters(stage, 0).divided(rank + 1, parts))
+
+
+def held_bytes(schedule: Schedule, costs: StageCosts) -> list[int]:
+    """Return the bytes of one version of all stages that each rank holds."""
+    sizes = [0] * schedule.ranks
+    size = version_bytes(schedule, costs)
+    for stage in range(schedule.stages):
+        for rank in schedule.placement.holders(stage):
+            sizes[rank] += size(rank, stage)
+    return sizes

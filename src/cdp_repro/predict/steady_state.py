@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import count, takewhile
-
 from cdp_repro.predict.closed_forms import Setting, Values
-from cdp_repro.schedule import StageCosts, simulate_totals
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.predict.simulate import held_bytes, simulate_totals
+from cdp_repro.schedule import Program
 
 SIMULATED_STEPS = {"cyclic": 4}
 """Training steps of a simulation by timeline, 2 for others: the last repeats itself. In the cyclic timeline the
@@ -28,9 +28,9 @@ def simulated(setting: Setting, workers: int, costs: StageCosts, optimizer_state
     Peaks are those of all slots; what is sent and how long ranks idle is of the last training step.
     """
     schedule = setting.schedule(workers, costs.gradient_bytes)
-    length = schedule.mode.slots_per_step
-    begin = (SIMULATED_STEPS.get(schedule.mode.timeline, 2) - 1) * length
-    full = takewhile(lambda slot: slot.number < begin + length, schedule.slots(count()))
+    length = schedule.slots_per_step
+    begin = (SIMULATED_STEPS.get(schedule.timeline.name, 2) - 1) * length
+    full = Program(schedule).slots(begin // length + 2)[: begin + length]
     peaks = dict.fromkeys(_PEAKS, 0.0)
     sent = computing = 0
     for slot in simulate_totals(schedule, costs, full):
@@ -41,7 +41,7 @@ def simulated(setting: Setting, workers: int, costs: StageCosts, optimizer_state
             computing += slot.computing_ranks
     return peaks | {
         "devices": schedule.ranks,
-        "optimizer_bytes_per_device": optimizer_states * max(schedule.placement.held(costs.parameter_bytes)),
+        "optimizer_bytes_per_device": optimizer_states * max(held_bytes(schedule, costs)),
         "sent_bytes_per_device": sent / schedule.ranks,
         "idle_share": 1 - computing / (schedule.ranks * length),
     }

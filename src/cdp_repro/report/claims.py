@@ -12,7 +12,9 @@ from cdp_repro.report.accuracy import Comparison, difference_text
 from cdp_repro.report.activation_memory import Case
 from cdp_repro.report.cost_table import Line
 from cdp_repro.report.tables import Table
-from cdp_repro.schedule import Payload, Schedule, StageCosts, Trace, simulate
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.predict.simulate import simulate
+from cdp_repro.schedule import Program, Schedule
 from cdp_repro.studies.rows import Row
 
 HOLDS, PARTLY, FAILS, UNKNOWN = "holds", "holds in part", "does not hold", "not measured yet"
@@ -124,8 +126,8 @@ def _balanced(costs: Sequence[Line]) -> Claim:
 def _busiest_share(mode: str, workers: int) -> float:
     """Return the share of a step's gradient bytes that its busiest slot carries, of equal stages on `replicated`."""
     schedule = Schedule.build(mode, workers, placement="replicated")
-    trace = simulate(schedule, StageCosts.equal(workers), steps=5)
-    step = schedule.mode.slots_per_step
+    trace = simulate(Program(schedule), StageCosts.equal(workers), steps=5)
+    step = schedule.slots_per_step
     sent = Counter(dict.fromkeys(range(3 * step, 4 * step), 0))
     for message in trace.messages:
         if message.slot in sent:
@@ -186,8 +188,9 @@ def _point_to_point(costs: Sequence[Line]) -> Claim:
 
 def _most_lent_at_once(mode: str, workers: int) -> int:
     """Return to how many ranks an owner sends parameters in one slot, at most."""
-    trace: Trace = simulate(Schedule.build(mode, workers, placement="zero"), StageCosts.equal(workers), steps=5)
-    lent = Counter((m.slot, m.source, m.stage) for m in trace.messages if m.kind is Payload.PARAMETERS)
+    program = Program(Schedule.build(mode, workers, placement="zero"))
+    trace = simulate(program, StageCosts.equal(workers), steps=5)
+    lent = Counter((m.slot, m.source, m.stage) for m in trace.messages if m.kind == "parameters")
     return max(lent.values(), default=0)
 
 

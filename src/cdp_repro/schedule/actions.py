@@ -97,6 +97,15 @@ class Action(NamedTuple):
             raise ValueError(f"not an action: {text!r}; actions look like {_EXAMPLES}")
         return action
 
+    @classmethod
+    def of_label(cls, text: str) -> Action:
+        """Return a forward or backward by its label alone, F2.m5@v1, such as files keep for drawings."""
+        match = _TEXT.fullmatch(f"{text}:->")
+        if match is None or match["micro_batch"] is None:
+            raise ValueError(f"not the label of a forward or backward: {text!r}; labels look like F2.m5@v1")
+        numbers = (int(match[name]) for name in ("stage", "micro_batch", "version"))
+        return cls(Op(match["op"]), 0, *numbers)
+
     def shifted(self, steps: int, micro_batches: int, later: Callable[[int], int] | None = None) -> Action:
         """Return the action that takes this one's place `steps` training steps of `micro_batches` later.
 

@@ -191,9 +191,11 @@ class RankProgram:
 
         That is the update of each stage that it holds; for a rank that holds none, its backwards.
         """
-        own = [action.op for slot in self._picked(self._program.run_from(0)[0].period)[self.rank] for action in slot.actions]
-        kind = Op.UPDATE if Op.UPDATE in own else Op.BACKWARD
-        return kind, own.count(kind)
+        holders, stages = self.schedule.placement.holders, range(self.schedule.stages)
+        if held := sum(self.rank in holders(stage) for stage in stages):
+            return Op.UPDATE, held
+        own = self._picked(self._program.run_from(0)[0].period)[self.rank]
+        return Op.BACKWARD, sum(action.op is Op.BACKWARD for slot in own for action in slot.actions)
 
     def length(self, first_step: int, steps: int) -> int:
         """Return the slots of a run, drain included."""

@@ -220,7 +220,7 @@ def _threads(cell: Cell, jobs: int) -> dict[str, str]:
     """Return the environment in which the processes of several runs share the cores; one run finds its own way."""
     if jobs == 1 or "OMP_NUM_THREADS" in os.environ:
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // jobs // cell.config.ranks))}
+    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // jobs // cell.config.processes))}
 
 
 def _failure(name: str, code: int, log: Path) -> str:

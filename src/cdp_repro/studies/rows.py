@@ -15,8 +15,8 @@ from typing import Any
 
 from cdp_repro.config.keys import RUN_KEYS, defaults, flat
 from cdp_repro.observe.atomic_file import replace_file
-from cdp_repro.schedule import Slot, StageCosts
-from cdp_repro.schedule.actions import Action
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.schedule import Action, Slot
 
 FORMAT = 1
 
@@ -71,7 +71,7 @@ class Row:
 
     def slots(self) -> list[Slot]:
         """Return the compute of the traced slots."""
-        return [Slot(k, tuple(map(Action.parse, text.split()))) for k, text in enumerate(self.actions)]
+        return [Slot(k, tuple(map(Action.of_label, text.split()))) for k, text in enumerate(self.actions)]
 
     @property
     def file_name(self) -> str:

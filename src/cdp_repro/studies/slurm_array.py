@@ -76,7 +76,7 @@ def _script(options: Options, script: str, path: Path, output: Path) -> str:
     arguments = [script, *options.studies, *options.overrides, f"--runs={options.runs}", f"--results={options.results}"]
     if options.seeds is not None:
         arguments.append(f"--seeds={options.seeds}")
-    most = max(cell.config.ranks for cell in {run.cell for run in runs})
+    most = max(cell.config.processes for cell in {run.cell for run in runs})
     values = {
         "runs": str(len(runs)),
         "file": path.name,

@@ -39,7 +39,7 @@ def load_data(config: RunConfig) -> Dataset:
     if dataset.input_shape != config.input_shape:
         raise ConfigError([f"images are {dataset.input_shape}, the configuration says {config.input_shape}"])
     if dataset.train_size < config.batch_size:
-        largest = dataset.train_size // config.workers * config.workers
+        largest = dataset.train_size // config.micro_batches * config.micro_batches
         works = f"at most batch_size={largest}" if largest else f"at most workers={dataset.train_size}"
         raise ConfigError(
             [f"batch_size={config.batch_size} is more than the {dataset.train_size} training images: use {works}"]
@@ -72,14 +72,17 @@ def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | 
     }
     if config.baseline is not None:
         return baseline_class(config.baseline)(*model, **common)
+    spec = config.spec()
     return Engine(
         *model,
-        config.mode.rule,
-        config.placement.name,
-        replicas=config.replicas,
-        pipeline_schedule=config.pipeline_schedule,
-        collectives=config.collectives,
-        slot_order=config.slot_order,
+        spec.mode,
+        spec.placement,
+        slot_order=spec.slot_order,
+        accumulate=spec.accumulate,
+        replicas=spec.replicas,
+        ranks=spec.ranks,
+        pipeline_schedule=spec.pipeline_schedule,
+        collectives=spec.collectives,
         traced_steps=config.traced_steps,
         **common,
     )

@@ -58,20 +58,20 @@ def verify(config: RunConfig, steps: int) -> Comparison:
     alone.placement.name, alone.baseline, alone.collectives = "single_device", None, False
     blocks = [len(names) for names in cut_model(alone).block_names]  # once: a cut by time may differ from the next
     expected = _train(alone, steps, blocks)
-    found = launch(_train, (config, steps, blocks), config.ranks)
+    found = launch(_train, (config, steps, blocks), config.processes)
     by_library = config.baseline is not None or config.collectives
     is_exact = not by_library and config.torch_device.type == "cpu"
     return Comparison(
         losses=_difference(torch.tensor(found.losses), torch.tensor(expected.losses)),
         stages=[_largest(mine, theirs) for mine, theirs in zip(found.stages, expected.stages, strict=True)],
-        ranks=config.ranks,
+        ranks=config.processes,
         steps=steps,
         tolerance=0.0 if is_exact else LIBRARY_TOLERANCE,
     )
 
 
 def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcome:
-    with process_group(config.torch_device, config.ranks, config.timeout_seconds):
+    with process_group(config.torch_device, config.processes, config.timeout_seconds):
         dataset = load_data(config)
         engine = build_engine(config, cut_model(config, blocks_per_stage), dataset.train_size)
         losses: list[list[float]] = []

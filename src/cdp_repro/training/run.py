@@ -26,7 +26,9 @@ from cdp_repro.observe.trace_files import mirror_trace, write_trace_files
 from cdp_repro.observe.versions import code_hash, versions
 from cdp_repro.observe.wandb_mirror import WandbMirror, previous_run_id
 from cdp_repro.predict.cutting import CutModel, cut_model
-from cdp_repro.schedule import Schedule, Trace, simulate
+from cdp_repro.predict.simulate import simulate, version_bytes
+from cdp_repro.schedule import Program, Schedule
+from cdp_repro.trace import Trace
 from cdp_repro.training.assembly import build_engine, load_data
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointStore
 from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer
@@ -52,8 +54,8 @@ def train(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool
         torch.backends.cudnn.deterministic = True  # a resumed run must equal the uninterrupted one
     else:
         keep_freed_memory()
-    with process_group(device, config.ranks, config.timeout_seconds), ExitStack() as stack:
-        team = Team(config.ranks, device, f"baseline {config.baseline}" if config.baseline else str(schedule))
+    with process_group(device, config.processes, config.timeout_seconds), ExitStack() as stack:
+        team = Team(config.processes, device, f"baseline {config.baseline}" if config.baseline else str(schedule))
         directory, checkpoint = None, None
         if resume and team.rank == 0:
             directory = stack.enter_context(RunDirectory.open(run_dir).locked())
@@ -158,7 +160,7 @@ class _Run:
             "%s on %s, %s, N = %d workers, S = %d stages, %s on %s%s",
             config.model.name, self._dataset.description, config.mode.name, config.workers, config.stage_count,
             config.baseline or config.placement.name, config.torch_device,
-            f" in {config.ranks} processes" if config.ranks > 1 else "",
+            f" in {config.processes} processes" if config.processes > 1 else "",
         )  # fmt: skip
         torch.manual_seed(config.seed)  # of what a model or loss draws on its own; the checkpoint goes on from it
         if resume:
@@ -206,14 +208,14 @@ class _Run:
             "stages": config.stage_count,
             "replicas": config.replicas,
             "baseline": config.baseline,
-            "ranks": config.ranks,
+            "ranks": config.processes,
             "dataset": config.dataset.name,
             **{f"dataset/{key}": value for key, value in self._data.items()},
             "model": config.model.name,
             "seed": config.seed,
             "epochs": config.epochs,
             "step": self._engine.step,
-            "staleness": [list(row) for row in config.schedule().mode.staleness],
+            "staleness": [list(row) for row in config.schedule().rule.matrix],
             "stages/blocks": [list(names) for names in self._cut.block_names],
             "stages/imbalance": self._cut.imbalance,
             "stages/costs": {name: list(values) for name, values in asdict(self._cut.costs).items()},
@@ -224,12 +226,12 @@ class _Run:
         }
 
     def _simulated_peak(self, schedule: Schedule) -> int:
-        return simulate(schedule, self._cut.costs, steps=2).activation_peak_bytes_total
+        return simulate(Program(schedule), self._cut.costs, steps=2).activation_peak_bytes_total
 
     def _write_trace(self, trace: Trace) -> None:
         """Write what has been traced, and keep it for W&B."""
         self._trace = trace
-        write_trace_files(trace, self._directory, self._cut.costs, self._config.schedule().placement)
+        write_trace_files(trace, self._directory, version_bytes(self._config.schedule(), self._cut.costs))
 
 
 @contextmanager

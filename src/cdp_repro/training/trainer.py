@@ -24,7 +24,7 @@ from cdp_repro.engine.executor import StepResult
 from cdp_repro.launch.signals import StopRequest
 from cdp_repro.observe.metrics import MetricsLog
 from cdp_repro.observe.progress import Progress
-from cdp_repro.schedule import Trace
+from cdp_repro.trace import Trace
 from cdp_repro.training.agreement import StopAgreement
 from cdp_repro.training.assembly import reading_rule
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
@@ -91,7 +91,7 @@ class Trainer:
         self._facts = facts
         self._on_trace = on_trace
         self._is_main = engine.rank == 0
-        self._slots_per_step = config.schedule().mode.slots_per_step
+        self._slots_per_step = config.schedule().slots_per_step
         self._agreement = StopAgreement(engine.team, engine.max_lead)
         self._divergence: tuple[StepResult, float] | None = None
         self._steps_per_epoch = steps_per_epoch(dataset.train_size, config.batch_size)
@@ -242,7 +242,7 @@ class Trainer:
                 channels_last=self._config.channels_last,
             )
             own = islice(batches, self._team.rank, None, self._team.size)
-            score = evaluate(self._engine.model, own, autocast(self._config, self._device.type))
+            score = evaluate(self._engine.model(), own, autocast(self._config, self._device.type))
             self.position.evaluation = self._team.share(sum(self._team.gather(score), start=Score())).means()
             values |= self.position.evaluation
         if not self._is_main:
@@ -280,7 +280,7 @@ class Trainer:
 
     def _keep_trace(self) -> None:
         """Take over what the trace says."""
-        trace = self._engine.trace
+        trace = self._engine.trace()
         if not self._is_main:
             return
         self._on_trace(trace)

@@ -13,21 +13,22 @@ from cdp_repro.schedule.values import Value, buffers, parameters
 def held_after(schedule: Schedule, step: int) -> dict[int, list[Value]]:
     """Return the values that each rank holds when the pipeline has drained after `step` training steps.
 
-    Those are, of each stage that a rank holds, the versions from the oldest that a later micro-batch reads there to the
-    newest; and each worker's buffers, on the rank that computes for it next.
+    Those are, of each stage that a rank holds, the newest version, and each older one that a later micro-batch reads
+    there; and each worker's buffers, on the rank that computes for it next. Ranks that take turns may have gaps: where
+    micro-batches 0 and 2 of a step read fresh and 1 two steps late, the stale ones in turn come to one rank or another.
     """
     placement, sizes = schedule.placement, schedule.sizes
     first = step * sizes.micro_batches
     held: dict[int, list[Value]] = defaultdict(list)
     for stage in range(sizes.stages):
         holders = placement.holders(stage)
-        oldest = dict.fromkeys(holders, step)
+        versions = {rank: {step} for rank in holders}
         for m in range(first, first + (schedule.rule.oldest[stage] + 1) * sizes.micro_batches):
-            rank = schedule.holder_read(m, stage)
-            oldest[rank] = min(oldest[rank], schedule.rule.version(m, stage))
+            if (version := schedule.rule.version(m, stage)) < step:
+                versions[schedule.holder_read(m, stage)].add(version)
         for rank in holders:
             part = (rank + 1, len(holders)) if placement.is_sharded else (0, 1)
-            held[rank] += [parameters(stage, v).divided(*part) for v in range(oldest[rank], step + 1)]
+            held[rank] += [parameters(stage, v).divided(*part) for v in sorted(versions[rank])]
         for lane in range(sizes.lanes):
             held[placement.rank_of(first + lane, stage)].append(buffers(stage, lane))
     return held
