@@ -14,8 +14,8 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from cdp_repro.config.schema import ClusterConfig, RunConfig
 
 SCHEDULE_KEYS = frozenset({
-    "workers", "stages", "accumulate", "replicas", "ranks", "batch_size", "slot_order", "mode.name", "mode.staleness", "placement.name",
-    "pipeline_schedule", "collectives",
+    "workers", "stages", "accumulate", "replicas", "ranks", "batch_size", "slot_order",
+    "mode.name", "mode.staleness", "placement.name", "pipeline_schedule", "collectives",
 })  # fmt: skip
 """Settings that the schedule is built from: it can be checked only if each of them is in range."""
 
@@ -32,7 +32,8 @@ NEUTRAL_KEYS = (
 and the run that resumes it."""
 
 RESUME_KEYS = (
-    "ranks", "pipeline_schedule", "collectives", "timeout_seconds", "wandb", "checkpoint_every_steps", "log_every_steps",
+    "ranks", "pipeline_schedule", "collectives", "timeout_seconds", "wandb", "checkpoint_every_steps",
+    "log_every_steps",
 )  # fmt: skip
 """Settings that the command line may change beside `resume=`; `placement=` is a group and may be given, too."""
 

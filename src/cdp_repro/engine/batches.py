@@ -66,8 +66,8 @@ class Feed:
     def begin_step(self) -> bool:
         """Begin the next training step if there is a batch for it, and return whether there is.
 
-        An error of the source ends the steps, like its end; `raise_error` raises it when the pipeline has drained. Where
-        other ranks have begun more steps, this one goes on, too.
+        An error of the source ends the steps, like its end; `raise_error` raises it when the pipeline has drained.
+        Where other ranks have begun more steps, this one goes on, too.
 
         Raises:
             ValueError: other ranks have begun more steps than this one has batches for.

@@ -49,8 +49,8 @@ class Ending:
             if time.monotonic() > deadline:
                 missing = [rank for rank in ranks if not ended[rank]]
                 raise TimeoutError(
-                    f"rank {self._team.rank} would end this run after {steps} steps, but ranks {missing} have neither ended "
-                    f"it nor begun another step for {self._team.timeout_seconds:.0f} s: leave `run` on every rank"
+                    f"rank {self._team.rank} would end this run after {steps} steps, but ranks {missing} have neither "
+                    f"ended it nor begun another step for {self._team.timeout_seconds:.0f} s: leave `run` on every rank"
                 )
             time.sleep(0.001)
 

@@ -22,7 +22,7 @@ from cdp_repro.engine.positions import Positions
 from cdp_repro.engine.shards import Shards
 from cdp_repro.engine.team import Team
 from cdp_repro.engine.tracing import Tracer
-from cdp_repro.schedule import Program, RankProgram, Schedule, Spec, Value
+from cdp_repro.schedule import Program, RankProgram, Schedule, Value
 from cdp_repro.schedule.summation import strategy_of
 from cdp_repro.schedule.values import PARAMETERS, buffers
 from cdp_repro.trace import Trace
@@ -138,9 +138,7 @@ class Engine:
         if not self._shards:
             return StageState(whole, optimizer)
         shards, trainable = self._shards[number], [p for p in whole.values() if p.requires_grad]
-        pieces = {
-            name: nn.Parameter(piece, whole[name].requires_grad) for name, piece in shards.pieces(whole).items()
-        }
+        pieces = {name: nn.Parameter(piece, whole[name].requires_grad) for name, piece in shards.pieces(whole).items()}
         return StageState(pieces, shards.optimizer(optimizer, trainable))
 
     def _initial_values(self, program: Program) -> dict[Value, Any]:
@@ -182,7 +180,7 @@ class Engine:
         self._undrained = "it is in the middle of another run; exhaust or close that iterator first"
         try:
             try:
-                for result in results:
+                for result in results:  # noqa: UP028 - `yield from` would close `results` at a `break`, too
                     yield result
             except GeneratorExit:
                 feed.close()
@@ -268,7 +266,7 @@ class Engine:
         )
 
     def _buffers_of_workers(self, number: int) -> list[Buffers]:
-        """Return all workers' buffers of a stage, each from the rank that computes for it next; for all ranks together."""
+        """Return all workers' buffers of a stage, each from the rank that computes for it next; collective."""
         found: list[Buffers] = []
         layout = Layout.of(dict(self._stages[number].named_buffers()))
         for worker in range(self.schedule.sizes.lanes):
@@ -341,7 +339,7 @@ class Engine:
     def _versions(self, number: int) -> dict[int, Version]:
         """Return the versions of a stage that this rank holds."""
         held = self._executor.values.items()
-        return {v.index: content for v, content in held if v.kind == PARAMETERS and v.stage == number}
+        return {v.number: content for v, content in held if v.kind == PARAMETERS and v.stage == number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on, bitwise, from what `state_dict` returned, on any placement; nothing is traced from there on.
@@ -371,12 +369,12 @@ class Engine:
         wanted = self._program.held_at(step).get(self.team.rank, [])
         found: dict[Value, Any] = {}
         for number, mine in self._states.items():
-            values = {v.index: v for v in wanted if v.kind == PARAMETERS and v.stage == number}
+            values = {v.number: v for v in wanted if v.kind == PARAMETERS and v.stage == number}
             for version, content in mine.load_state_dict(held[number], values).items():
                 found[values[version]] = content
         for value in wanted:
             if value.kind != PARAMETERS:
-                theirs = stages[value.stage]["buffers"][value.index]
+                theirs = stages[value.stage]["buffers"][value.number]
                 like = self._stages[value.stage].named_buffers()
                 found[value] = {name: theirs[name].to(buffer, copy=True) for name, buffer in like}
         return found

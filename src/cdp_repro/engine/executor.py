@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
+from torch.autograd import profiler
 
 from cdp_repro.engine.batches import Feed
 from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version, backward
@@ -133,7 +133,7 @@ class Executor:
     def _run(self, action: Action, slot: int) -> None:
         traced = self._tracer.active
         begin = self._tracer.now() if traced else 0.0
-        with record_function(action.label) if torch.autograd._profiler_enabled() else nullcontext():
+        with profiler.record_function(action.label) if profiler._is_profiler_enabled else nullcontext():
             executed = self._handlers[action.op](action)
         for value in action.frees:
             if value not in action.writes:  # buffers are read and written under one name
@@ -220,7 +220,7 @@ class Executor:
             saved.loan.give_back()
         for value in action.writes:
             self.values[value] = sums if value.kind == GRADIENTS else grad_input
-        self._count(action, Op.BACKWARD, action.micro_batch // self._micro_batches)
+        self._count(Op.BACKWARD, action.micro_batch // self._micro_batches)
         return self._in_ledger(action, saved.version)
 
     def _add(self, action: Action) -> Action:
@@ -248,10 +248,10 @@ class Executor:
             gradients_are_ours=total in action.frees,
         )
         self._versions[action.stage] += 1
-        self._count(action, Op.UPDATE, action.version - 1)
+        self._count(Op.UPDATE, action.version - 1)
         return action._replace(version=self.values[after].number)
 
-    def _count(self, action: Action, op: Op, step: int) -> None:
+    def _count(self, op: Op, step: int) -> None:
         """Note an action of a step; with the last of those that finish a step on this rank, its result is ready."""
         if op is not self._finishing[0]:
             return
@@ -286,7 +286,7 @@ class Executor:
 
     def _input(self, value: Value) -> Tensor:
         """Return the input of a stage, made here or received."""
-        content = self.values.pop(value)
+        content: Tensor | Arrival = self.values.pop(value)
         if not isinstance(content, Arrival):
             return content
         assert self.mailbox is not None
@@ -337,4 +337,3 @@ def _tag(content: Any) -> int:
 
 def _copied(gradients: Gradients) -> Gradients:
     return {name: gradient.clone() for name, gradient in gradients.items()}
-

@@ -28,6 +28,6 @@ class Ledger:
         delay = self._staleness[i // self._sizes.replicas][action.stage]
         if version != max(0, step - delay):
             raise LedgerError(
-                f"{action.op.name.lower()} of stage {action.stage} by worker {i} in step {step} used version {version}; "
-                f"its staleness {delay} asks for version {max(0, step - delay)}"
+                f"{action.op.name.lower()} of stage {action.stage} by worker {i} in step {step} used version "
+                f"{version}; its staleness {delay} asks for version {max(0, step - delay)}"
             )

@@ -46,7 +46,10 @@ class StageState:
         # `.data`, not `.detach()`: a version counter of its own, so that autograd sees that a version never changes
         return Version(
             number,
-            {name: parameter.data.requires_grad_(parameter.requires_grad) for name, parameter in self._parameters.items()},
+            {
+                name: parameter.data.requires_grad_(parameter.requires_grad)
+                for name, parameter in self._parameters.items()
+            },
         )
 
     def update(
@@ -126,7 +129,7 @@ class StageState:
             check_same_tensors(self._parameters, tensors)
 
     def load_state_dict(self, state: dict[str, Any], versions: Iterable[int]) -> dict[int, Version]:
-        """Take over a copy of what `state_dict` returned and `check_state` accepts; return `versions` of it, oldest first."""
+        """Take over a copy of what `state_dict` returned and `check_state` accepts; return `versions` of it."""
         found = {}
         for number in sorted(versions):
             for name, parameter in self._parameters.items():

@@ -28,7 +28,9 @@ def seeded(device: torch.device, *keys: int | str) -> Iterator[None]:
     """Run the body with torch's default generators seeded by `keys`, then put back the state they had."""
     generators = [torch.default_generator]
     if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index])
+        generators.append(
+            torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+        )
     before = [generator.get_state() for generator in generators]  # `fork_rng` does the same, ten times slower
     seed = derive_seed(*keys)
     for generator in generators:

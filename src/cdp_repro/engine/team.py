@@ -113,7 +113,7 @@ class Team:
         return self._store
 
     def _own_store(self) -> Store:
-        """Return a store for this team alone: what ranks wrote for an earlier one, made in the same process, is not there.
+        """Return a store for this team alone, without what ranks wrote for an earlier one in the same process.
 
         All ranks make the same teams in the same order, so that each counts its own and gets the same number.
         """

@@ -25,8 +25,7 @@ def mirror_trace(trace: Trace, mode: str, directory: RunDirectory, mirror: Wandb
     """Log timeline, memory, ledger and messages to W&B: tables, pictures, an artifact."""
     reads = [
         (
-            record.slot, action.label, action.micro_batch // trace.micro_batches, action.micro_batch % trace.micro_batches,
-            action.stage, action.version,
+            record.slot, action.label, *divmod(action.micro_batch, trace.micro_batches), action.stage, action.version,
         )
         for record in trace.records
         for action in record.actions

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cdp_repro.schedule.parts import part_of
 from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT, Value
 
+
 @dataclass(frozen=True)
 class StageCosts:
     """Costs of each stage on one micro-batch; every tuple has one entry a stage.

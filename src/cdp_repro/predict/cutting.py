@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.numerics import autocast, loss_fn, parameter_dtype
 from cdp_repro.models import ModelError, build_model, cut
+from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.partition import imbalance, partition
 from cdp_repro.predict.profiling import profile_stages, time_stages
-from cdp_repro.predict.costs import StageCosts
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 
-from cdp_repro.predict.partition import partition
 from cdp_repro.predict.costs import StageCosts
+from cdp_repro.predict.partition import partition
 from cdp_repro.predict.simulate import simulate_slots
 from cdp_repro.schedule import Program, Schedule, Slot
 

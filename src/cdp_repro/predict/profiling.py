@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cdp_repro.engine.compute import LossFn
-from cdp_repro.engine.messages import layouts_of
 from cdp_repro.engine.memory import ActivationMeter
+from cdp_repro.engine.messages import layouts_of
 from cdp_repro.engine.rehearsal import Autocast, Rehearsal, fake_tensors
 from cdp_repro.predict.costs import StageCosts
 

@@ -54,7 +54,7 @@ class Devices:
         elif op is Op.SEND and action.value is not None and action.value.kind == INPUT:
             self.activation_bytes[rank] -= costs.released_by_sending(stage - 1)
         elif op is Op.RECEIVE and action.value is not None and action.value.kind == INPUT:
-            self._received.add((action.value.index, stage))
+            self._received.add((action.value.number, stage))
         for change, values in ((1, action.writes), (-1, action.frees)):
             for value in values:
                 if value.kind == PARAMETERS:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.memory_reduction import reduction, theory
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Group
 from cdp_repro.report.tables import Table
-from cdp_repro.predict.costs import StageCosts
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.study import Cell
 

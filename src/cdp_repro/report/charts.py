@@ -12,11 +12,11 @@ from matplotlib.ticker import MaxNLocator
 
 from cdp_repro.observe.figures import timeline_figure
 from cdp_repro.observe.text import byte_unit
+from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.memory_reduction import curve, theory
 from cdp_repro.report.accuracy import Comparison, data_parallel
 from cdp_repro.report.activation_memory import CUTS, ORDERS, Case, profiles
 from cdp_repro.report.groups import Group
-from cdp_repro.predict.costs import StageCosts
 from cdp_repro.studies.cost_settings import PLACEMENT_NAMES
 
 _MODES = {"dp": ("#555555", "--"), "cdp_v1": ("#D55E00", "-."), "cdp_v2": ("#0072B2", "-")}

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.memory_reduction import theory
+from cdp_repro.predict.simulate import simulate
 from cdp_repro.report.accuracy import Comparison, difference_text
 from cdp_repro.report.activation_memory import Case
 from cdp_repro.report.cost_table import Line
 from cdp_repro.report.tables import Table
-from cdp_repro.predict.costs import StageCosts
-from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import Program, Schedule
 from cdp_repro.studies.rows import Row
 

@@ -91,8 +91,10 @@ class Action(NamedTuple):
         op = Op(match["op"])
         value = Value.parse(match["value"]) if match["value"] else None
         stage = value.stage if value else int(match["stage"])
-        numbers = (-1 if match[name] is None else int(match[name]) for name in ("micro_batch", "version", "peer"))
-        action = cls(op, rank, stage, *numbers, value, reads, writes, frees)
+        m, version, peer = (
+            -1 if match[name] is None else int(match[name]) for name in ("micro_batch", "version", "peer")
+        )
+        action = cls(op, rank, stage, m, version, peer, value, reads, writes, frees)
         if action.label.replace(" ", "") != match["label"].replace(" ", ""):
             raise ValueError(f"not an action: {text!r}; actions look like {_EXAMPLES}")
         return action
@@ -103,8 +105,7 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(f"{text}:->")
         if match is None or match["micro_batch"] is None:
             raise ValueError(f"not the label of a forward or backward: {text!r}; labels look like F2.m5@v1")
-        numbers = (int(match[name]) for name in ("stage", "micro_batch", "version"))
-        return cls(Op(match["op"]), 0, *numbers)
+        return cls(Op(match["op"]), 0, int(match["stage"]), int(match["micro_batch"]), int(match["version"]))
 
     def shifted(self, steps: int, micro_batches: int, later: Callable[[int], int] | None = None) -> Action:
         """Return the action that takes this one's place `steps` training steps of `micro_batches` later.

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from cdp_repro.schedule.actions import Action, Op, Slot
+from cdp_repro.schedule.grid import text_grid
 from cdp_repro.schedule.meaning import fault_of
 from cdp_repro.schedule.rings import collective_name
-from cdp_repro.schedule.grid import text_grid
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.values import GRADIENTS, LENT_BACKWARD, LENT_FORWARD, PARAMETERS, Value
 
@@ -61,7 +61,7 @@ class _OpenEnd(NamedTuple):
     """Of a SEND: the slot in which the value was made."""
 
 
-class _Fault(Exception):
+class _Fault(Exception):  # noqa: N818 - of a program, not of ours
     """What is wrong with an action."""
 
 
@@ -105,7 +105,7 @@ class Checker:
                     blocked_ranks.add(action.rank)
             if len(blocked) == len(waiting):
                 missing = [v for v in blocked[0].reads if v not in self._live[blocked[0].rank]]
-                raise self._error(slot, blocked[0], self._why_it_waits(missing, slot, following))
+                raise self._error(slot, blocked[0], self._why_it_waits(missing, following))
             waiting = blocked
         self._end_slot(slot, ordered)
         return Slot(slot.number, tuple(ordered))
@@ -122,7 +122,9 @@ class Checker:
         for rank, live in enumerate(self._live):
             expected = set(held.get(rank, ()))
             if live.keys() != expected:
-                unused, missing = (sorted(map(str, values)) for values in (live.keys() - expected, expected - live.keys()))
+                unused, missing = (
+                    sorted(map(str, values)) for values in (live.keys() - expected, expected - live.keys())
+                )
                 told = [f"with {', '.join(unused[:4])}, which nothing has read for the last time"] if unused else []
                 told += [f"without {', '.join(missing[:4])}"] if missing else []
                 raise self._error(None, None, f"the program ends {' and '.join(told)}, on rank {rank}")
@@ -180,7 +182,7 @@ class Checker:
             self._busy[user] = action.label
 
     def _message(self, slot: int, action: Action, born: int) -> None:
-        """Join one end of a message to its other end, which must be the oldest open one on this edge, or wait for it."""
+        """Join one end of a message to its other end, which must be the oldest open one on this edge."""
         value = action.value
         assert value is not None
         source, destination = (action.rank, action.peer) if action.op is Op.SEND else (action.peer, action.rank)
@@ -252,7 +254,7 @@ class Checker:
         alive = sorted(str(v) for v in self._live[rank] if (v.kind, v.stage) == (value.kind, value.stage))
         return f"{value} is not on rank {rank}" + (f"; there are {', '.join(alive[:6])}" if alive else "")
 
-    def _why_it_waits(self, missing: Sequence[Value], slot: Slot, following: Sequence[Slot]) -> str:
+    def _why_it_waits(self, missing: Sequence[Value], following: Sequence[Slot]) -> str:
         names = ", ".join(map(str, missing)) or "the other ranks"
         for later in following:
             if any(a.op is Op.SEND and a.value in missing for a in later.actions):
@@ -260,13 +262,15 @@ class Checker:
         return f"it waits for {names}, and ranks wait for each other in a cycle, or nothing sends it"
 
     def _when_it_exists(self, action: Action, slot: Slot, following: Sequence[Slot]) -> str:
-        """If `action` reads the version of its rule too early, say from which slot on it exists, and what would work."""
+        """If `action` reads the version of its rule too early, say from which slot on it exists, and what works."""
         lent = action.value if action.op is Op.SEND and action.value and action.value.kind != PARAMETERS else None
         read = next((v for v in action.reads if v.kind == PARAMETERS), None)
-        m = action.micro_batch if action.op.is_compute else lent.index if lent and lent.kind in _LENT else -1
-        if read is None or m < 0 or read.index != self._schedule.rule.version(m, action.stage):
+        m = action.micro_batch if action.op.is_compute else lent.number if lent and lent.kind in _LENT else -1
+        if read is None or m < 0 or read.number != self._schedule.rule.version(m, action.stage):
             return ""
-        made = next((s.number for s in (slot, *following) for a in s.actions if _completes(a, read, self._schedule)), None)
+        made = next(
+            (s.number for s in (slot, *following) for a in s.actions if _completes(a, read, self._schedule)), None
+        )
         if made is None:
             return ""
         sizes = self._schedule.sizes
@@ -288,5 +292,5 @@ class Checker:
 
 def _completes(action: Action, version: Value, schedule: Schedule) -> bool:
     """Whether a backward is the last of the step from whose gradients `version` is made."""
-    last = version.index * schedule.micro_batches - 1
+    last = version.number * schedule.micro_batches - 1
     return action.op is Op.BACKWARD and (action.stage, action.micro_batch) == (version.stage, last)

@@ -82,7 +82,7 @@ def _add_fault(action: Action, schedule: Schedule) -> str | None:
             return f"it does not read all parts of {whole}"
     if any(value.kind != GRADIENTS or value.stage != action.stage for value in (*parts, *action.writes)):
         return "it must add sums of gradients of its stage"
-    operands = sorted(parts, key=lambda value: value.index)
+    operands = sorted(parts, key=lambda value: value.number)
     members = [m for value in operands for m in value.members]
     if len(operands) != 2 or members != list(range(members[0], members[-1] + 1)):
         return f"its sum would be of the micro-batches {members}, which is not their order"

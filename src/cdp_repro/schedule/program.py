@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.check import Checker, ScheduleError
@@ -125,25 +126,33 @@ class Program:
             found += self.shifted(piece, ahead, start + ahead)
         return found
 
+    def endless(self) -> Iterator[Slot]:
+        """Yield the slots of all ranks in a run without an end."""
+        run, _ = self.run_from(0)
+        for piece, ahead in run.pieces(lambda: True, lambda n: self.drain(run, n)):
+            yield from self.shifted(piece, ahead, ahead)
+
     def shifted(self, piece: Piece, ahead: int, steps: int) -> Piece:
         """Return a piece with its slots `ahead` steps later, and its other numbers `steps` training steps later."""
         if not steps:
             return piece
         later, micro_batches = self.roles.after(steps), self.schedule.micro_batches
         slots = ahead * self.schedule.slots_per_step
-        return [Slot(s.number + slots, tuple([a.shifted(steps, micro_batches, later) for a in s.actions])) for s in piece]
+        return [
+            Slot(s.number + slots, tuple([a.shifted(steps, micro_batches, later) for a in s.actions])) for s in piece
+        ]
 
     def _generated(self, first_step: int, steps: int) -> list[Slot]:
         slots = generate(self.schedule, first_step, steps)
         return [Slot(number, tuple(actions)) for number, actions in enumerate(slots)]
 
     def _made(self, first_step: int) -> Run:
-        """Return the run from `first_step`: written out for so many steps that two pieces are the same but for a shift."""
+        """Return the run from `first_step`, from so many steps of it that two pieces are the same but for a shift."""
         period = self.schedule.slots_per_step
         for steps in range(self.schedule.rule.longest + 3, self.schedule.rule.longest + MAX_STEPS):
             slots = self._checked(self._generated(first_step, steps), first_step, steps)
             ends = [0, *((n + 1) * period - 1 for n in range(steps))]
-            pieces = [slots[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+            pieces = [slots[begin:end] for begin, end in pairwise(ends)]
             repeating = steps - 1
             while repeating and self.shifted(pieces[repeating - 1], 1, 1) == pieces[repeating]:
                 repeating -= 1
@@ -234,4 +243,3 @@ class RankProgram:
                     picked[role].append(Slot(slot.number, tuple(actions)))
             self._own[id(piece)] = picked
         return self._own[id(piece)]
-

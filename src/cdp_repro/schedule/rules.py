@@ -29,9 +29,7 @@ class Rule(ABC):
     @cached_property
     def matrix(self) -> tuple[tuple[int, ...], ...]:
         """The staleness of all: a row for each of the k N micro-batches, a column for each stage."""
-        return tuple(
-            tuple(self.staleness(i, j) for j in range(self.sizes.stages)) for i in range(self.sizes.turns)
-        )
+        return tuple(tuple(self.staleness(i, j) for j in range(self.sizes.stages)) for i in range(self.sizes.turns))
 
     @cached_property
     def oldest(self) -> tuple[int, ...]:

@@ -7,7 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cdp_repro.schedule.placements import ModelParallel, Pipeline, Placement, Replicated, ShardedZero, SingleDevice, Zero
+from cdp_repro.schedule.placements import (
+    ModelParallel,
+    Pipeline,
+    Placement,
+    Replicated,
+    ShardedZero,
+    SingleDevice,
+    Zero,
+)
 from cdp_repro.schedule.rules import Fresh, Freshest, Matrix, Rule, UniformDelay
 from cdp_repro.schedule.sizes import Sizes
 from cdp_repro.schedule.timelines import Cyclic, GPipe, OneForwardOneBackward, Sequential, Simultaneous, Timeline
@@ -106,7 +114,9 @@ class Schedule:
         gradient_bytes: Sequence[int] = (),
     ) -> Schedule:
         """Return the schedule of a `Spec` with these values; `stages` defaults to `workers`."""
-        named = mode if isinstance(mode, str) else tuple(tuple(row) if isinstance(row, Sequence) else row for row in mode)
+        named = (
+            mode if isinstance(mode, str) else tuple(tuple(row) if isinstance(row, Sequence) else row for row in mode)
+        )
         return cls.of(
             Spec(
                 named, workers, workers if stages is None else stages, placement, slot_order, accumulate, replicas,
@@ -158,7 +168,11 @@ class Schedule:
         return cls(spec, timeline, make_rule(sizes), placement).sized(gradient_bytes)
 
     def sized(self, gradient_bytes: Sequence[int]) -> Schedule:
-        """Return this schedule for stages whose gradients have so many bytes; ValueError for another number of stages."""
+        """Return this schedule for stages whose gradients have so many bytes.
+
+        Raises:
+            ValueError: not one number a stage.
+        """
         if gradient_bytes and len(gradient_bytes) != self.stages:
             raise ValueError(f"gradient_bytes has {len(gradient_bytes)} entries: give {self.stages}, one a stage")
         return replace(self, gradient_bytes=tuple(gradient_bytes))
@@ -210,12 +224,14 @@ class Schedule:
 
     @cached_property
     def lent(self) -> frozenset[int]:
-        """The stages whose parameters are brought to ranks that compute with them and do not hold them, or not whole."""
+        """The stages whose parameters are brought to ranks that compute with them but do not hold all of them."""
         return frozenset(
             stage
             for stage in range(self.stages)
             if self.placement.is_sharded
-            or any(self.placement.rank_of(m, stage) not in self.placement.holders(stage) for m in range(self.sizes.lanes))
+            or any(
+                self.placement.rank_of(m, stage) not in self.placement.holders(stage) for m in range(self.sizes.lanes)
+            )
         )
 
     def holder_read(self, micro_batch: int, stage: int) -> int:
@@ -225,7 +241,6 @@ class Schedule:
         """
         rank, holders = self.placement.rank_of(micro_batch, stage), self.placement.holders(stage)
         return rank if rank in holders else holders[0]
-
 
 
 def _name(mode: str | Sequence[Sequence[int]]) -> str:

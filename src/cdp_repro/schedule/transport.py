@@ -28,7 +28,8 @@ def edges(slots: Iterable[Slot]) -> list[Edge]:
 
 def directions(used: Iterable[Edge]) -> tuple[Communicator, ...]:
     """Return two communicators: all edges to higher ranks, and all to lower ones."""
-    up, down = [], []
+    up: list[Edge] = []
+    down: list[Edge] = []
     for source, destination in used:
         (up if source < destination else down).append((source, destination))
     return tuple(tuple(each) for each in (up, down) if each)
@@ -118,9 +119,7 @@ class _Replay:
         self._numbers[key] += 1
         return self._numbers[key]
 
-    def _enqueue(
-        self, action: Action, communicator: Hashable, key: tuple[Edge | str, int], ends: int
-    ) -> int:
+    def _enqueue(self, action: Action, communicator: Hashable, key: tuple[Edge | str, int], ends: int) -> int:
         number = self._messages.setdefault(key, len(self._messages))
         self._ends[number] = ends
         self._queues[action.rank][communicator].append((number, self._issued[action.rank], action))

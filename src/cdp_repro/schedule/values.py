@@ -54,7 +54,7 @@ class Value(NamedTuple):
 
     kind: str
     stage: int
-    index: int
+    number: int
     """Micro-batch; of parameters the version, of buffers the worker, of a sum its first micro-batch."""
     version: int = 0
     """Of lent parameters."""
@@ -69,7 +69,7 @@ class Value(NamedTuple):
     @property
     def members(self) -> range:
         """The micro-batches in a sum, in the order in which they were added."""
-        return range(self.index, self.stop, self.stride)
+        return range(self.number, self.stop, self.stride)
 
     @property
     def whole(self) -> Value:
@@ -82,25 +82,25 @@ class Value(NamedTuple):
 
     def shifted(self, steps: int, micro_batches: int) -> Value:
         """Return the value that takes this one's place `steps` training steps of `micro_batches` later."""
-        kind, stage, index, version, stop, stride, part, parts = self
+        kind, stage, number, version, stop, stride, part, parts = self
         if kind == BUFFERS:
             return self
         ahead = steps * micro_batches
         if kind == PARAMETERS:
-            return Value(kind, stage, index + steps, 0, 0, 1, part, parts)
+            return Value(kind, stage, number + steps, 0, 0, 1, part, parts)
         if kind == GRADIENTS:
-            return Value(kind, stage, index + ahead, 0, stop + ahead, stride, part, parts)
-        return Value(kind, stage, index + ahead, version + steps if kind in _LENT else 0)
+            return Value(kind, stage, number + ahead, 0, stop + ahead, stride, part, parts)
+        return Value(kind, stage, number + ahead, version + steps if kind in _LENT else 0)
 
     def __str__(self) -> str:
         names = {
-            GRADIENTS: f"[{self.index}:{self.stop}{'' if self.stride == 1 else f':{self.stride}'}]",
-            PARAMETERS: f"@v{self.index}",
-            BUFFERS: f".w{self.index}",
+            GRADIENTS: f"[{self.number}:{self.stop}{'' if self.stride == 1 else f':{self.stride}'}]",
+            PARAMETERS: f"@v{self.number}",
+            BUFFERS: f".w{self.number}",
         }
         version = f"@v{self.version}" if self.kind in _LENT else ""
         part = "" if self.parts == 1 else f"#{self.part}/{self.parts}"
-        return f"{self.kind}{self.stage}{names.get(self.kind, f'.m{self.index}')}{version}{part}"
+        return f"{self.kind}{self.stage}{names.get(self.kind, f'.m{self.number}')}{version}{part}"
 
     @classmethod
     def parse(cls, text: str) -> Value:

@@ -21,7 +21,8 @@ def longest_chain(actions: Iterable[Action], is_sent: Callable[[Action], bool], 
     for action in actions:
         programs[action.rank].append(action)
     sends = [a for own in programs.values() for a in own if a.op is Op.SEND and is_sent(a)]
-    parts = Counter(collective_name(_key(a.value)) for own in programs.values() for a in own if a.op is Op.COLLECTIVE and is_sent(a))
+    joined = (a for own in programs.values() for a in own if a.op is Op.COLLECTIVE and is_sent(a))
+    parts: Counter[object] = Counter(collective_name(_key(a.value)) for a in joined)
     search = _Search(programs, {(a.peer, _key(a.value)) for a in sends}, parts, is_sent, ranks)
     return search.run()
 

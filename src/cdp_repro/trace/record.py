@@ -46,6 +46,10 @@ class Message:
     value: Value
 
 
+Recorded = tuple[Sequence[SlotRecord], Sequence[Message]]
+"""What one rank has recorded."""
+
+
 @dataclass(frozen=True)
 class Trace:
     """Slot records and messages of one or many ranks, in the order of their slots."""
@@ -60,9 +64,7 @@ class Trace:
     """Of more than 0 bytes: others are never sent."""
 
     @classmethod
-    def merged(
-        cls, micro_batches: int, lanes: int, stages: int, parts: Iterable[tuple[Sequence[SlotRecord], Sequence[Message]]]
-    ) -> Trace:
+    def merged(cls, micro_batches: int, lanes: int, stages: int, parts: Iterable[Recorded]) -> Trace:
         """Return one trace of what the recorders of all ranks have collected."""
         parts = list(parts)
         records = sorted((r for records, _ in parts for r in records), key=lambda r: (r.slot, r.rank))
@@ -138,9 +140,7 @@ class Trace:
 
     def last_step(self, slots_per_step: int) -> range:
         """Return the slots from the start of the last training step in the trace to where the next would start."""
-        computed = [
-            a.micro_batch for r in self.records for a in r.actions if a.op.is_compute
-        ]
+        computed = [a.micro_batch for r in self.records for a in r.actions if a.op.is_compute]
         if not computed:
             return range(0)
         begin = self.records[0].slot + (max(computed) - min(computed)) // self.micro_batches * slots_per_step

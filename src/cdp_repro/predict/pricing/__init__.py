@@ -1,14 +1,13 @@
 """What a training step costs on a cluster: seconds, idle share, bytes, for each mode, placement and baseline."""
 
 from cdp_repro.predict.pricing.cluster import Cluster, Collectives, Link
-from cdp_repro.predict.pricing.extrapolated import Job, estimate, estimate_on_each, is_extrapolated
+from cdp_repro.predict.pricing.extrapolated import estimate, estimate_on_each, is_extrapolated
 from cdp_repro.predict.pricing.libraries import price_ddp, price_fsdp2
 from cdp_repro.predict.pricing.self_timed import Price, price
 
 __all__ = [
     "Cluster",
     "Collectives",
-    "Job",
     "Link",
     "Price",
     "estimate",

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 
 from cdp_repro.config import RunConfig
 from cdp_repro.config.numerics import autocast, loss_fn
-from cdp_repro.engine.mailbox import directions
+from cdp_repro.engine.mailbox import connect
 from cdp_repro.launch import launch
 from cdp_repro.launch.process_group import process_group
 from cdp_repro.predict.cutting import CutModel, sample
 from cdp_repro.predict.pricing import Collectives, Link
 from cdp_repro.predict.profiling import time_passes
+from cdp_repro.schedule.transport import Edge
 
 _SMALL, _LARGE = 8, 2**23
 """Bytes of the two messages whose times give latency and bandwidth."""
@@ -67,7 +68,7 @@ def time_messages(rounds: int) -> dict[str, float]:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     with process_group(device, 2, timeout_seconds=60):
-        groups = directions(device)
+        groups = connect([((0, 1),), ((1, 0),)], device)
         small, large = (torch.zeros(size // 4) for size in (_SMALL, _LARGE))
         half = torch.zeros(_LARGE // 8)
         return {
@@ -79,11 +80,11 @@ def time_messages(rounds: int) -> dict[str, float]:
         }
 
 
-def _exchange(message: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+def _exchange(message: torch.Tensor, groups: Mapping[Edge, dist.ProcessGroup]) -> None:
     rank, received = dist.get_rank(), torch.empty_like(message)
     for work in (
-        dist.irecv(received, 1 - rank, group=groups[rank == 1]),
-        dist.isend(message, 1 - rank, group=groups[rank == 0]),
+        dist.irecv(received, 1 - rank, group=groups[1 - rank, rank]),
+        dist.isend(message, 1 - rank, group=groups[rank, 1 - rank]),
     ):
         assert work is not None, "both are members"
         work.wait()

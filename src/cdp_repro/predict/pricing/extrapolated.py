@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, TypeVar
 
+from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.pricing.cluster import Cluster, Link
 from cdp_repro.predict.pricing.self_timed import Price, price_on_each
-from cdp_repro.schedule import Schedule, StageCosts
+from cdp_repro.schedule import Program, Schedule, Spec
 
 N = TypeVar("N", int, float)
 
@@ -18,35 +19,12 @@ SIMULATED_FORWARDS = 1024
 """Jobs of up to so many forwards in a training step (N R S) are simulated, in a second or so; others extrapolated."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """What `Schedule.build` takes, for sizes that it would take too long to build."""
-
-    mode: str | Sequence[Sequence[int]]
-    placement: str
-    workers: int
-    stages: int
-    replicas: int = 1
-    slot_order: str = "paper"
-    pipeline_schedule: str = "one_f_one_b"
-    collectives: bool = False
-
-    def schedule(self, gradient_bytes: Sequence[int]) -> Schedule:
-        """Return the schedule, which is validated as it runs."""
-        return Schedule.build(
-            self.mode, self.workers, self.stages, self.placement, self.slot_order,
-            replicas=self.replicas, pipeline_schedule=self.pipeline_schedule, collectives=self.collectives,
-            gradient_bytes=gradient_bytes, ahead=False,
-        )  # fmt: skip
-
-    @property
-    def forwards(self) -> int:
-        """Forwards in a training step: N R S."""
-        return self.workers * self.replicas * self.stages
+def _program(job: Spec, costs: StageCosts) -> Program:
+    return Program(Schedule.of(job, costs.gradient_bytes))
 
 
 def estimate(
-    job: Job, costs: StageCosts, cluster: Cluster, optimizer_states: int = 0, simulated: int = SIMULATED_FORWARDS
+    job: Spec, costs: StageCosts, cluster: Cluster, optimizer_states: int = 0, simulated: int = SIMULATED_FORWARDS
 ) -> Price:
     """Return the price of a job of any size: simulated if it has up to `simulated` forwards a step, else extrapolated.
 
@@ -71,7 +49,7 @@ def estimate(
 
 
 def estimate_on_each(
-    job: Job,
+    job: Spec,
     costs: StageCosts,
     clusters: Sequence[Cluster],
     optimizer_states: int = 0,
@@ -82,7 +60,7 @@ def estimate_on_each(
     if len(sizes) > 1:
         raise ValueError(f"the clusters have hosts of {sorted(sizes)} devices: give clusters with hosts of one size")
     if not is_extrapolated(job, clusters[0], simulated):
-        return price_on_each(job.schedule(costs.gradient_bytes), costs, clusters, optimizer_states)
+        return price_on_each(_program(job, costs), costs, clusters, optimizer_states)
     prices = iter(_extrapolated(job, costs, [*chain.from_iterable(map(_free, clusters))], optimizer_states, simulated))
     found = []
     for estimated, *alone in zip(prices, prices, prices, strict=True):
@@ -102,12 +80,12 @@ def _free(cluster: Cluster) -> tuple[Cluster, Cluster, Cluster]:
     )
 
 
-def _axis(job: Job, cluster: Cluster) -> str:
+def _axis(job: Spec, cluster: Cluster) -> str:
     """Return what of a job is extrapolated first."""
     return "replicas" if job.replicas > 4 * _unit(cluster, "replicas", job) else "workers"
 
 
-def is_extrapolated(job: Job, cluster: Cluster, simulated: int = SIMULATED_FORWARDS) -> bool:
+def is_extrapolated(job: Spec, cluster: Cluster, simulated: int = SIMULATED_FORWARDS) -> bool:
     """Whether `estimate` extrapolates: there are smaller jobs, and this has more than `simulated` forwards a step."""
     axis = _axis(job, cluster)
     has_smaller = getattr(job, axis) > 4 * _unit(cluster, axis, job)
@@ -115,12 +93,12 @@ def is_extrapolated(job: Job, cluster: Cluster, simulated: int = SIMULATED_FORWA
 
 
 def _extrapolated(
-    job: Job, costs: StageCosts, clusters: Sequence[Cluster], optimizer_states: int, simulated: int
+    job: Spec, costs: StageCosts, clusters: Sequence[Cluster], optimizer_states: int, simulated: int
 ) -> list[Price]:
     """Return the price on each of some clusters that differ in seconds only, without bounds."""
     hosts = clusters[0]
     if not is_extrapolated(job, hosts, simulated):
-        return price_on_each(job.schedule(costs.gradient_bytes), costs, clusters, optimizer_states)
+        return price_on_each(_program(job, costs), costs, clusters, optimizer_states)
     axis = _axis(job, hosts)
     unit = _unit(hosts, axis, job)
     growth = unit * job.replicas if axis == "workers" else unit
@@ -136,7 +114,7 @@ def _extrapolated(
     ]
 
 
-def _from_three(job: Job, axis: str, size: float, prices: Sequence[Price], at_least: float) -> Price:
+def _from_three(job: Spec, axis: str, size: float, prices: Sequence[Price], at_least: float) -> Price:
     """Return the price at `size` from those at 2, 3 and 4; its seconds are at least `at_least`."""
     names = ("devices", "busy_seconds", "within_host_bytes", "between_hosts_bytes", "activation_bytes")
     found = {name: _through([getattr(each, name) for each in prices], size) for name in names}
@@ -154,7 +132,7 @@ def _from_three(job: Job, axis: str, size: float, prices: Sequence[Price], at_le
     return Price(**found, step_seconds=step_seconds, method="extrapolated")  # type: ignore[arg-type]
 
 
-def _extrapolated_seconds(job: Job, axis: str, size: float, seconds: Sequence[float]) -> float:
+def _extrapolated_seconds(job: Spec, axis: str, size: float, seconds: Sequence[float]) -> float:
     """Return the seconds at `size` from those at 2, 3 and 4, as they grow where one term stays the largest."""
     two, three, four = seconds
     if job.collectives and axis == "replicas":  # 1 - 1/R of the bytes: a polynomial once multiplied by R
@@ -164,30 +142,30 @@ def _extrapolated_seconds(job: Job, axis: str, size: float, seconds: Sequence[fl
     return four + (four - three) * (size - 4)
 
 
-def _unit(cluster: Cluster, axis: str, job: Job) -> int:
+def _unit(cluster: Cluster, axis: str, job: Spec) -> int:
     """Return n, such that hosts are full where that is possible with few devices."""
     shared = math.gcd(cluster.devices_per_host, job.replicas) if axis == "workers" else 1
     least = 2 if axis == "workers" and job.replicas > 1 else 4
     return min(8, math.lcm(least, cluster.devices_per_host // shared))
 
 
-def _busiest_rank_seconds(job: Job, cluster: Cluster) -> float:
+def _busiest_rank_seconds(job: Spec, cluster: Cluster) -> float:
     """Return what the busiest rank of a pipeline computes in a training step; 0 of other placements."""
     if job.placement != "pipeline":
         return 0.0
     per_stage = [
-        job.workers * (forward + backward) + update
+        job.workers * job.accumulate * (forward + backward) + update
         for forward, backward, update in zip(
             cluster.forward_seconds, cluster.backward_seconds, cluster.update_seconds, strict=True
         )
     ]
-    per_rank = job.stages // job.workers
+    per_rank = job.stages // (job.ranks or job.workers)
     return max(sum(per_stage[first : first + per_rank]) for first in range(0, job.stages, per_rank))
 
 
 def _resized(
-    job: Job, axis: str, size: int, costs: StageCosts, clusters: Sequence[Cluster]
-) -> tuple[Job, StageCosts, Sequence[Cluster]]:
+    job: Spec, axis: str, size: int, costs: StageCosts, clusters: Sequence[Cluster]
+) -> tuple[Spec, StageCosts, Sequence[Cluster]]:
     """Return the same job with `size` replicas, or workers: then with fewer stages, each the mean of its share."""
     if axis == "replicas":
         return replace(job, replicas=size), costs, clusters
@@ -202,7 +180,8 @@ def _resized(
         )
         for cluster in clusters
     ]
-    return replace(job, workers=size, stages=stages), smaller, resized
+    ranks = None if job.ranks is None else size * job.ranks // job.workers
+    return replace(job, workers=size, stages=stages, ranks=ranks), smaller, resized
 
 
 def _shrunk(values: tuple[Any, ...], number: int) -> tuple[Any, ...]:

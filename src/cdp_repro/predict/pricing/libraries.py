@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.pricing.cluster import Cluster, ring_seconds
 from cdp_repro.predict.pricing.self_timed import Price
-from cdp_repro.predict.costs import StageCosts
 
 
 def _data_parallel_price(

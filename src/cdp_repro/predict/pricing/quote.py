@@ -17,7 +17,6 @@ from cdp_repro.predict.cutting import CutModel, cut_model
 from cdp_repro.predict.pricing import (
     Cluster,
     Collectives,
-    Job,
     Link,
     Price,
     estimate_on_each,
@@ -26,7 +25,7 @@ from cdp_repro.predict.pricing import (
     price_fsdp2,
 )
 from cdp_repro.predict.pricing.calibration import measure_network, measure_stages
-from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, MODES, PLACEMENTS
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, MODES, PLACEMENTS, Spec
 
 _FACTORS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
 """Multiples of the bandwidth in the figure."""
@@ -108,26 +107,26 @@ def prices_on_each(
     return found
 
 
-def _jobs(config: RunConfig) -> dict[str, Job]:
+def _jobs(config: RunConfig) -> dict[str, Spec]:
     """Return by name what is simulated."""
-    rules = {**{name: name for name in MODES}, config.mode.name: config.mode.rule}
+    chosen = config.spec()
+    rules = {**{name: name for name in MODES}, config.mode.name: chosen.mode}
     jobs = {
-        f"{mode} {place}": _job(config, rule, place)
+        f"{mode} {place}": _job(chosen, rule, place)
         for mode, rule in rules.items()
         for place in PLACEMENTS
         if place == "single_device" or mode != "accumulation"
     }
     if config.replicas == 1 and config.stage_count == config.workers:
-        jobs["dp torch_gpipe"] = replace(_job(config, "dp", "pipeline"), pipeline_schedule="gpipe")
-        jobs["dp torch_1f1b"] = replace(_job(config, "dp", "pipeline"), pipeline_schedule="one_f_one_b")
+        jobs["dp torch_gpipe"] = replace(_job(chosen, "dp", "pipeline"), pipeline_schedule="gpipe")
+        jobs["dp torch_1f1b"] = replace(_job(chosen, "dp", "pipeline"), pipeline_schedule="one_f_one_b")
     return jobs
 
 
-def _job(config: RunConfig, rule: str | list[list[int]], placement: str) -> Job:
-    return Job(
-        rule, placement, config.workers, config.stage_count, config.replicas, config.slot_order,
-        config.pipeline_schedule, config.collectives and rule == "dp" and placement in COLLECTIVE_PLACEMENTS,
-    )  # fmt: skip
+def _job(chosen: Spec, mode: str | tuple[tuple[int, ...], ...], placement: str) -> Spec:
+    by_library = chosen.collectives and mode == "dp" and placement in COLLECTIVE_PLACEMENTS
+    ranks = chosen.ranks if placement == "pipeline" else None
+    return replace(chosen, mode=mode, placement=placement, ranks=ranks, collectives=by_library)
 
 
 def optimizer_states(optim: OptimConfig) -> int:

@@ -13,23 +13,13 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 
+from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.pricing.cluster import Cluster, ring_seconds
-from cdp_repro.schedule import (
-    Action,
-    Live,
-    MessageKey,
-    Op,
-    Payload,
-    Schedule,
-    Slot,
-    StageCosts,
-    consumed,
-    next_in_ring,
-    result_of,
-    ring_bytes,
-)
+from cdp_repro.predict.simulate import Devices
+from cdp_repro.schedule import Action, Op, Program, Schedule, Slot, Value
+from cdp_repro.schedule.rings import next_in_ring, ring_bytes
+from cdp_repro.schedule.values import GRADIENTS
 
 MAX_STEPS = 12
 """Training steps after which a simulation stops looking for an exact period."""
@@ -89,7 +79,9 @@ class _Event:
     computes: tuple[Op, int] | None = None
     """Op and stage, if it keeps its rank busy."""
     begins_step: bool = False
-    carries: tuple[Payload, int] | None = None
+    share: float = 1.0
+    """Of the seconds that the op takes on the whole stage: less for an update of a shard."""
+    carries: tuple[Value, int] | None = None
     """What it sends, and the bytes of that; None if it sends nothing."""
     links: tuple[_Link, ...] = ()
     """What that occupies: an outgoing and an incoming link, or all links of a ring."""
@@ -107,12 +99,12 @@ class _Reader:
         self._cluster = cluster
         self._ranks = schedule.ranks
         self._micro_batches = schedule.micro_batches
-        self._open: dict[tuple[int, MessageKey], deque[int]] = defaultdict(deque)
+        self._open: dict[tuple[int, Value], deque[int]] = defaultdict(deque)
         self._sent = 0
         self._joined: list[Action] = []
         self.starts: list[int] = []
         """The slot in which each training step has started."""
-        self.computed: dict[int, Counter[tuple[Op, int]]] = defaultdict(Counter)
+        self.computed: dict[int, dict[tuple[Op, int], float]] = defaultdict(lambda: defaultdict(float))
         """By slot: what ranks were busy with, and how many of them."""
         self.bytes_sent: Counter[tuple[int, bool]] = Counter()
         """By slot and whether between hosts."""
@@ -126,17 +118,16 @@ class _Reader:
 
     def _event(self, slot: int, action: Action) -> _Event | None:
         waits_for = tuple(
-            waiting.popleft()
-            for key in consumed(action, self._micro_batches)
-            if (waiting := self._open.get((action.rank, key)))
+            waiting.popleft() for value in action.reads if (waiting := self._open.get((action.rank, value)))
         )
         if action.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE):
             begins_step = action.op is Op.FORWARD and action.stage == 0 and action.micro_batch == self._next_step
             if begins_step:
                 self.starts.append(slot)
             computes = action.op, action.stage
-            self.computed[slot][computes] += 1
-            return _Event(action.rank, waits_for, computes, begins_step)
+            share = 1 / action.writes[0].parts if action.op is Op.UPDATE else 1.0
+            self.computed[slot][computes] += share
+            return _Event(action.rank, waits_for, computes, begins_step, share)
         if action.op is Op.SEND:
             return self._send(slot, action, waits_for)
         if action.op is Op.COLLECTIVE:
@@ -150,20 +141,20 @@ class _Reader:
 
     def _send(self, slot: int, action: Action, waits_for: tuple[int, ...]) -> _Event:
         """Occupy the sender's outgoing and the receiver's incoming link."""
-        assert action.payload is not None and action.peer is not None
-        size = self._costs.sent_bytes(action.payload, action.stage, action.part, action.parts)
+        assert action.value is not None
+        size = self._costs.bytes_of(action.value)
         if not size:
             return _Event(action.rank, waits_for)
         crosses = self._cluster.crosses(action.rank, action.peer)
         self.bytes_sent[slot, crosses] += size
         links = (True, crosses, action.rank), (False, crosses, action.peer)
-        brings = (self._brought(action.peer, action.message),)
-        return _Event(action.rank, waits_for, carries=(action.payload, size), links=links, brings=brings)
+        brings = (self._brought(action.peer, action.value),)
+        return _Event(action.rank, waits_for, carries=(action.value, size), links=links, brings=brings)
 
     def _join(self, slot: int, action: Action) -> _Event | None:
         """Wait for the last rank that takes part, then occupy all links of a ring."""
-        assert action.payload is not None
-        size = self._costs.sent_bytes(action.payload, action.stage)
+        assert action.value is not None
+        size = self._costs.bytes_of(action.value.whole)
         if not size:
             return None
         crosses = self._crosses_to_next(action.rank)
@@ -176,17 +167,17 @@ class _Reader:
         for part in parts:
             crosses, after = self._crosses_to_next(part.rank), next_in_ring(part.rank, self._ranks)
             links += (True, crosses, part.rank), (False, crosses, after)
-        brings = tuple(self._brought(part.rank, result_of(part, self._micro_batches)) for part in parts)
-        carries = action.payload, size
+        brings = tuple(self._brought(part.rank, part.value) for part in parts if part.value)
+        carries = action.value, size
         return _Event(action.rank, (), carries=carries, links=tuple(links), brings=brings, is_collective=True)
 
     def _crosses_to_next(self, rank: int) -> bool:
         return self._cluster.crosses(rank, next_in_ring(rank, self._ranks))
 
-    def _brought(self, rank: int, key: MessageKey) -> int:
+    def _brought(self, rank: int, value: Value) -> int:
         """Return the number of a new message to `rank`."""
         self._sent += 1
-        self._open[rank, key].append(self._sent)
+        self._open[rank, value].append(self._sent)
         return self._sent
 
 
@@ -206,13 +197,12 @@ class _SelfTimedClock:
         """At the start of each training step: all times above, sorted, as ranks may take turns."""
         self.is_done = False
         """Whether all times grew by the same in the last two steps, or there is no use to go on."""
-        updated = 1 / schedule.ranks if schedule.placement.is_sharded else 1.0
         self.seconds = {
-            (op, stage): share * seconds
-            for op, times, share in (
-                (Op.FORWARD, cluster.forward_seconds, 1.0),
-                (Op.BACKWARD, cluster.backward_seconds, 1.0),
-                (Op.UPDATE, cluster.update_seconds, updated),
+            (op, stage): seconds
+            for op, times in (
+                (Op.FORWARD, cluster.forward_seconds),
+                (Op.BACKWARD, cluster.backward_seconds),
+                (Op.UPDATE, cluster.update_seconds),
             )
             for stage, seconds in enumerate(times)
         }
@@ -226,7 +216,7 @@ class _SelfTimedClock:
         for number in event.waits_for:
             now = max(now, self._arrivals.pop(number))
         if event.computes is not None:
-            now += self.seconds[event.computes]
+            now += event.share * self.seconds[event.computes]
         elif event.is_collective:
             self._collective(event)
         elif event.carries is not None:
@@ -250,14 +240,13 @@ class _SelfTimedClock:
     def _collective(self, event: _Event) -> None:
         """Run as soon as all ranks take part, and the links of the ring are free."""
         assert event.carries is not None
-        payload, size = event.carries
+        value, size = event.carries
         factors = self._cluster.collectives
-        rings = {
-            Payload.TOTAL: 2 * factors.all_reduce,
-            Payload.PARAMETERS: factors.all_gather,
-            Payload.GRADIENTS: factors.reduce_scatter,
-        }
-        seconds = rings[payload] * ring_seconds(self._cluster, len(self._now), size)
+        if value.kind != GRADIENTS:
+            rounds = factors.all_gather
+        else:
+            rounds = 2 * factors.all_reduce if value.parts == 1 else factors.reduce_scatter
+        seconds = rounds * ring_seconds(self._cluster, len(self._now), size)
         end = max(*self._now, *(self._free[link] for link in event.links)) + seconds
         self._free |= dict.fromkeys(event.links, end)
         self._arrivals |= dict.fromkeys(event.brings, end)
@@ -277,45 +266,50 @@ class _SelfTimedClock:
         return (self._states[last][-1] - self._states[first][-1]) / (last - first)
 
 
-def price(schedule: Schedule, costs: StageCosts, cluster: Cluster, optimizer_states: int = 0) -> Price:
-    """Return the price of a training step of `schedule`, by simulation of its programs until they are periodic.
+def price(program: Program, costs: StageCosts, cluster: Cluster, optimizer_states: int = 0) -> Price:
+    """Return the price of a training step of `program`, by simulation of its programs until they are periodic.
 
     `optimizer_states` is the number of values that the optimizer keeps for a parameter: 1 for momentum, 2 for Adam.
 
     Raises:
-        ValueError: `schedule`, `costs` and `cluster` are not of the same number of stages.
+        ValueError: `program`, `costs` and `cluster` are not of the same number of stages.
     """
-    (found,) = price_on_each(schedule, costs, (cluster,), optimizer_states)
+    (found,) = price_on_each(program, costs, (cluster,), optimizer_states)
     return found
 
 
 def price_on_each(
-    schedule: Schedule, costs: StageCosts, clusters: Sequence[Cluster], optimizer_states: int = 0
+    program: Program, costs: StageCosts, clusters: Sequence[Cluster], optimizer_states: int = 0
 ) -> list[Price]:
     """Return the price on each of several clusters, of one run of the programs, which takes longer than its timing."""
+    schedule = program.schedule
     for cluster in clusters:
         if cluster.stages != schedule.stages:
             raise ValueError(
                 f"the cluster has times of {cluster.stages} stages, the schedule has {schedule.stages}: give one a "
                 "stage"
             )
-    settled = max(map(schedule.mode.oldest, range(schedule.stages))) + 2
+    settled = schedule.rule.longest + 2
     reader = _Reader(schedule, costs, clusters[0])
     clocks = [_SelfTimedClock(schedule, cluster, settled + 2) for cluster in clusters]
-    live = Live(schedule, costs, optimizer_states)
+    devices = Devices(schedule, costs, optimizer_states)
     activation_bytes = state_bytes = 0
-    for slot in schedule.slots(count()):
+    for slot in program.endless():
         running = [clock for clock in clocks if not clock.is_done]
         if not running:
             break
         for event in reader.read(slot):
             for clock in running:
                 clock.run(event)
-        live.run(slot)
-        activation_bytes = max(activation_bytes, live.activation_bytes_per_device)
-        state_bytes = max(state_bytes, live.state_bytes_per_device)
+        for action in slot.actions:
+            devices.run(action)
+            activation_bytes = max(activation_bytes, devices.activation_bytes[action.rank])
+        state_bytes = max([state_bytes, *(devices.state_bytes[action.rank] for action in slot.actions)])
     full, steps = range(reader.starts[settled], reader.starts[-1]), len(reader.starts) - 1 - settled
-    computed = sum((reader.computed[slot] for slot in full), Counter[tuple[Op, int]]())
+    computed: dict[tuple[Op, int], float] = defaultdict(float)
+    for place in full:
+        for each, number in reader.computed[place].items():
+            computed[each] += number
     within, between = (sum(reader.bytes_sent[slot, crosses] for slot in full) / steps for crosses in (False, True))
     return [
         Price(

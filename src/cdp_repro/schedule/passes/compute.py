@@ -1,4 +1,4 @@
-"""The first pass: forwards and backwards from the timeline, on the ranks of the placement, at the versions of the rule."""
+"""The first pass: forwards and backwards from the timeline, on the placement's ranks, at the rule's versions."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def summed(backward: Action, before: Value | None, after: Value) -> Action:
 
 def add(earlier: Value, later: Value, rank: int) -> Action:
     """Return the action that adds two sums of which one follows the other."""
-    both = gradient_sum(earlier.stage, range(earlier.index, later.stop))
+    both = gradient_sum(earlier.stage, range(earlier.number, later.stop))
     return Action(Op.ADD, rank, earlier.stage, value=both, reads=(earlier, later), writes=(both,))
 
 
@@ -93,9 +93,7 @@ def update_before_reads(slots: Slots, schedule: Schedule, stages: Iterable[int])
         following = slots[number + 1] if number + 1 < len(slots) else []
         found.append([*actions, *_due(following, schedule, open_sums)])
     rest = [
-        update(schedule, stage, version, rank)
-        for (rank, stage), versions in open_sums.items()
-        for version in versions
+        update(schedule, stage, version, rank) for (rank, stage), versions in open_sums.items() for version in versions
     ]
     return [*found, rest] if rest else found
 

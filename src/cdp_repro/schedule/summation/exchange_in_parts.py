@@ -132,7 +132,7 @@ def _add_of_parts(action: Action, worker: int, parts: int) -> Action:
     """Return an ADD that waits for all parts of what the other worker sends."""
     reads: list[Value] = []
     for value in action.reads:
-        is_received = value.index % 2 != worker
+        is_received = value.number % 2 != worker
         reads += [value.divided(part, parts) for part in range(1, parts + 1)] if is_received else [value]
     return action._replace(reads=tuple(reads))
 
@@ -156,7 +156,7 @@ class _Queue:
         wanted = [
             number
             for number, (_, end) in enumerate(self.ends)
-            if end.value is not None and end.stage == add.stage and end.value.index < add.value.stop
+            if end.value is not None and end.stage == add.stage and end.value.number < add.value.stop
         ]
         return [self.ends.popleft()[1] for _ in range(wanted[-1] + 1 if wanted else 0)]
 

@@ -33,7 +33,7 @@ from cdp_repro.schedule.values import gradient_sum
 
 
 def sum_by_relay(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
-    """Relay partial sums along the micro-batches, and totals along the holders, in the order in which they need them."""
+    """Relay partial sums along the micro-batches, and totals along the holders in the order of their need."""
     slots = replace_backwards(slots, stages, lambda backward: relayed_sum(backward, schedule))
     return _relay_totals(slots, schedule, frozenset(stages))
 

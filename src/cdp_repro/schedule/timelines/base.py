@@ -37,5 +37,5 @@ class Timeline(ABC):
     def backward(self, i: int, j: int) -> int:
         """Return the slot of its backward."""
 
-    def check(self, placement: str) -> None:
+    def check(self, placement: str) -> None:  # noqa: B027 - most have nothing to check
         """Raise ValueError, with values that work, if the timeline cannot have these sizes on this placement."""

@@ -50,6 +50,6 @@ class Cyclic(Timeline):
             raise ValueError(f"stages={stages} is not a multiple of workers={workers}: use {choices}")
         if placement == "pipeline" and ranks % workers:
             raise ValueError(
-                f"ranks={ranks} is not a multiple of workers={workers}: on the cyclic timeline a rank would compute two "
-                f"of its {stages // ranks} stages in one slot; use ranks={workers}"
+                f"ranks={ranks} is not a multiple of workers={workers}: on the cyclic timeline a rank would compute "
+                f"two of its {stages // ranks} stages in one slot; use ranks={workers}"
             )
