@@ -14,8 +14,10 @@ from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
 from cdp_repro.predict.forecast import make_plan, plan_text, write_plan
 from cdp_repro.predict.pricing.quote import make_quote, quote_text, write_quote
+from cdp_repro.schedule import Program
+from cdp_repro.schedule.text import write_program
 
-USAGE = """usage: cdp-plan [--out=FOLDER] [key=value ...]
+USAGE = """usage: cdp-plan [--out=FOLDER] [--program=FILE] [key=value ...]
 
 Show the timeline, the stage cuts and the activation memory of the run that `cdp-train` with the same
 values would make, beside data parallelism. Needs no data, and computes nothing: seconds for any network.
@@ -23,6 +25,7 @@ values would make, beside data parallelism. Needs no data, and computes nothing:
   cdp-plan mode=cdp_v2 workers=3
   cdp-plan dataset=imagenet model=resnet50 partition=activations slot_order=backward_first
   cdp-plan mode=cdp_v1 --out=plan                  also as SVG, PNG, CSV and Perfetto traces in plan/
+  cdp-plan mode=cdp_v2 placement=zero --program=zero.txt       all ranks' actions as text, for cdp-verify
 
 With price=true show instead what a training step takes on a cluster, for every mode, placement and baseline:
 
@@ -35,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, or 2 for the user's mistakes."""
     arguments = sys.argv[1:] if arguments is None else arguments
     folder = [text.removeprefix("--out=") for text in arguments if text.startswith("--out=")]
-    rest = [text for text in arguments if not text.startswith("--out=")]
+    program = [text.removeprefix("--program=") for text in arguments if text.startswith("--program=")]
+    rest = [text for text in arguments if not text.startswith(("--out=", "--program="))]
     flags, overrides, unknown = split_flags(rest, ("--help", "-h"))
     if unknown:
         sys.stderr.write(f"unknown option {unknown[0]}\n\n{USAGE}")
@@ -46,8 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with exit_code_of() as result:
         if "" in folder:
             raise ConfigError(["--out= names no folder: give --out=FOLDER"])
+        if "" in program:
+            raise ConfigError(["--program= names no file: give --program=FILE"])
         config = compose_config(overrides, check_device=False)
-        text, write = _quote(config) if config.price else _plan(config)
+        if program and config.price:
+            raise ConfigError(["--program=FILE writes the program of one run, price=true prices many: leave one out"])
+        text, write, chosen = _quote(config) if config.price else _plan(config)
         write_out(text)
         if folder:
             try:
@@ -55,23 +63,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except OSError as error:
                 raise ConfigError([f"--out={folder[-1]}: cannot write there: {error.strerror}"]) from error
             write_out("\nwritten: " + " ".join(map(str, written)) + "\n")
+        if program and chosen is not None:
+            _write_program(chosen, Path(program[-1]))
         result.code = 0
     return result.code
 
 
-Answer = tuple[str, Callable[[Path], list[Path]]]
-"""What to show, and what writes the same as files into a folder."""
+def _write_program(program: Program, path: Path) -> None:
+    try:
+        path.write_text(write_program(program))
+    except OSError as error:
+        raise ConfigError([f"--program={path}: cannot write there: {error.strerror}"]) from error
+    write_out(f"\nprogram: {path}\n")
+
+
+Answer = tuple[str, Callable[[Path], list[Path]], Program | None]
+"""The text to show, a function that writes the same as files into a folder, and the program of the run."""
 
 
 def _plan(config: RunConfig) -> Answer:
     plan = make_plan(config)
-    return plan_text(plan, shutil.get_terminal_size((120, 24)).columns), partial(write_plan, plan)
+    return plan_text(plan, shutil.get_terminal_size((120, 24)).columns), partial(write_plan, plan), plan.chosen.program
 
 
 def _quote(config: RunConfig) -> Answer:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quote = make_quote(config, processes=cores)
-    return quote_text(quote), partial(write_quote, quote)
+    return quote_text(quote), partial(write_quote, quote), None
 
 
 if __name__ == "__main__":

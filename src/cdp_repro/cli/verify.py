@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from cdp_repro.cli.console import console_logging, exit_code_of, help_text, split_flags, write_out
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
+from cdp_repro.config.program_file import with_header_of_program
 from cdp_repro.training.equivalence import Comparison, verify
 
 USAGE = """usage: cdp-verify [--steps=8] [key=value ...]
@@ -18,6 +19,7 @@ parameters of every version, optimizer state and buffers. Exit code 0 if they ag
   cdp-verify mode=cdp_v2 placement=pipeline workers=2
   cdp-verify mode=cdp_v1 placement=zero workers=3 batch_size=48
   cdp-verify mode=dp baseline=ddp workers=2        a library's data parallelism against ours
+  cdp-verify program=FILE                          a program that cdp-plan has written, edited by hand or not
 """
 _STEPS = "--steps="
 
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     console_logging()
     with exit_code_of() as result:
-        config = compose_config(["precision=fp64", *overrides])
+        config = compose_config(["precision=fp64", *with_header_of_program(overrides)])
         comparison = verify(config, _number(steps[-1] if steps else "8"))
         write_out(_text(config, comparison))
         result.code = 0 if comparison.agrees else 1

@@ -25,7 +25,7 @@ PLACEMENT_KEYS = ("placement.name", "ranks", "pipeline_schedule", "collectives")
 NEUTRAL_KEYS = (
     "run_dir", "wandb", "wandb_project", "keep_checkpoints", "checkpoint_every_steps", "log_every_steps",
     "traced_steps", "evaluation_batch_size", "timeout_seconds", *PLACEMENT_KEYS, "dataset.root",
-    "dataset.download", "dataset.loader_workers", "price",
+    "dataset.download", "dataset.loader_workers", "price", "program",
     *(f"cluster.{each.name}" for each in fields(ClusterConfig)),
 )  # fmt: skip
 """Settings that change no parameter (`collectives` changes the last bits), so that they may differ between a checkpoint

@@ -194,6 +194,8 @@ class RunConfig:
     price: bool = False
     """Of cdp-plan: show what a training step takes on a cluster, for every mode, placement and baseline."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    program: str | None = None
+    """A program file (cdp-plan --program=FILE) to run as it stands; it must be of this mode, placement and sizes."""
 
     @property
     def stage_count(self) -> int:

@@ -67,6 +67,7 @@ class Engine:
             theta[step + 1] (a schedule).
         autocast: makes the context in which forwards run, e.g. `lambda: torch.autocast("cpu", torch.bfloat16)`.
         traced_steps: training steps, from the first on, whose actions and live activation bytes are recorded.
+        program: runs in place of the one that mode, placement, workers and `choices` give, which then say nothing.
         choices: the other fields of `Spec`: accumulate, replicas, slot_order, ...
 
     Raises:
@@ -88,16 +89,21 @@ class Engine:
         learning_rate_factor: Callable[[int], float] = lambda _: 1.0,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         traced_steps: int = 0,
+        program: Program | None = None,
         **choices: Unpack[Choices],
     ) -> None:
         if not stages:
             raise ValueError("stages=[]: at least 1 stage is needed")
         refuse_shared_parameters(stages)
         count = len(stages)
-        self.schedule = Schedule.build(mode, count if workers is None else workers, count, placement, **choices)
+        if program is None:
+            schedule = Schedule.build(mode, count if workers is None else workers, count, placement, **choices)
+            program = Program(schedule)
+        self.schedule = program.schedule
+        if self.schedule.stages != count:
+            raise ValueError(f"the program is for {self.schedule.stages} stages, not for {count}: give as many")
         self._device = torch.device(device)
         self.team = Team(self.schedule.ranks, self._device, str(self.schedule))
-        program = Program(self.schedule)
         self.learning_rate_factor = learning_rate_factor
         self._loss_fn, self._autocast = loss_fn, autocast
         self._stages = nn.Sequential(*stages).to(self._device)
@@ -208,6 +214,8 @@ class Engine:
 
     def _size(self, gradient_bytes: Sequence[int]) -> None:
         """Make the program anew where sums are added in another way once the bytes of gradients are known."""
+        if self._program.is_given:
+            return
         sized, stages = self.schedule.sized(gradient_bytes), range(self.schedule.stages)
         differs = any(strategy_of(sized, stage) is not strategy_of(self.schedule, stage) for stage in stages)
         self.schedule = sized

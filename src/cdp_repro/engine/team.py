@@ -123,7 +123,7 @@ class Team:
     def broadcast(self, layout: Layout, tensors: Mapping[str, Tensor] | None, source: int) -> Mapping[str, Tensor]:
         """Return the tensors of rank `source`, which alone must give them."""
         if self.size == 1 or not layout.nbytes:
-            return tensors or {}
+            return tensors or layout.views(torch.empty(0, dtype=torch.uint8, device=self._device))
         if self.rank == source:
             assert tensors is not None
             dist.broadcast(layout.pack(tensors, self._device), source)

@@ -42,6 +42,11 @@ class Plan:
     other_order: Forecast
     """The chosen mode in the other slot order."""
 
+    @property
+    def chosen(self) -> Forecast:
+        """The chosen mode."""
+        return [*self.forecasts.values()][-1]
+
 
 def make_plan(config: RunConfig) -> Plan:
     """Simulate the run that `config` describes; needs no data and computes nothing.

@@ -30,26 +30,15 @@ _LENT = (LENT_FORWARD, LENT_BACKWARD)
 class ScheduleError(ValueError):
     """A program that cannot run, or would compute something other than its rule; shows the grid at the fault."""
 
+    def __init__(self, message: str, slot: int | None = None, action: Action | None = None) -> None:
+        """`slot` and `action` say where the fault is, if it is in one place."""
+        super().__init__(message)
+        self.slot = slot
+        self.action = action
 
-class Snapshot(NamedTuple):
-    """All that later actions depend on, at the end of a slot."""
 
-    live: tuple[frozenset[Value], ...]
-    """By rank."""
-    announced: tuple[frozenset[Value], ...]
-    """By rank: what receives wait for."""
-
-    def shifted(self, steps: int, schedule: Schedule, roles: Sequence[int]) -> Snapshot:
-        """Return the same a number of training steps later; `roles` maps ranks."""
-
-        def later(values: tuple[frozenset[Value], ...]) -> tuple[frozenset[Value], ...]:
-            moved = {
-                roles[rank]: frozenset(v.shifted(steps, schedule.micro_batches) for v in each)
-                for rank, each in enumerate(values)
-            }
-            return tuple(moved[rank] for rank in range(len(values)))
-
-        return Snapshot(later(self.live), later(self.announced))
+State = tuple[set[tuple[int, Value]], set[tuple[int, Value]]]
+"""All that later actions depend on: (rank, value) of what is there, and of what receives wait for."""
 
 
 class _OpenEnd(NamedTuple):
@@ -110,9 +99,10 @@ class Checker:
         self._end_slot(slot, ordered)
         return Slot(slot.number, tuple(ordered))
 
-    def snapshot(self) -> Snapshot:
+    def state(self) -> State:
         """Return what later actions depend on."""
-        return Snapshot(tuple(map(frozenset, self._live)), tuple(map(frozenset, self._announced)))
+        live = {(rank, value) for rank, values in enumerate(self._live) for value in values}
+        return live, {(rank, value) for rank, values in enumerate(self._announced) for value in values}
 
     def end(self, held: Mapping[int, Sequence[Value]]) -> None:
         """Check what is left after a drain: `held` by each rank, and nothing else."""
@@ -287,7 +277,7 @@ class Checker:
         rank = f"rank {action.rank}, " if action and self._schedule.ranks > 1 else ""
         what = f"{action.label}: " if action else ""
         grid = text_grid(self._recent, self._schedule.sizes.lanes, SHOWN_WIDTH)
-        return ScheduleError(f"{where}{rank}{what}{fault}\n\n{grid}")
+        return ScheduleError(f"{where}{rank}{what}{fault}\n\n{grid}", slot and slot.number, action)
 
 
 def _completes(action: Action, version: Value, schedule: Schedule) -> bool:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from cdp_repro.schedule.actions import Action, Op, Slot
-from cdp_repro.schedule.check import Checker, ScheduleError
+from cdp_repro.schedule.check import Checker, ScheduleError, State
 from cdp_repro.schedule.generate import generate
 from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.roles import Roles
@@ -104,7 +104,7 @@ class Program:
         if steps not in run.drains:
             if self.is_given:
                 raise ValueError(f"the program has no drain after {steps} steps from step {run.first_step}")
-            slots = self._checked(self._generated(run.first_step, steps), run.first_step, steps)
+            slots, _ = self._checked(self._generated(run.first_step, steps), run.first_step, steps)
             run.drains[steps] = slots[steps * self.schedule.slots_per_step - 1 :]
         return run.drains[steps]
 
@@ -150,37 +150,57 @@ class Program:
         """Return the run from `first_step`, from so many steps of it that two pieces are the same but for a shift."""
         period = self.schedule.slots_per_step
         for steps in range(self.schedule.rule.longest + 3, self.schedule.rule.longest + MAX_STEPS):
-            slots = self._checked(self._generated(first_step, steps), first_step, steps)
+            slots, states = self._checked(self._generated(first_step, steps), first_step, steps)
             ends = [0, *((n + 1) * period - 1 for n in range(steps))]
             pieces = [slots[begin:end] for begin, end in pairwise(ends)]
             repeating = steps - 1
             while repeating and self.shifted(pieces[repeating - 1], 1, 1) == pieces[repeating]:
                 repeating -= 1
-            if repeating < steps - 1:
+            if repeating < steps - 1 and self._repeats(states[repeating], states[repeating + 1]):
                 extra = repeating + 1 - steps
                 drain = self.shifted(slots[ends[-1] :], extra, extra)
                 return Run(first_step, pieces[:repeating], pieces[repeating], {repeating + 1: drain})
         raise ScheduleError(f"{self.schedule}: no two training steps of the first {steps} are the same")
 
     def _check_given(self, run: Run) -> None:
-        """Check a run that a file holds: two periods long, so that the second shows that the first can be repeated."""
+        """Check a run that a file holds, with each of its drains, and that its period can be repeated for ever."""
         repeating = len(run.fill)
         for steps in range(1, repeating + 3):
             left = iter(range(steps))
             slots: list[Slot] = []
             for piece, ahead in run.pieces(lambda: next(left, None) is not None, lambda n: self.drain(run, n)):  # noqa: B023
                 slots += self.shifted(piece, ahead, ahead)
-            self._checked(slots, run.first_step, steps)
+            _, states = self._checked(slots, run.first_step, steps)
+        if not self._repeats(states[repeating], states[repeating + 1]):
+            raise ScheduleError(
+                f"the period of the run from step {run.first_step} does not end as it begins, one training step later: "
+                "repeated, it would keep more and more values"
+            )
 
-    def _checked(self, slots: Sequence[Slot], first_step: int, steps: int) -> list[Slot]:
-        """Return the slots of a whole run, each in an order in which one process could run it."""
+    def _repeats(self, before: State, after: State) -> bool:
+        """Whether a state is another one a training step later, so that the same piece can follow both."""
+        later = self.roles.after(1)
+        return after == tuple(
+            {(rank if later is None else later(rank), v.shifted(1, self.schedule.micro_batches)) for rank, v in each}
+            for each in before
+        )
+
+    def _checked(self, slots: Sequence[Slot], first_step: int, steps: int) -> tuple[list[Slot], list[State]]:
+        """Check a whole run.
+
+        Returns its slots, each in an order in which one process could run it, and the state before each step's piece.
+        """
         checker = Checker(self.schedule, held_after(self.schedule, first_step))
-        seen = 4 * self.schedule.stages
-        found = [checker.slot(slot, slots[place + 1 : place + 1 + seen]) for place, slot in enumerate(slots)]
+        begins = {max(0, step * self.schedule.slots_per_step - 1) for step in range(steps)}
+        found, states, seen = [], [], 4 * self.schedule.stages
+        for place, slot in enumerate(slots):
+            if slot.number in begins:
+                states.append(checker.state())
+            found.append(checker.slot(slot, slots[place + 1 : place + 1 + seen]))
         checker.end(held_after(self.schedule, first_step + steps))
         if self._communicators is None:
             self._communicators = communicators(found, self.schedule.ranks, self.roles.after(1))
-        return found
+        return found, states
 
 
 class RankProgram:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from cdp_repro.baselines import baseline_class
 from cdp_repro.baselines.baseline import Baseline
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.numerics import autocast, loss_fn
+from cdp_repro.config.program_file import read_program_file
 from cdp_repro.data import Dataset, load_dataset, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.predict.cutting import CutModel
+from cdp_repro.schedule import Program, Spec
 from cdp_repro.training.optim import learning_rate_factor, optimizer_factory
 
 
@@ -55,6 +58,21 @@ def reading_rule(config: RunConfig, engine: Engine | Baseline) -> Callable[[int,
     return lambda step, micro_batch: placement.rank_of(step * config.micro_batches + micro_batch, 0) == engine.rank
 
 
+def program_of(path: str, spec: Spec) -> Program:
+    """Return the program of a file that is for the run that `spec` describes.
+
+    Raises:
+        ConfigError: it cannot be read, or is for another one.
+        ScheduleError: it is broken; says in which line and why.
+    """
+    program = read_program_file(path)
+    theirs, ours = asdict(program.schedule.spec), asdict(spec)
+    differing = [f"{name}={theirs[name]} there, {ours[name]} here" for name in ours if theirs[name] != ours[name]]
+    if differing:
+        raise ConfigError([f"program={path} is for other values: {'; '.join(differing)}; give those of its header"])
+    return program
+
+
 def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | Baseline:
     """Return the engine, or the library's in its place, that trains a model cut into stages; all ranks must call it.
 
@@ -83,6 +101,7 @@ def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | 
         ranks=spec.ranks,
         pipeline_schedule=spec.pipeline_schedule,
         collectives=spec.collectives,
+        program=None if config.program is None else program_of(config.program, spec),
         traced_steps=config.traced_steps,
         **common,
     )

@@ -1,0 +1,242 @@
+"""A program as text, to read, to edit by hand, and to run.
+
+    cdp-repro program, format 1
+    mode = "cdp_v2"
+    workers = 2
+    ...
+
+    run from step 0
+    fill 0
+    rank 0
+      0  F0.m0@v0: p0@v0 b0.w0! -> s0.m0 x1.m0 b0.w0
+      1  F1.m0@v0: x1.m0! p1@v0 b1.w0! -> s1.m0 d1.m0 b1.w0
+    ...
+    period 2
+    ...
+    drain after 1
+
+A header, then the runs; of each run its pieces; of each piece each rank's actions, with the slot before the action.
+Blank lines, and what follows `//`, say nothing. `Program` says what the pieces are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from cdp_repro.schedule.actions import Action, Slot
+from cdp_repro.schedule.check import ScheduleError
+from cdp_repro.schedule.program import Piece, Program, Run
+from cdp_repro.schedule.schedule import Schedule, Spec
+
+FIRST_LINE = "cdp-repro program, format 1"
+_GRADIENT_BYTES = "gradient_bytes"
+_SECTION = re.compile(r"(?P<kind>run from step|fill|period|drain after) (?P<number>\d+)")
+
+
+def write_program(program: Program) -> str:
+    """Return a program as text: all of its runs, and all drains."""
+    schedule = program.schedule
+    header = {**asdict(schedule.spec), _GRADIENT_BYTES: list(schedule.gradient_bytes)}
+    lines = [FIRST_LINE, *(f"{name} = {json.dumps(value)}" for name, value in header.items())]
+    for first_step, run in program.runs.items():
+        lines += ["", f"run from step {first_step}"]
+        for number, piece in enumerate(run.fill):
+            lines += ["", f"fill {number}", *_piece_lines(piece)]
+        lines += ["", f"period {len(run.fill)}", *_piece_lines(run.period)]
+        for steps, piece in sorted(run.drains.items()):
+            lines += ["", f"drain after {steps}", *_piece_lines(piece)]
+    return "\n".join(lines) + "\n"
+
+
+def _piece_lines(piece: Piece) -> Iterator[str]:
+    """Yield a piece rank by rank."""
+    by_rank: dict[int, list[str]] = defaultdict(list)
+    width = max((len(str(slot.number)) for slot in piece), default=1)
+    for slot in piece:
+        for action in slot.actions:
+            by_rank[action.rank].append(f"  {slot.number:>{width}}  {action}")
+    for rank, lines in sorted(by_rank.items()):
+        yield f"rank {rank}"
+        yield from lines
+
+
+def read_program(text: str) -> Program:
+    """Return the checked program that a text describes.
+
+    Raises:
+        ScheduleError: it is no program, or one that cannot run, or would compute something other than its rule; names
+            the line, shows the grid at the fault, and says why.
+    """
+    reader = _Reader(text)
+    schedule, runs = reader.read()
+    try:
+        return Program(schedule, runs)
+    except ScheduleError as error:
+        line = reader.line_of(error.action, error.slot, schedule)
+        raise ScheduleError(f"line {line}: {error}" if line else str(error)) from None
+
+
+@dataclass
+class _Section:
+    """A piece as it is read: the number of each line with its slot and action."""
+
+    lines: list[tuple[int, int, Action]] = field(default_factory=list)
+
+    def slots(self, first: int, last: int | None = None) -> list[Slot]:
+        """Return the slots from `first` on, up to `last`, or to the last one in which there is something to do."""
+        actions: dict[int, list[Action]] = defaultdict(list)
+        for _, slot, action in self.lines:
+            actions[slot].append(action)
+        end = max(actions, default=first - 1) if last is None else last
+        return [Slot(number, tuple(actions.get(number, ()))) for number in range(first, end + 1)]
+
+
+class _Reader:
+    """Reads a program line by line; every error names the line."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = text.split("\n")
+        self._sections: dict[tuple[int, str, int], _Section] = {}
+        """By first step of the run, kind and number."""
+
+    def read(self) -> tuple[Schedule, dict[int, Run]]:
+        """Return the schedule of the header, and the runs by their first step."""
+        if "\r" in "".join(self._lines[:2]):
+            raise _broken(1, "lines end in CR LF: write the file with LF line ends, as `tr -d '\\r'` does")
+        if self._lines[0].strip() != FIRST_LINE:
+            raise _broken(1, f"a program begins with the line {FIRST_LINE!r}; this is {self._lines[0][:60]!r}")
+        header: dict[str, Any] = {}
+        place: tuple[int, str, int] | None = None
+        first_step, rank = -1, -1
+        for number, line in self._meaningful():
+            if (section := _SECTION.fullmatch(line)) is not None:
+                rank = -1
+                if section["kind"] == "run from step":
+                    first_step, place = int(section["number"]), None
+                    continue
+                if first_step < 0:
+                    raise _broken(number, f"{line!r} stands before the first `run from step ...`")
+                place = first_step, section["kind"], int(section["number"])
+                if place in self._sections:
+                    raise _broken(number, f"{line!r} stands twice in the run from step {first_step}")
+                self._sections[place] = _Section()
+            elif first_step < 0:
+                header |= _entry(number, line)
+            elif line.startswith("rank ") and line[5:].isdigit():
+                rank = int(line[5:])
+            elif place is None or rank < 0:
+                raise _broken(
+                    number, f"{line!r} belongs to no rank of a piece: it needs `fill 0` and `rank 0` before it"
+                )
+            else:
+                self._sections[place].lines.append(_action(number, line, rank))
+        schedule = _schedule(header)
+        self._refuse_other_ranks(schedule)
+        return schedule, {step: self._run(step, schedule) for step in sorted({step for step, _, _ in self._sections})}
+
+    def _meaningful(self) -> Iterator[tuple[int, str]]:
+        """Yield the lines after the first that say something, with their numbers."""
+        for number, line in enumerate(self._lines[1:], start=2):
+            said = line.split("//")[0].strip()
+            if said:
+                yield number, said
+
+    def _refuse_other_ranks(self, schedule: Schedule) -> None:
+        for section in self._sections.values():
+            for number, _, action in section.lines:
+                if max(action.rank, action.peer) >= schedule.ranks:
+                    raise _broken(
+                        number,
+                        f"{action.label} of rank {action.rank}: {schedule} has ranks 0 to {schedule.ranks - 1}; change "
+                        "the header, or write the program again for these numbers",
+                    )
+
+    def _run(self, first_step: int, schedule: Schedule) -> Run:
+        """Return a run from its sections."""
+        named = {(kind, number): each for (step, kind, number), each in self._sections.items() if step == first_step}
+        fill = sorted(number for kind, number in named if kind == "fill")
+        drains = sorted(number for kind, number in named if kind == "drain after")
+        repeating, where = len(fill), f"the run from step {first_step}"
+        if fill != list(range(repeating)):
+            raise ScheduleError(f"{where} has the fill {fill}: it needs 0, 1, .. without a gap")
+        if [number for kind, number in named if kind == "period"] != [repeating]:
+            raise ScheduleError(f"{where} has {repeating} pieces of fill, so it needs one `period {repeating}`")
+        if drains != list(range(1, repeating + 2)):
+            raise ScheduleError(f"{where} has drains after {drains} steps: it needs 1 to {repeating + 1}")
+        period = schedule.slots_per_step
+
+        def piece(kind: str, step: int) -> list[Slot]:
+            begin, end = max(0, step * period - 1), (step + 1) * period - 2
+            outside = [line for line, slot, _ in named[kind, step].lines if not begin <= slot <= end]
+            if outside:
+                raise _broken(outside[0], f"{kind} {step} has the slots {begin} to {end}")
+            return named[kind, step].slots(begin, end)
+
+        return Run(
+            first_step,
+            [piece("fill", step) for step in fill],
+            piece("period", repeating),
+            {steps: named["drain after", steps].slots(steps * period - 1) for steps in drains},
+        )
+
+    def line_of(self, action: Action | None, slot: int | None, schedule: Schedule) -> int | None:
+        """Return the line of an action that was found in a run written out, where its numbers may be shifted."""
+        if action is None or slot is None:
+            return None
+        found = None
+        for section in self._sections.values():
+            for number, own_slot, own in section.lines:
+                steps, rest = divmod(slot - own_slot, schedule.slots_per_step)
+                if rest == 0 and own.op is action.op and own.stage == action.stage:
+                    shifted = own.shifted(steps, schedule.micro_batches)
+                    if shifted._replace(rank=0, peer=0) == action._replace(rank=0, peer=0):
+                        if steps == 0 and own == action:
+                            return number
+                        found = found or number
+        return found
+
+
+def _entry(number: int, line: str) -> dict[str, Any]:
+    """Return the name and value of a line of the header."""
+    name, _, value = (part.strip() for part in line.partition("="))
+    known = [each.name for each in fields(Spec)] + [_GRADIENT_BYTES]
+    if name not in known:
+        raise _broken(number, f"the header has no {name!r}: it has {', '.join(known)}")
+    try:
+        return {name: json.loads(value)}
+    except ValueError:
+        raise _broken(number, f'{value!r} is no JSON value of {name}, such as 4 or "zero"') from None
+
+
+def _schedule(header: dict[str, Any]) -> Schedule:
+    """Return the schedule that a header describes."""
+    missing = [each.name for each in fields(Spec) if each.name not in header]
+    if missing:
+        raise ScheduleError(f"the header lacks {', '.join(missing)}")
+    sizes = header.pop(_GRADIENT_BYTES, [])
+    mode = header["mode"]
+    try:
+        named = mode if isinstance(mode, str) else tuple(tuple(row) for row in mode)
+        return Schedule.of(Spec(**{**header, "mode": named}), sizes)
+    except (TypeError, ValueError) as error:
+        raise ScheduleError(f"the header does not describe a schedule: {error}") from None
+
+
+def _action(number: int, line: str, rank: int) -> tuple[int, int, Action]:
+    """Return the line's number, slot and action."""
+    slot, _, text = line.partition(" ")
+    if not slot.isdigit():
+        raise _broken(number, f"{line[:60]!r} has no slot in front of its action")
+    try:
+        return number, int(slot), Action.parse(text, rank)
+    except ValueError as error:
+        raise _broken(number, str(error)) from None
+
+
+def _broken(line: int, fault: str) -> ScheduleError:
+    return ScheduleError(f"line {line}: {fault}")
