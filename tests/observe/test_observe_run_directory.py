@@ -307,7 +307,7 @@ mirror.log_table("memory", ["slot", "bytes"], [[0, 100], [1, "NaN"]]); look("log
 mirror.log_image("timeline", picture(run / "timeline.png")); look("log_image")
 (run / "trace.json").write_text("[1, 2, 3]")
 mirror.log_artifact("trace of experiment=paper/x", "trace", [run / "trace.json"]); look("log_artifact")
-first = mirror.run_id
+first = mirror._run.id
 in_temporary = [path.name for path in temporary.iterdir()]
 mirror.finish({"eval/top1_percent": 97.5}, 0); look("finish")
 
@@ -316,7 +316,7 @@ assert previous_run_id(run) == first and previous_run_id(base) is None
 mirror = WandbMirror()
 mirror.start("offline", run, {}, "a name", "cdp-repro", resume_id=previous_run_id(run))
 mirror.log(20, {"train/loss": 5.0}); mirror.log(15, {"late": 1}); mirror.log(30, {"train/loss": 7.5})
-second = mirror.run_id
+second = mirror._run.id
 mirror.finish({}, 1)
 quiet = list(warnings); warnings.clear()
 

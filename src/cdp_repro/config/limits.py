@@ -9,6 +9,7 @@ from typing import Any
 from cdp_repro.baselines import BASELINES
 from cdp_repro.config.errors import nearest
 from cdp_repro.config.schema import RunConfig
+from cdp_repro.data.order import check_divisible
 from cdp_repro.schedule import MODES, PIPELINE_SCHEDULES, PLACEMENTS, SLOT_ORDERS
 
 PARTITIONS = ("flops", "parameters", "activations", "time")
@@ -79,19 +80,15 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
 
 def inconsistent(config: RunConfig) -> Iterable[str]:
     """Yield a sentence for each pair of settings, all of them in range, that exclude each other."""
-    try:
-        config.schedule()
-    except ValueError as error:
-        yield str(error)
+    for check in (config.schedule, lambda: check_divisible(config.batch_size, config.workers, config.replicas)):
+        try:
+            check()
+        except ValueError as error:
+            yield str(error)
     if config.baseline is not None:
         yield from _wrong_with_baseline(config)
     if config.price:
         yield from _wrong_with_cluster(config)
-    if config.batch_size % config.micro_batches:
-        lower = config.batch_size // config.micro_batches * config.micro_batches
-        works = " or ".join(f"batch_size={value}" for value in (lower, lower + config.micro_batches) if value)
-        parts = f"workers={config.workers}" + (f" x replicas={config.replicas}" if config.replicas > 1 else "")
-        yield f"batch_size={config.batch_size} is not divisible by {parts}: use {works}"
 
 
 def _wrong_with_cluster(config: RunConfig) -> Iterable[str]:
