@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 Answer = tuple[str, Callable[[Path], list[Path]]]
-"""What to show, and what writes the same as files into a folder."""
+"""The text to show, and a function that writes the same as files into a folder."""
 
 
 def _plan(config: RunConfig) -> Answer:

@@ -47,7 +47,7 @@ RUN_KEYS = frozenset(NEUTRAL_KEYS) - {*PLACEMENT_KEYS} | {"seed"}
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested settings by dotted key, those that an older version did not have at their default."""
+    """Return nested settings by dotted key; a setting that an older version lacks has its default."""
     return {**defaults(), **flat(config)}
 
 

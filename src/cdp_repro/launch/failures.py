@@ -42,7 +42,7 @@ class RankFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed: what it raised or, if it had no time to say so, its exit code."""
+    """The failure of a rank: its exception or, if it ended without one, its exit code."""
 
     rank: int
     seconds: float  # on the monotonic clock, which processes share

@@ -33,7 +33,7 @@ class Group:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Settings of the first run; those that matter are the same in all."""
+        """Settings of the first run; all runs share them, except for `RUN_KEYS`."""
         return self.rows[0].config
 
     @property
@@ -146,7 +146,7 @@ def _mixed(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def differing(one: Row, other: Row) -> list[str]:
-    """Return the settings, by dotted key, in which two runs differ, of those that matter; the seed does not."""
+    """Return the keys in which two runs differ, except for `RUN_KEYS` such as the seed."""
     keys = (key for key in {**one.config, **other.config} if key not in RUN_KEYS)
     return sorted(key for key in keys if one.config.get(key) != other.config.get(key))
 

@@ -16,7 +16,7 @@ from cdp_repro.training.optim import learning_rate_factor, optimizer_factory
 
 
 def load_data(config: RunConfig) -> Dataset:
-    """Load the data and check that it is what the configuration says."""
+    """Load the data set and check that its classes, image size and number of images fit the configuration."""
     wanted = config.dataset
     dataset = load_dataset(
         wanted.name,

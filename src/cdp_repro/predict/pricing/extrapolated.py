@@ -20,7 +20,7 @@ SIMULATED_FORWARDS = 1024
 
 @dataclass(frozen=True)
 class Job:
-    """What `Schedule.build` takes, for sizes that it would take too long to build."""
+    """The arguments of `Schedule.build`, for sizes that would take too long to build."""
 
     mode: str | Sequence[Sequence[int]]
     placement: str
@@ -77,7 +77,10 @@ def estimate_on_each(
     optimizer_states: int = 0,
     simulated: int = SIMULATED_FORWARDS,
 ) -> list[Price]:
-    """Return what `estimate` does on each of several clusters with hosts of one size, which hardly takes longer."""
+    """Return the price that `estimate` gives on each of several clusters with hosts of one size.
+
+    A second cluster hardly takes longer: it shares the schedules, and only its clock is its own.
+    """
     sizes = {cluster.devices_per_host for cluster in clusters}
     if len(sizes) > 1:
         raise ValueError(f"the clusters have hosts of {sorted(sizes)} devices: give clusters with hosts of one size")
@@ -103,7 +106,7 @@ def _free(cluster: Cluster) -> tuple[Cluster, Cluster, Cluster]:
 
 
 def _axis(job: Job, cluster: Cluster) -> str:
-    """Return what of a job is extrapolated first."""
+    """Return the number that is extrapolated first: `replicas` or `workers`."""
     return "replicas" if job.replicas > 4 * _unit(cluster, "replicas", job) else "workers"
 
 
@@ -172,7 +175,7 @@ def _unit(cluster: Cluster, axis: str, job: Job) -> int:
 
 
 def _busiest_rank_seconds(job: Job, cluster: Cluster) -> float:
-    """Return what the busiest rank of a pipeline computes in a training step; 0 of other placements."""
+    """Return the compute seconds of the busiest rank of a pipeline in a training step; 0 for other placements."""
     if job.placement != "pipeline":
         return 0.0
     per_stage = [
@@ -214,7 +217,7 @@ def _shrunk(values: tuple[Any, ...], number: int) -> tuple[Any, ...]:
 
 
 def _differences(sums: Iterable[N]) -> tuple[N, ...]:
-    """Return the values whose sums so far these are."""
+    """Return the differences of successive sums: the inverse of `accumulate`."""
     return tuple(later - earlier for earlier, later in pairwise(chain((0,), sums)))
 
 
