@@ -34,7 +34,7 @@ and the run that resumes it."""
 RESUME_KEYS = (
     "pipeline_schedule", "collectives", "timeout_seconds", "wandb", "checkpoint_every_steps", "log_every_steps",
 )  # fmt: skip
-"""Settings that the command line may change beside `resume=`; `placement=` is a group and may be given, too."""
+"""Settings that the command line may change beside `resume=`; `placement=`, a group, may be given as well."""
 
 SWEEP_KEYS = (
     "dataset.root", "dataset.download", "dataset.loader_workers", "wandb", "wandb_project", "keep_checkpoints",

@@ -34,7 +34,7 @@ class RankFailedError(RuntimeError):
         if traceback:
             super().__init__(f"rank {rank} failed:\n{traceback.rstrip()}")
         elif signal_name:
-            memory = " (so ends, too, what asks for more memory than there is)" if signal_name == "SIGKILL" else ""
+            memory = " (the kernel sends it, too, when memory runs out)" if signal_name == "SIGKILL" else ""
             super().__init__(f"rank {rank} was killed by {signal_name}{memory}")
         else:
             super().__init__(f"rank {rank} ended with exit code {exit_code} before it returned")

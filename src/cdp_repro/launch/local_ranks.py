@@ -78,7 +78,7 @@ def _variables(rank: int, processes: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0, too, is a client of the store in the launching process
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is in this process; rank 0 is a client as well
         "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // processes))),
     }

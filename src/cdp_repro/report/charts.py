@@ -1,4 +1,4 @@
-"""The figures of the report. Data parallelism is grey and dashed everywhere, so that it stands out in print, too."""
+"""The figures of the report. Data parallelism is grey and dashed everywhere, so that it also stands out in print."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def reading_rule(config: RunConfig, engine: Engine | Baseline) -> Callable[[int,
 def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | Baseline:
     """Return the engine, or the library's in its place, that trains a model cut into stages; all ranks must call it.
 
-    `train_size` is the number of training images, of which the learning rate's schedule depends.
+    `train_size` is the number of training images, from which the learning-rate schedule counts its epochs.
     """
     device = config.torch_device
     epoch = steps_per_epoch(train_size, config.batch_size)

@@ -51,8 +51,8 @@ class Comparison:
 def verify(config: RunConfig, steps: int) -> Comparison:
     """Train `steps` steps, with a drain in the middle, on the placement of `config` and on one device; compare.
 
-    The tolerance is 0 for our own sums on CPUs. For baselines and collectives it is LIBRARY_TOLERANCE; on GPUs, whose
-    kernels may depend on what else runs, too.
+    The tolerance is 0 for our own sums on CPUs. For baselines and collectives it is LIBRARY_TOLERANCE; also on GPUs,
+    whose kernels may depend on other work.
     """
     alone = copy.deepcopy(config)
     alone.placement.name, alone.baseline, alone.collectives = "single_device", None, False
