@@ -57,7 +57,7 @@ class Sizes:
     input_gradients: Sequence[int]
 
     @classmethod
-    def of(cls, costs: StageCosts, moves: bool) -> Sizes:
+    def from_costs(cls, costs: StageCosts, moves: bool) -> Sizes:
         """Return the sizes; `moves` says whether micro-batches go from rank to rank between stages."""
         stages = range(costs.stages)
         received = [costs.received_bytes(j)[0] if moves and j else 0 for j in stages]
@@ -97,7 +97,7 @@ def closed_form(setting: Setting, workers: int, costs: StageCosts, optimizer_sta
         return _closed_form_of_peer(setting.baseline, workers, costs, optimizer_states)
     n = workers
     moves = setting.placement in ("pipeline", "model_parallel")
-    sizes = Sizes.of(costs, moves)
+    sizes = Sizes.from_costs(costs, moves)
     values: Values = {"devices": _devices(setting, n)}
     values |= _activations(setting, n, sizes) | _state(setting, n, sizes, optimizer_states)
     values |= _messages(setting, n, sizes) | {"idle_share": _idle_share(setting, n)}
