@@ -250,7 +250,8 @@ def test_truncate_after_a_step_lets_a_resumed_run_hold_each_row_once(tmp_path: P
 FILL = """
 import os, resource, sys
 from pathlib import Path
-from cdp_repro.observe.run_directory import MetricsLog, RunDirectoryError
+from cdp_repro.observe.metrics import MetricsLog
+from cdp_repro.observe.run_directory import RunDirectoryError
 resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
 path = Path(sys.argv[1])
 log = MetricsLog(path)
@@ -276,7 +277,7 @@ def test_a_row_that_does_not_fit_leaves_the_others_whole(tmp_path: Path) -> None
 MIRROR = """
 import json, logging, os, signal, subprocess, sys, tempfile
 from pathlib import Path
-from cdp_repro.observe.run_directory import MetricsLog
+from cdp_repro.observe.metrics import MetricsLog
 from cdp_repro.observe.wandb_mirror import WandbMirror, previous_run_id
 
 base = Path(sys.argv[1])
