@@ -188,7 +188,7 @@ def test_flat_validation_folder_and_missing_tree(tmp_path: Path, tree: Path) -> 
 def test_bad_settings(tree: Path) -> None:
     with pytest.raises(ValueError, match=r"dataset.image_size=-1 must be at least 1"):
         load_dataset("imagenet", root=str(tree), image_size=-1)
-    with pytest.raises(ValueError, match="batch_size=5 is not a multiple of workers=2"):
+    with pytest.raises(ValueError, match="batch_size=5 is not divisible by workers=2"):
         load(tree).train_batches(range(1), batch_size=5, workers=2, seed=0, device=CPU)
 
 

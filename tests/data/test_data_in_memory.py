@@ -165,7 +165,7 @@ def test_test_batches_are_the_whole_test_set_in_order() -> None:
 
 
 def test_bad_sizes_are_refused_when_asked_not_when_read() -> None:
-    with pytest.raises(ValueError, match="batch_size=10 is not a multiple of workers=4"):
+    with pytest.raises(ValueError, match="batch_size=10 is not divisible by workers=4"):
         tiny().train_batches(range(1), batch_size=10, workers=4, seed=0, device=CPU)
 
 

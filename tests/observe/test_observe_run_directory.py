@@ -250,7 +250,8 @@ def test_truncate_after_a_step_lets_a_resumed_run_hold_each_row_once(tmp_path: P
 FILL = """
 import os, resource, sys
 from pathlib import Path
-from cdp_repro.observe.run_directory import MetricsLog, RunDirectoryError
+from cdp_repro.observe.metrics import MetricsLog
+from cdp_repro.observe.run_directory import RunDirectoryError
 resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
 path = Path(sys.argv[1])
 log = MetricsLog(path)
@@ -276,7 +277,7 @@ def test_a_row_that_does_not_fit_leaves_the_others_whole(tmp_path: Path) -> None
 MIRROR = """
 import json, logging, os, signal, subprocess, sys, tempfile
 from pathlib import Path
-from cdp_repro.observe.run_directory import MetricsLog
+from cdp_repro.observe.metrics import MetricsLog
 from cdp_repro.observe.wandb_mirror import WandbMirror, previous_run_id
 
 base = Path(sys.argv[1])
@@ -307,7 +308,7 @@ mirror.log_table("memory", ["slot", "bytes"], [[0, 100], [1, "NaN"]]); look("log
 mirror.log_image("timeline", picture(run / "timeline.png")); look("log_image")
 (run / "trace.json").write_text("[1, 2, 3]")
 mirror.log_artifact("trace of experiment=paper/x", "trace", [run / "trace.json"]); look("log_artifact")
-first = mirror.run_id
+first = mirror._run.id
 in_temporary = [path.name for path in temporary.iterdir()]
 mirror.finish({"eval/top1_percent": 97.5}, 0); look("finish")
 
@@ -316,7 +317,7 @@ assert previous_run_id(run) == first and previous_run_id(base) is None
 mirror = WandbMirror()
 mirror.start("offline", run, {}, "a name", "cdp-repro", resume_id=previous_run_id(run))
 mirror.log(20, {"train/loss": 5.0}); mirror.log(15, {"late": 1}); mirror.log(30, {"train/loss": 7.5})
-second = mirror.run_id
+second = mirror._run.id
 mirror.finish({}, 1)
 quiet = list(warnings); warnings.clear()
 

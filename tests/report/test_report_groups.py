@@ -53,12 +53,12 @@ def test_the_difference_is_the_paired_test_over_common_seeds():
 
 
 def test_one_seed_has_no_spread_and_no_common_seed_no_difference():
-    assert math.isnan(Sample.of([3.0]).deviation) and Sample.of([3.0]).text() == "3.00 (1)"
-    assert Sample.of([1.0, 3.0]).text() == "2.00 ± 1.41 (2)"
-    one = Difference.of({0: 3.0}, {0: 1.0, 1: 5.0})
+    assert math.isnan(Sample.from_values([3.0]).deviation) and Sample.from_values([3.0]).text() == "3.00 (1)"
+    assert Sample.from_values([1.0, 3.0]).text() == "2.00 ± 1.41 (2)"
+    one = Difference.paired({0: 3.0}, {0: 1.0, 1: 5.0})
     assert one.mean == 2 and math.isnan(one.low) and math.isnan(one.p_value)
-    assert Difference.of({0: 1.0}, {1: 1.0}) is None
-    assert Difference.of({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}).p_value == 1
+    assert Difference.paired({0: 1.0}, {1: 1.0}) is None
+    assert Difference.paired({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}).p_value == 1
 
 
 def test_groups_that_differ_in_more_than_mode_and_rate_are_not_compared():

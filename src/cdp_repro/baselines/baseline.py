@@ -1,4 +1,4 @@
-"""What all baselines share: the interface of the engine, the loop over training steps, and the canonical state."""
+"""The base class of the baselines: the engine's interface, the loop over training steps, and the canonical state."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Baseline(ABC):
         return 0
 
     def trace(self) -> Trace:
-        """Empty: the library does not say what it runs when."""
+        """Empty: the library does not report its actions."""
         return Trace(self.workers, self.workers, len(self._skeleton), ())
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Baseline(ABC):
         return _merge(self.step, parts, len(self._skeleton)) if parts is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` has returned on rank 0 (or an `Engine`'s), given to every rank.
+        """Load a state that `state_dict` of a baseline or an `Engine` returned on rank 0; every rank is given it.
 
         Raises:
             ValueError: it is of another model, mode, optimizer or number of workers; the baseline is as it was.

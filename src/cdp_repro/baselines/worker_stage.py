@@ -1,5 +1,4 @@
-"""What every baseline does to a stage: how it runs as a worker's, how it is updated, and what is left of a model
-without its values."""
+"""A stage in the hands of a library: its run as a worker's, its update, and a model without memory to fill later."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ class StageOptimizer:
         return {"class": self.class_name, "state": {**state, "state": whole}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a copy of what `state_dict` has returned."""
+        """Load a copy of a state that `state_dict` has returned."""
         if self._optimizer is None:
             return
         mine = {
@@ -96,12 +95,12 @@ def on_cpu(value: Any) -> Any:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return what this rank holds of a parameter."""
+    """Return this rank's shard of a parameter, or the whole if it is not sharded."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def write(parameter: Tensor, value: Tensor) -> None:
-    """Write a whole tensor into a parameter or buffer, of which the rank may hold only a shard."""
+    """Write a whole tensor into a parameter or buffer; a sharded one takes this rank's part."""
     with torch.no_grad():
         parameter.copy_(_copy_like(parameter, value))
 

@@ -1,4 +1,4 @@
-"""What the commands share: flags, help, logging, exit codes."""
+"""The console side of every command: flags, help, logging, exit codes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ USER_MISTAKES = (
 
 @dataclass
 class ExitCode:
-    """What the command returns."""
+    """The exit code of a command; 1 until it is set."""
 
     code: int = 1
 
 
 @contextmanager
 def exit_code_of() -> Iterator[ExitCode]:
-    """Turn what the body raises into a message and an exit code; defects keep their traceback."""
+    """Turn an exception of the body into a message and an exit code; defects keep their traceback."""
     result = ExitCode()
     try:
         yield result
@@ -59,7 +59,7 @@ def exit_code_of() -> Iterator[ExitCode]:
 
 
 def write_out(text: str) -> None:
-    """Write to standard output; a reader that has gone away (`| head`) is no failure of the command."""
+    """Write to standard output; a closed pipe (`| head`) is not an error."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -76,7 +76,7 @@ def split_flags(arguments: Sequence[str], known: Sequence[str]) -> tuple[set[str
 
 
 def console_logging() -> None:
-    """Show what the package logs, as plain lines on standard error."""
+    """Show the log of the package as plain lines on standard error."""
     logger = logging.getLogger("cdp_repro")
     logger.setLevel(logging.INFO)
     if not logger.handlers:

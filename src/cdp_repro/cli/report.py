@@ -104,7 +104,7 @@ def _collect(options: dict[str, str], words: list[str]) -> int:
 
 
 def _with_study(run_dir: Path, study: str | None) -> Row:
-    """Return the row of a run, of the study given or of the one whose run it is."""
+    """Return the row of a run, for the given study or else for the study that lists it."""
     if study is not None:
         if not study.replace("-", "").replace("_", "").isalnum():
             raise ConfigError([f"--study={study}: use letters, digits, - and _, as it names a folder"])

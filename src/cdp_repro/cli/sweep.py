@@ -42,7 +42,7 @@ Keys, as cdp-train has them: {keys}
 
 
 def main(study_names: Sequence[str], arguments: Sequence[str], script: str) -> int:
-    """Train what is missing of the studies, or of those that the arguments name.
+    """Train the missing runs of these studies, or of the studies that the arguments name.
 
     Args:
         study_names: Unless the arguments name others.
@@ -68,7 +68,7 @@ def main(study_names: Sequence[str], arguments: Sequence[str], script: str) -> i
 
 
 def _train(options: Options) -> int:
-    """Train what is missing; list failures at the end."""
+    """Train the missing runs; list failures at the end."""
     outcome = train_missing(options)
     for failure in outcome.failures:
         sys.stderr.write(f"{failure}\n")
@@ -87,7 +87,7 @@ def _write_script(options: Options, path: Path, script: str) -> int:
 
 
 def parsed(arguments: Sequence[str], study_names: Sequence[str]) -> Options:
-    """Return the options; raise ConfigError with everything that is wrong with them."""
+    """Return the options; raise ConfigError with all mistakes."""
     given = dict(text.removeprefix("--").partition("=")[::2] for text in arguments if text.startswith("-"))
     overrides = tuple(text for text in arguments if not text.startswith("-") and "=" in text)
     names = [text for text in arguments if not text.startswith("-") and "=" not in text]
@@ -116,7 +116,7 @@ def parsed(arguments: Sequence[str], study_names: Sequence[str]) -> Options:
 
 
 def _value(name: str, value: str) -> int | Path:
-    """Return the value of an option; ValueError says what is wrong with it."""
+    """Return the value of an option; raise ValueError with a value that works."""
     minima = {"jobs": 1, "seeds": 1, "run": 0}
     if name in ("runs", "results", "slurm"):
         if not value:
@@ -141,7 +141,7 @@ def _refuse_inconsistent(options: Options) -> None:
 
 
 def _passed_on(studies: Sequence[str], overrides: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return by study those overrides that its data set has a use for; ConfigError for one that fits nowhere."""
+    """Return, by study, the overrides that its data set knows; raise ConfigError for one that none knows."""
     found: dict[str, tuple[str, ...]] = {}
     mistakes: dict[str, ConfigError] = {}
     for name in studies:

@@ -66,14 +66,14 @@ def _single(overrides: Sequence[str]) -> int:
 
 
 def _train_rank(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool) -> dict[str, Any]:
-    """Train in one of the ranks, of which rank 0 speaks to the user."""
+    """Train in one rank; only rank 0 logs to the console."""
     if os.environ.get("RANK", "0") == "0":
         console_logging()
     return train(config, run_dir, command, resume)
 
 
 def _run_to_resume(overrides: Sequence[str]) -> RunDirectory | None:
-    """Return the run that `resume=` names, if it is given; only values that change no number may stand beside it."""
+    """Return the run that `resume=` names, if it is given; only `RESUME_KEYS` and `placement=` may stand beside it."""
     resume = [text.partition("=")[2] for text in overrides if text.startswith("resume=")]
     if not resume:
         return None
@@ -91,7 +91,7 @@ def _run_to_resume(overrides: Sequence[str]) -> RunDirectory | None:
 
 
 def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
-    """Return the run's own configuration, with those other values that change no number."""
+    """Return the run's own configuration with the overrides that may be given beside `resume=`."""
     given = [text.replace("placement=", "placement.name=") for text in overrides if not text.startswith("resume=")]
     config = OmegaConf.create(run.config())
     config.merge_with_dotlist(given)
@@ -99,7 +99,7 @@ def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
 
 
 def _new_run_dir(config: RunConfig) -> Path:
-    """Return a directory that does not exist yet, named after what is run and when."""
+    """Return a directory that does not exist yet, named after data set, model, mode, seed and time."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     base = f"{config.dataset.name}-{config.model.name}-{config.mode.name}-seed{config.seed}-{stamp}"
     names = (base if number == 1 else f"{base}-{number}" for number in range(1, 1000))

@@ -136,7 +136,10 @@ def _unknown_choice(override: Override) -> str | None:
 
 
 def _unknown_key(override: Override, known: Sequence[str], missing: Sequence[str]) -> str | None:
-    """Say what is wrong with a key; `missing` are those that a choice leaves to the user."""
+    """Return the problem with a key, if it has one.
+
+    `missing` are keys that a choice leaves to the user, such as `model.name` with `model=timm`.
+    """
     key = override.key_or_group
     group, _, rest = key.partition(".")
     if override.is_delete():

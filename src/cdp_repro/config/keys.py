@@ -35,7 +35,7 @@ RESUME_KEYS = (
     "ranks", "pipeline_schedule", "collectives", "timeout_seconds", "wandb", "checkpoint_every_steps",
     "log_every_steps",
 )  # fmt: skip
-"""Settings that the command line may change beside `resume=`; `placement=` is a group and may be given, too."""
+"""Settings that the command line may change beside `resume=`; `placement=`, a group, may be given as well."""
 
 SWEEP_KEYS = (
     "dataset.root", "dataset.download", "dataset.loader_workers", "wandb", "wandb_project", "keep_checkpoints",
@@ -48,7 +48,7 @@ RUN_KEYS = frozenset(NEUTRAL_KEYS) - {*PLACEMENT_KEYS} | {"seed"}
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested settings by dotted key, those that an older version did not have at their default."""
+    """Return nested settings by dotted key; a setting that an older version lacks has its default."""
     return {**defaults(), **flat(config)}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from cdp_repro.baselines import BASELINES
 from cdp_repro.config.errors import nearest
 from cdp_repro.config.schema import RunConfig
+from cdp_repro.data.order import check_divisible
 from cdp_repro.schedule import MODES, PIPELINE_SCHEDULES, PLACEMENTS, SLOT_ORDERS, Program
 
 PARTITIONS = ("flops", "parameters", "activations", "time")
@@ -80,25 +81,26 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
 
 def inconsistent(config: RunConfig) -> Iterable[str]:
     """Yield a sentence for each pair of settings, all of them in range, that exclude each other."""
-    try:
-        schedule = config.schedule()
-        if config.mode.staleness is not None:  # named modes can be served on every placement
-            Program(schedule)
-    except ValueError as error:
-        yield str(error)
+    for check in (_check_schedule, _check_batch_size):
+        try:
+            check(config)
+        except ValueError as error:
+            yield str(error)
     if config.baseline is not None:
         yield from _wrong_with_baseline(config)
     if config.price:
         yield from _wrong_with_cluster(config)
-    if config.batch_size % config.micro_batches:
-        lower = config.batch_size // config.micro_batches * config.micro_batches
-        works = " or ".join(f"batch_size={value}" for value in (lower, lower + config.micro_batches) if value)
-        parts = " x ".join(
-            f"{name}={number}"
-            for name in ("workers", "accumulate", "replicas")
-            if (number := getattr(config, name)) > 1 or name == "workers"
-        )
-        yield f"batch_size={config.batch_size} is not divisible by {parts}: use {works}"
+
+
+def _check_batch_size(config: RunConfig) -> None:
+    check_divisible(config.batch_size, config.workers, config.accumulate, config.replicas)
+
+
+def _check_schedule(config: RunConfig) -> None:
+    """Raise ValueError for a schedule that cannot be made, or a matrix that the timeline cannot serve."""
+    schedule = config.schedule()
+    if config.mode.staleness is not None:  # named modes can be served on every placement
+        Program(schedule)
 
 
 def _wrong_with_cluster(config: RunConfig) -> Iterable[str]:

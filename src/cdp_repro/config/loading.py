@@ -1,4 +1,4 @@
-"""From what Hydra has composed to a checked `RunConfig`."""
+"""From the tree that Hydra composes to a checked `RunConfig`."""
 
 from __future__ import annotations
 

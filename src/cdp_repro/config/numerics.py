@@ -20,7 +20,7 @@ def parameter_dtype(config: RunConfig) -> torch.dtype:
 
 
 def autocast(config: RunConfig, device_type: str) -> Callable[[], AbstractContextManager[object]]:
-    """Return what makes the context in which forwards run."""
+    """Return a factory of the context in which forwards run: autocast for bf16, else an empty one."""
     if config.precision == "bf16":
         return lambda: torch.autocast(device_type, torch.bfloat16)
     return nullcontext

@@ -27,7 +27,7 @@ class ModeConfig:
 
 @dataclass
 class DatasetConfig:
-    """What to train on."""
+    """The data set."""
 
     name: str = "digits"
     """Set by dataset=..."""
@@ -38,9 +38,9 @@ class DatasetConfig:
     classes: int = 10
     """Number of classes."""
     recommended_epochs: int = 1
-    """What `epochs` is unless it is set."""
+    """Default of `epochs`."""
     recommended_batch_size: int = 64
-    """What `batch_size` is unless it is set."""
+    """Default of `batch_size`."""
     root: str | None = None
     """Folder of the files."""
     download: bool = False
@@ -55,7 +55,7 @@ class DatasetConfig:
 
 @dataclass
 class ModelConfig:
-    """What to train."""
+    """The network."""
 
     name: str = "resnet8"
     """Set by model=..."""
@@ -104,7 +104,7 @@ class OptimConfig:
 
 @dataclass
 class ClusterConfig:
-    """What `cdp-plan price=true` prices: the seconds of stages and links. A run does not read it."""
+    """Seconds of stages and links, for `cdp-plan price=true`. A run does not read it."""
 
     devices_per_host: int = 8
     """Devices of a host; devices 0, 1, ... fill one host after the other."""
@@ -156,13 +156,13 @@ class RunConfig:
     """Run mode=dp on placement=replicated or zero by collectives of the library (all-reduce; all-gather and
     reduce-scatter of shards) in place of our ordered messages: what it adds, it adds in an order of its own."""
     partition: str = "flops"
-    """What the cut balances: `flops`, `parameters`, `activations` (bytes) or `time` (measured)."""
+    """Cost that the cut balances: `flops`, `parameters`, `activations` (bytes) or `time` (measured)."""
     slot_order: str = "paper"
     """`paper`: forwards before backwards in a slot; `backward_first`: frees memory first, lower peak."""
     batch_size: int = 64
     """Samples in a mini-batch, i.e. of all workers together."""
     epochs: int = 1
-    """Passes over the training set; what is left of it beyond whole mini-batches is dropped."""
+    """Passes over the training set; each drops the rest that fills no whole mini-batch."""
     seed: int = 0
     """Of initial weights, data order, augmentation and dropout."""
     precision: str = "fp32"
@@ -182,7 +182,7 @@ class RunConfig:
     checkpoint_every_steps: int = 500
     """Training steps between checkpoints; there is also one at the end of each epoch."""
     timeout_seconds: int = 600
-    """For how long a rank waits for another before it gives up; only with several processes."""
+    """Seconds that a rank waits for another before it gives up; only with several processes."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints stay."""
     log_every_steps: int = 10

@@ -5,12 +5,8 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from cdp_repro.data.cifar10 import load_cifar10
 from cdp_repro.data.dataset import Dataset, DatasetError, MiniBatch
-from cdp_repro.data.digits import load_digits
-from cdp_repro.data.imagenet import load_imagenet
 from cdp_repro.data.order import steps_per_epoch
-from cdp_repro.data.synthetic import load_synthetic
 
 __all__ = ["DATASETS", "Dataset", "DatasetError", "MiniBatch", "load_dataset", "steps_per_epoch"]
 
@@ -46,13 +42,22 @@ def load_dataset(
         ValueError: unknown name, or a size that makes no sense.
         DatasetError: the files are missing, incomplete or damaged.
     """
+    # Imported here: scikit-learn and torchvision take seconds, and a run needs one of them at most.
     if name == "digits":
+        from cdp_repro.data.digits import load_digits
+
         return load_digits()
     if name == "cifar10":
+        from cdp_repro.data.cifar10 import load_cifar10
+
         return load_cifar10(Path(root or "data"), download=download, loader_workers=loader_workers)
     if name == "imagenet":
+        from cdp_repro.data.imagenet import load_imagenet
+
         return load_imagenet(Path(root or "data/imagenet"), image_size=image_size or 224, loader_workers=loader_workers)
     if name == "synthetic":
+        from cdp_repro.data.synthetic import load_synthetic
+
         return load_synthetic(
             classes=classes,
             train_samples=train_samples,

@@ -30,7 +30,7 @@ DOWNLOAD_ERRORS = (OSError, RuntimeError, EOFError, tarfile.TarError, http.clien
 
 
 def load_cifar10(root: Path, *, download: bool, loader_workers: int) -> InMemoryDataset:
-    """Return CIFAR-10 from what lies in `root`: the python batches, or else an image tree, or else a download.
+    """Return CIFAR-10 from `root`: the python batches, or else an image tree, or else a download.
 
     Raises:
         DatasetError: nothing there, several trees, a half unpacked folder, damaged files, or a failed download.
@@ -61,7 +61,7 @@ def _from_batches(root: Path, download: bool) -> InMemoryDataset:
 
 
 def _batches_message(root: Path, download: bool, error: Exception) -> str:
-    """Return which of the official files are not what they should be, since torchvision does not say."""
+    """Name the official files that are missing or damaged, which torchvision does not."""
     folder = root / BATCHES
     expected = [*CIFAR10.train_list, *CIFAR10.test_list, [CIFAR10.meta["filename"], CIFAR10.meta["md5"]]]
     wrong = [

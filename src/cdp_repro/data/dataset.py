@@ -1,4 +1,4 @@
-"""What every data set offers to the trainer."""
+"""The interface of a data set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cdp_repro.engine import batches
 
 
 class DatasetError(ValueError):
-    """The data on disk cannot be used: missing, incomplete or damaged. The message says what to do."""
+    """The data on disk cannot be used: missing, incomplete or damaged. The message names a remedy."""
 
 
 class MiniBatch(batches.MiniBatch, Protocol):
@@ -88,7 +88,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return 16 hex digits that tell this data from other data, equal wherever the data is equal."""
+        """Return 16 hex digits that identify the data: equal for equal data on every machine."""
 
 
 def several(items: Sequence[object], limit: int = 5) -> str:

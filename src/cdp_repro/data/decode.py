@@ -15,7 +15,7 @@ from cdp_repro.data.dataset import DatasetError
 
 
 class Sample(NamedTuple):
-    """One image to decode, and what seeds the random numbers of its augmentation (nothing: no augmentation)."""
+    """One image to decode, and the seed of its augmentation; without keys it is not augmented."""
 
     file: str
     keys: tuple[int | str, ...] = ()

@@ -89,7 +89,9 @@ class _ImageNet(Dataset):
             return [worker for worker in range(workers) if is_read(step, worker)]
 
         def mini_batch(step: int, indices: Tensor, images: Tensor) -> MiniBatch:
-            decoded = dict(zip(read(step), images.split(batch_size // workers), strict=True)) if len(images) else {}
+            workers_read = read(step)
+            shape = len(workers_read), batch_size // workers, *self.input_shape
+            decoded = dict(zip(workers_read, images.view(shape), strict=True)) if workers_read else {}
 
             def decode_now(worker: int) -> Tensor:
                 (found,) = self._images([samples(step, indices, worker)], device, processes=0)

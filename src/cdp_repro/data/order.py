@@ -55,14 +55,18 @@ def micro_batch_indices(
     return rows()
 
 
-def check_divisible(batch_size: int, workers: int) -> None:
-    """Raise ValueError, with the nearest batch sizes that work, unless `workers` divides `batch_size`."""
-    if workers < 1:
-        raise ValueError(f"workers={workers} must be at least 1")
-    if batch_size % workers:
-        below = batch_size // workers * workers
-        works = [size for size in (below, below + workers) if size > 0]
-        raise ValueError(
-            f"batch_size={batch_size} is not a multiple of workers={workers}; "
-            f"use batch_size={' or batch_size='.join(map(str, works))}"
-        )
+def check_divisible(batch_size: int, workers: int, accumulate: int = 1, replicas: int = 1) -> None:
+    """Raise ValueError, with the nearest batch sizes that work, unless the mini-batch is cut into equal micro-batches.
+
+    There are `workers` x `accumulate` x `replicas` of them.
+    """
+    factors = {"workers": workers, "accumulate": accumulate, "replicas": replicas}
+    micro_batches = workers * accumulate * replicas
+    for name, number in factors.items():
+        if number < 1:
+            raise ValueError(f"{name}={number} must be at least 1")
+    if batch_size % micro_batches:
+        below = batch_size // micro_batches * micro_batches
+        works = " or ".join(f"batch_size={size}" for size in (below, below + micro_batches) if size > 0)
+        parts = " x ".join(f"{name}={number}" for name, number in factors.items() if number > 1 or name == "workers")
+        raise ValueError(f"batch_size={batch_size} is not divisible by {parts}: use {works}")

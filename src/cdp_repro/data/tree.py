@@ -1,4 +1,4 @@
-"""Image trees, one folder per class: finding the files, and saying clearly what is wrong with them."""
+"""Image trees with one folder per class: finds the files, and refuses incomplete trees."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def scan_trees(root: Path, splits: tuple[str, str], help_text: str) -> tuple[Ima
 
 
 def _scan(folder: Path, problems: list[str]) -> ImageTree | None:
-    """Return the tree in `folder`; None if there is none. Appends what is wrong to `problems`."""
+    """Return the tree in `folder`; None if there is none. Appends its problems to `problems`."""
     if not folder.is_dir():
         problems.append(f"{folder} is missing")
         return None

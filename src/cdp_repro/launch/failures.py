@@ -34,7 +34,7 @@ class RankFailedError(RuntimeError):
         if traceback:
             super().__init__(f"rank {rank} failed:\n{traceback.rstrip()}")
         elif signal_name:
-            memory = " (so ends, too, what asks for more memory than there is)" if signal_name == "SIGKILL" else ""
+            memory = " (the kernel sends it, too, when memory runs out)" if signal_name == "SIGKILL" else ""
             super().__init__(f"rank {rank} was killed by {signal_name}{memory}")
         else:
             super().__init__(f"rank {rank} ended with exit code {exit_code} before it returned")
@@ -42,7 +42,7 @@ class RankFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed: what it raised or, if it had no time to say so, its exit code."""
+    """The failure of a rank: its exception or, if it ended without one, its exit code."""
 
     rank: int
     seconds: float  # on the monotonic clock, which processes share

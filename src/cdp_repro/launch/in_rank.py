@@ -1,4 +1,4 @@
-"""What runs in a process that `local_ranks` has started: the function, and the way of its outcome to a file."""
+"""The code of a process that `local_ranks` starts: calls the function and writes its outcome to a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def run_rank(number: int, function: Callable[..., Any], arguments: Sequence[Any], folder: Path) -> None:
-    """Run the function and leave its value or its failure in a file, which a kill in its midst does not leave half."""
+    """Run the function; write its value or its failure to a file, by a rename, so that a kill leaves no half a file."""
     os.setpgid(0, 0)  # Ctrl-C reaches the launching process only, which passes it on: twice would end the rank
     die_with_parent()
     try:
@@ -34,6 +34,6 @@ def run_rank(number: int, function: Callable[..., Any], arguments: Sequence[Any]
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the one that started it ends, however it does."""
+    """Ask the kernel to kill this process as soon as its parent ends, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

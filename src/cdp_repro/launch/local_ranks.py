@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.1
 
 
 def launch_here(function: Callable[..., Any], arguments: Sequence[Any], processes: int, grace_seconds: float) -> Any:
-    """Start the ranks, wait for all of them, and return what rank 0 returned or raise what went wrong first."""
+    """Start the ranks and wait for all of them; return the value of rank 0, or raise the first failure."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here: what the ranks import is their affair
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -78,7 +78,7 @@ def _variables(rank: int, processes: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0, too, is a client of the store in the launching process
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is in this process; rank 0 is a client as well
         "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // processes))),
     }
@@ -115,7 +115,7 @@ def _send(ranks: Sequence[_Rank], number: int) -> None:
 
 
 def _kill(ranks: Sequence[_Rank]) -> None:
-    """End the ranks that still run, stopped ones, too."""
+    """Kill the ranks that still run, stopped ones as well."""
     for rank in ranks:
         rank.process.kill()
     for rank in ranks:
@@ -124,7 +124,7 @@ def _kill(ranks: Sequence[_Rank]) -> None:
 
 @dataclass(frozen=True)
 class _Rank:
-    """A process and where it leaves its outcome: one of two files."""
+    """A process, and the two files of which it leaves one: its value or its failure."""
 
     number: int
     process: BaseProcess

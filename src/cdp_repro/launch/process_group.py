@@ -69,7 +69,7 @@ def _end_threads_before_python() -> None:
 
 
 def _address() -> str:
-    """Return where the ranks meet."""
+    """Return the address at which the ranks meet."""
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise LaunchError(
@@ -80,7 +80,7 @@ def _address() -> str:
 
 
 def _own_gpu() -> torch.device:
-    """Choose the GPU of this rank and return it."""
+    """Select the GPU of this rank and return it."""
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     gpus = torch.cuda.device_count()

@@ -62,7 +62,7 @@ def check_world_size(started: Mapping[str, str], processes: int) -> None:
 
 
 def _own_command() -> list[str]:
-    """Return what this process runs, as torchrun takes it: `-m MODULE ARGUMENT...` or `SCRIPT ARGUMENT...`.
+    """Return the command of this process in the form of torchrun: `-m MODULE ARGUMENT...` or `SCRIPT ARGUMENT...`.
 
     Python notes the module of `-m` in the `__spec__` of `__main__`; a script has none.
     """

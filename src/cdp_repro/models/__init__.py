@@ -1,4 +1,4 @@
-"""Models as chains of named blocks, at whose boundaries they are cut into stages."""
+"""Models as chains of named blocks, and their cut into stages at the boundaries of blocks."""
 
 from cdp_repro.models.chain import cut
 from cdp_repro.models.registry import BUILTIN_MODELS, build_model

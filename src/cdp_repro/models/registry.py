@@ -40,7 +40,7 @@ def build_model(
     depth: int = 6,
     dropout: float = 0.0,
 ) -> nn.Sequential:
-    """Build a model as a chain of named blocks, between any two of which it may be cut into stages.
+    """Build a model as a chain of named blocks; it may be cut into stages between any two of them.
 
     The weights are drawn once, on the CPU, and depend on the arguments only; torch's global generators are left as they
     were. Under `torch.device("meta")` the model is built on the meta device: shapes without weights.

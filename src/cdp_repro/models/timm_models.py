@@ -149,7 +149,7 @@ def _flat(prefix: str, blocks: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _family(model: nn.Module, name: str) -> _Family:
-    """Return the first family whose every step the model has."""
+    """Return the first family all of whose steps the model has."""
     missing = {}
     for family in _FAMILIES:
         missing[family.name] = [step for step in (*family.before, *family.after) if not hasattr(model, step)]

@@ -1,4 +1,4 @@
-"""Figures for people who would rather look than read: the timeline and the activation memory over it."""
+"""Figures: timelines, activation memory over a timeline, and the price of a step against bandwidth."""
 
 from __future__ import annotations
 

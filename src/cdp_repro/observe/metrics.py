@@ -14,7 +14,7 @@ from cdp_repro.observe.run_directory import RunDirectoryError, os_error_text
 
 
 class Mirror(Protocol):
-    """Where every row of the metrics also goes; it must not raise."""
+    """Receives a copy of every row of the metrics; it must not raise."""
 
     def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
         """Receive one row."""
@@ -78,7 +78,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _rows(path: Path) -> tuple[int, list[tuple[bytes, dict[str, Any]]]]:
-    """Bytes of the file without a torn last line, and each whole line with what it says."""
+    """Return the bytes of the file without a torn last line, and each whole line with its row."""
     lines = path.read_bytes().splitlines(keepends=True)
     rows: list[tuple[bytes, dict[str, Any]]] = []
     for number, line in enumerate(lines, start=1):
@@ -91,7 +91,7 @@ def _rows(path: Path) -> tuple[int, list[tuple[bytes, dict[str, Any]]]]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """What a line says, None if it is torn or not a row."""
+    """Return the row in a line; None if the line is torn or holds something else."""
     try:
         row = json.loads(line)
     except ValueError:

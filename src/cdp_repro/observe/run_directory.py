@@ -1,4 +1,4 @@
-"""The run directory: one folder that holds all that a run leaves behind.
+"""The run directory: one folder with all records of a run.
 
 run_dir/
   config.yaml          resolved configuration; makes the directory a run directory
@@ -32,7 +32,7 @@ CONFIG, COMMAND, METRICS = "config.yaml", "command.txt", "metrics.jsonl"
 
 
 class RunDirectoryError(ValueError):
-    """A run directory or a file in it cannot be used; the message says what is there and what to pass instead."""
+    """A run directory or a file in it cannot be used; the message names its content and a value that works."""
 
 
 class RunDirectory:
@@ -181,7 +181,7 @@ def _refuse_occupied(path: Path) -> None:
 
 
 def _contents(path: Path) -> str:
-    """What is at `path`, as the end of a sentence that starts with "it"."""
+    """Describe the content of `path`, as the end of a sentence that starts with "it"."""
     if not path.is_dir():
         return "is a file" if path.exists() else "does not exist"
     names = sorted(entry.name for entry in path.iterdir())

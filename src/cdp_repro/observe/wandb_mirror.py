@@ -31,11 +31,6 @@ class WandbMirror:
         self._failed = False
         self._last_step = 0
 
-    @property
-    def run_id(self) -> str | None:
-        """Identity of the W&B run, to be given to `start` as `resume_id` when the run is resumed."""
-        return None if self._run is None else str(self._run.id)
-
     def start(
         self,
         mode: Literal["offline", "online", "disabled"],

@@ -1,9 +1,9 @@
-"""What each setting of the cost table costs by closed form.
+"""Closed forms: the cost of each setting of the cost table by formula.
 
 The forms hold for S = N stages of any sizes. In their notation stage j keeps a_j activation bytes of a micro-batch
 that waits for its backward, and e_j more until its output has been sent; it has p_j parameter bytes, and as many of
 gradients; A = sum of a_j, P = sum of p_j; o_j are the bytes of its output, i_j those of the gradient of its input.
-They are derived in the documentation of `closed_form`; `costs` holds them against simulation and execution.
+They are derived in the documentation of `closed_form`; the report compares them with simulation and execution.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUANTITIES = (
 )  # fmt: skip
 
 Values = dict[str, float]
-"""Numbers by quantity; what is not known is missing."""
+"""Numbers by quantity; unknown quantities are missing."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the closed forms need to know of the stages; each tuple has one entry a stage."""
+    """The sizes of stages that the closed forms use; each tuple has one entry a stage."""
 
     kept: Sequence[int]
     """a_j: activation bytes of a waiting micro-batch."""
@@ -59,7 +59,7 @@ class Sizes:
     input_gradients: Sequence[int]
 
     @classmethod
-    def of(cls, costs: StageCosts, moves: bool) -> Sizes:
+    def from_costs(cls, costs: StageCosts, moves: bool) -> Sizes:
         """Return the sizes; `moves` says whether micro-batches go from rank to rank between stages."""
         stages = range(costs.stages)
         received = [costs.received_bytes(j)[0] if moves and j else 0 for j in stages]
@@ -75,7 +75,7 @@ class Sizes:
 
 
 def closed_form(setting: Setting, workers: int, costs: StageCosts, optimizer_states: int) -> Values:
-    """Return what the formulas say of a setting with N = S workers.
+    """Return the quantities of a setting with N = S workers, as far as there is a formula.
 
     - Activations. In the cyclic timeline stage j keeps a micro-batch from slot 2m+j to 2m+2N-1-j, and one starts every
       second slot: N-j are alive in every slot. All workers' sum is sum (N-j) a_j, (N+1)/2 A for equal stages, against
@@ -99,7 +99,7 @@ def closed_form(setting: Setting, workers: int, costs: StageCosts, optimizer_sta
         return _closed_form_of_peer(setting.baseline, workers, costs, optimizer_states)
     n = workers
     moves = setting.placement in ("pipeline", "model_parallel")
-    sizes = Sizes.of(costs, moves)
+    sizes = Sizes.from_costs(costs, moves)
     values: Values = {"devices": _devices(setting, n)}
     values |= _activations(setting, n, sizes) | _state(setting, n, sizes, optimizer_states)
     values |= _messages(setting, n, sizes) | {"idle_share": _idle_share(setting, n)}
@@ -168,6 +168,19 @@ def _overlap_of_v2(n: int, p: Sequence[int]) -> int:
 
 
 def _messages(setting: Setting, n: int, sizes: Sizes) -> Values:
+    """Return bytes sent by a device in a step, messages in the busiest slot, and the longest chain of messages.
+
+    A chain is a sequence of messages between two slots, each of which waits for the one before. With `dp` all gradients
+    of a stage are ready in the same slot, so that the sum passes through all N ranks and back at once: a chain of
+    2(N-1). In the cyclic timeline the gradients become ready one slot after the other, so that each message has a slot
+    of its own: on `replicated` a chain of 1.
+
+    Example: N = 4, `replicated`, stages of g bytes each. A rank sends 2 (4 g) 3/4 = 6 g in a step for every mode. With
+    `dp` the busiest slot has 6 messages in a chain of 6; with `cdp_v2` 4 messages, none of which waits for another.
+
+    Invariant: on one placement all modes send the same bytes, and differ in slots and chains only. `model_parallel` is
+    the exception: its groups of ranks are smaller in the cyclic timeline.
+    """
     total = sum(sizes.gradients)
     boundary = n * (sum(sizes.outputs[:-1]) + sum(sizes.input_gradients[1:]))
     is_dp = setting.mode == "dp"

@@ -1,4 +1,4 @@
-"""From a configuration to a model cut into stages, with the costs of each."""
+"""A model cut into stages of equal predicted cost."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class CutModel:
     costs: StageCosts
     """Of each stage on one micro-batch, from fake tensors."""
     balanced: Sequence[float]
-    """What the cut balances, for each stage, in the unit of `partition`: FLOPs, bytes or seconds."""
+    """The balanced cost of each stage, in the unit of `partition`: FLOPs, bytes or seconds."""
 
     @property
     def imbalance(self) -> float:
-        """Largest over mean of what the cut balances; 1 is perfect."""
+        """Largest over mean of the balanced cost; 1 is perfect."""
         return imbalance(self.balanced)
 
 

@@ -1,4 +1,4 @@
-"""What a run will do, before it runs: timelines, stage cuts and memory from the schedule and fake tensors."""
+"""The forecast of a run: timelines, stage cuts and memory from the schedule and fake tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each stage costs: bytes and floating-point operations without running, seconds by running."""
+"""Costs of stages: bytes and floating-point operations from fake tensors, seconds from real runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What simulation says of a setting of the cost table once its pipeline is full."""
+"""The cost of a setting of the cost table by simulation, once its pipeline is full."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PEAKS = {
 
 
 def simulated(setting: Setting, workers: int, costs: StageCosts, optimizer_states: int) -> Values:
-    """Return what simulation says of the full pipeline, fill included and drain not.
+    """Return the quantities of the full pipeline by simulation; the fill counts, the drain does not.
 
     Peaks are those of all slots; what is sent and how long ranks idle is of the last training step.
     """

@@ -136,7 +136,7 @@ def _row(each: Comparison, paper: Mapping[str, float]) -> list[str]:
         difference_text(each.difference),
         _p_text(each.difference),
         group.sample("train/loss").text(4),
-        Sample.of([_epoch_seconds(row.summary, config) for row in group.rows]).text(1),
+        Sample.from_values([_epoch_seconds(row.summary, config) for row in group.rows]).text(1),
         "" if value is None else f"{value:g}",
     ]
 

@@ -1,4 +1,4 @@
-"""Activation memory: what CDP's peak is of data parallelism's, executed, beside what simulation predicts."""
+"""Activation memory: CDP's peak over that of data parallelism, executed and simulated."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Case:
 
 
 def cases(groups: Sequence[Group]) -> list[Case]:
-    """Return the cases of the memory study of which all three runs are there, by network, N and cut."""
+    """Return the cases of the memory study whose three runs are present, by network, N and cut."""
     by_case: dict[tuple[str, int, str], dict[tuple[str, str], Group]] = {}
     for group in groups:
         config = group.config
@@ -71,7 +71,7 @@ def profiles(found: Sequence[Case]) -> dict[str, StageCosts]:
 
 
 def memory_table(found: Sequence[Case]) -> Table:
-    """Return executed ratios beside the theory, and the command of what has not been run."""
+    """Return executed ratios beside the theory, and a command for each run that is missing."""
     columns = ("network", "N", "cut by", "paper order", "(N+1)/2N", "backward first", "simulated alike", "DP peak, N A")
     rows = []
     for case in found:
@@ -103,7 +103,7 @@ def _name(cell: Cell) -> str:
 
 
 def answer(found: Sequence[Case]) -> str:
-    """Return the paragraph: how close each network comes to one half, what holds it back, what buys it back."""
+    """Return the paragraph on the distance of each network from one half, its cause and its remedies."""
     sentences = []
     for model, blocks in profiles(found).items():
         mine = {(case.workers, case.partition): case.ratios for case in found if case.model == model}

@@ -38,12 +38,12 @@ from cdp_repro.studies.rows import ROWS, Row, RowError, read_rows
 
 _MARKED = re.compile(r"(<!-- report:(?P<name>\w+) -->\n).*?(<!-- /report -->)", re.DOTALL)
 _DATA = "data "
-"""Before the digest of what a figure shows, in its file."""
+"""Marks the digest of a figure's data in its file."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A figure, what it is drawn from, and what to see."""
+    """A figure, the digest of its data, and its caption."""
 
     figure: Figure
     data: str
@@ -52,7 +52,7 @@ class Shown:
 
 
 class Report:
-    """What the rows of a results folder say, computed as it is asked for.
+    """Tables and figures of the rows of a results folder, computed on demand.
 
     Raises:
         RowError: there is no row, or rows are damaged, foreign, twice there, or cannot be averaged.
@@ -280,7 +280,7 @@ def _renewed(text: str, report: Report) -> str:
 
 
 def write(files: Mapping[Path, bytes]) -> list[Path]:
-    """Write what differs from what is there, each file whole; return what was written.
+    """Write the files that differ from those present, each atomically; return their paths.
 
     Raises:
         RowError: a folder cannot be written; nothing is half-written.
@@ -303,7 +303,7 @@ def write(files: Mapping[Path, bytes]) -> list[Path]:
 
 
 def stale(files: Mapping[Path, bytes]) -> list[str]:
-    """Return a sentence for each file that is missing or differs from what the rows give.
+    """Return a sentence for each file that is missing or out of date.
 
     Texts are compared byte by byte, figures by the digest of their data, as other versions of the drawing library draw
     other bytes.

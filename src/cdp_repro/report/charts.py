@@ -1,4 +1,4 @@
-"""The figures of the report. Data parallelism is grey and dashed everywhere, so that it stands out in print, too."""
+"""The figures of the report. Data parallelism is grey and dashed everywhere, so that it also stands out in print."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def staleness(found: Sequence[Comparison]) -> Figure | None:
 
 
 def staleness_caption(found: Sequence[Comparison]) -> str:
-    """Return what to see in the figure of `staleness`."""
+    """Return the caption of the figure of `staleness`."""
     lines = {name: dict(sorted(by_delay.items())) for name, by_delay in _accuracy_by_delay(found).items()}
     ends = {name: statistics.fmean([*by_delay.values()][-1]) for name, by_delay in lines.items()}
     said = ["Test top-1 at the end against the delay; small points are single seeds."]

@@ -1,4 +1,4 @@
-"""The claims of the paper as a checklist: what was measured decides the verdict."""
+"""The claims of the paper as a checklist: measurements decide the verdict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CLOSE = 1.05
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper, the verdict and what it rests on."""
+    """A claim of the paper, the verdict and its evidence."""
 
     number: int
     text: str

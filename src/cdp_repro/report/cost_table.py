@@ -29,7 +29,7 @@ _SHORT = {
 
 
 def executed(group: Group) -> Values:
-    """Return what a run has measured; of a baseline, which is not traced, only what it holds."""
+    """Return the measurements of a run; a baseline is not traced, so that only its bytes at rest are known."""
     found = {
         "devices": "ranks",
         "parameter_bytes_per_device": "memory/parameter_bytes_per_device",
@@ -51,7 +51,7 @@ def executed(group: Group) -> Values:
 
 @dataclass(frozen=True)
 class Line:
-    """One setting with N workers: what formulas, simulation and execution say, as far as they say anything."""
+    """One setting with N workers: its quantities by closed form, simulation and execution, where each knows them."""
 
     setting: Setting
     workers: int
@@ -64,7 +64,7 @@ class Line:
         return [quantity for quantity in QUANTITIES if len(self._known(quantity)) and not self._alike(quantity)]
 
     def text(self, quantity: str) -> str:
-        """Return the number, and which of the three say it if not all do; all numbers where they differ."""
+        """Return the number, with its sources (c, s, e) unless all three agree; every number where they differ."""
         known = self._known(quantity)
         if not known:
             return "–"

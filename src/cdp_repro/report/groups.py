@@ -33,7 +33,7 @@ class Group:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Settings of the first run; those that matter are the same in all."""
+        """Settings of the first run; all runs share them, except for `RUN_KEYS`."""
         return self.rows[0].config
 
     @property
@@ -52,7 +52,7 @@ class Group:
 
     def sample(self, key: str) -> Sample:
         """Return mean and spread of a number of the summary."""
-        return Sample.of(self.values(key))
+        return Sample.from_values(self.values(key))
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Sample:
     n: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Sample:
+    def from_values(cls, values: Sequence[float]) -> Sample:
         """Return the sample of at least one value."""
         deviation = statistics.stdev(values) if len(values) > 1 else math.nan
         return cls(statistics.fmean(values), deviation, len(values))
@@ -86,7 +86,7 @@ class Difference:
     n: int
 
     @classmethod
-    def of(cls, ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
+    def paired(cls, ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
         """Return ours - theirs, both by seed; None without a common seed. Interval and p are NaN for one seed."""
         differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
         n = len(differences)
@@ -146,7 +146,7 @@ def _mixed(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def differing(one: Row, other: Row) -> list[str]:
-    """Return the settings, by dotted key, in which two runs differ, of those that matter; the seed does not."""
+    """Return the keys in which two runs differ, except for `RUN_KEYS` such as the seed."""
     keys = (key for key in {**one.config, **other.config} if key not in RUN_KEYS)
     return sorted(key for key in keys if one.config.get(key) != other.config.get(key))
 
@@ -163,7 +163,7 @@ def compared(group: Group, reference: Group, key: str) -> Difference | None:
             f"{group.rows[0].source} and {reference.rows[0].source} would be compared, but differ in "
             f"{', '.join(sorted(others))}: keep them in different studies (cdp-report collect --study=NAME)"
         )
-    return Difference.of(
+    return Difference.paired(
         dict(zip(group.seeds, group.values(key), strict=True)),
         dict(zip(reference.seeds, reference.values(key), strict=True)),
     )

@@ -40,7 +40,7 @@ class Picture:
     name: str
     svg: bytes
     caption: str
-    """Says what to see."""
+    """Directs the eye: the observation to make."""
 
     def html(self) -> str:
         """Return the figure with the picture inside."""

@@ -53,7 +53,7 @@ def _memory() -> tuple[Cell, ...]:
 
 
 def _costs() -> tuple[Cell, ...]:
-    """All settings and the peers, on a network whose stages, but the last, cost the same."""
+    """All settings and the libraries, on a network of equal stages but for the last."""
     found: list[Cell] = []
     for workers in EXECUTED_WORKERS:
         size = f"model=mlp model.depth={workers - 1} workers={workers} batch_size={12 * workers} epochs=1"

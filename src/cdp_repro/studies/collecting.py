@@ -55,14 +55,14 @@ def collect(run_dir: Path, study: str) -> Row:
 
 
 def _own(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the summary without what the configuration says, and without paths."""
+    """Return the summary without paths and without entries that repeat the configuration."""
     said = {"config", "command", "run_dir", "status", "mode", "placement", "stages", "replicas", "baseline", "model"}
     said |= {"workers", "dataset", "seed", "epochs", "stages/blocks"}
     return {key: value for key, value in summary.items() if key not in said}
 
 
 def _command(line: str) -> str:
-    """Return the command line without what says where files are."""
+    """Return the command line without options that locate files."""
     places = ("run_dir=", "dataset.root=", "wandb=", "wandb_project=")
     return shlex.join(text for text in shlex.split(line) if not text.startswith(places))
 

@@ -3,8 +3,8 @@
 <runs>/<study>/<dataset>-<model>-<mode>-<placement>-N<workers>-seed<k>-<cell>/      a run directory
 <runs>/<study>/<dataset>-<model>-<mode>-<placement>-N<workers>-seed<k>-<cell>.log   what its processes printed
 
-Who works on a run holds a lock on its log, and so does, by inheritance, the process that trains. So a sweep may be
-killed and repeated while a run of it still goes on, and two sweeps may share their work: each waits for the other.
+A sweep holds a lock on the log of the run that it trains, and the training process inherits it. So a sweep may be
+killed and repeated while a run still goes on, and two sweeps may share their work: each waits for the other.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Run:
 
     @cached_property
     def key(self) -> tuple[str, str, int]:
-        """Study, cell and seed: what tells runs apart, as it does rows."""
+        """Study, cell and seed, which identify a run and its row."""
         return self.study, self.cell.hash, self.seed
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says."""
+    """Options of a sweep."""
 
     studies: tuple[str, ...]
     jobs: int = 1
@@ -68,7 +68,7 @@ class Options:
     overrides: tuple[str, ...] = ()
     """As given; of `SWEEP_KEYS`."""
     passed_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of each study, by its name, those that its data set knows."""
+    """By study: the overrides that its data set knows."""
 
     def listed(self) -> list[Run]:
         """Return all runs, done or not, in an order that does not change while they finish."""
@@ -86,7 +86,7 @@ def run_directory(root: Path, study: str, cell: Cell, seed: int) -> Path:
 
 
 def log_path(directory: Path) -> Path:
-    """Return the file that takes what the processes of a run print."""
+    """Return the file for the output of a run's processes."""
     return directory.with_name(f"{directory.name}.log")
 
 
@@ -130,7 +130,7 @@ def _rows(options: Options) -> list[Row]:
 
 
 def _warn_of_other_code(rows: Iterable[Row], missing: Sequence[Run]) -> None:
-    """Say so if runs of one cell are about to come from different code, by which their numbers may differ."""
+    """Warn if a cell would mix rows of different code, whose numbers may differ."""
     cells = {(study, cell) for study, cell, _ in (run.key for run in missing)}
     concerned = [row for row in rows if (row.study, row.cell) in cells]
     if not concerned:
@@ -147,7 +147,7 @@ def _warn_of_other_code(rows: Iterable[Row], missing: Sequence[Run]) -> None:
 
 
 def _complete(run: Run, options: Options, stop: StopRequest, label: str) -> str | None:
-    """Bring one run from wherever it is to its row; return what went wrong, if something did."""
+    """Train one run as far as it is not trained yet, and write its row; return a sentence if that failed."""
     directory = run_directory(options.runs, run.study, run.cell, run.seed)
     name = f"{run.study}: {run.cell.command(run.seed)}"
     try:
@@ -197,7 +197,7 @@ def _is_finished(directory: Path) -> bool:
 
 
 def _arguments(run: Run, directory: Path, options: Options) -> list[str]:
-    """Return what `cdp-train` is called with: to start the run or, if it has a directory, to go on with it."""
+    """Return the arguments of `cdp-train` that start the run or, if it has a directory, resume it."""
     given = options.passed_on.get(run.study, ())
     if not any(text.startswith("wandb=") for text in given):
         given = (*given, "wandb=disabled")
@@ -224,7 +224,7 @@ def _threads(cell: Cell, jobs: int) -> dict[str, str]:
 
 
 def _failure(name: str, code: int, log: Path) -> str:
-    """Say how a run ended, with the last line it printed."""
+    """Return a sentence on the end of a run, with the last line of its output."""
     how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = f": {lines[-1].strip()}" if lines else ""

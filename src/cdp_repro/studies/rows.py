@@ -34,10 +34,10 @@ class Row:
 
     study: str
     config: Mapping[str, Any]
-    """Settings by dotted key, without those that concern this run only."""
+    """Settings by dotted key, without `RUN_KEYS` but with the seed."""
     command: str
     summary: Mapping[str, Any]
-    """summary.json without what `config` says."""
+    """summary.json without entries that repeat `config`."""
     epochs: Mapping[str, Sequence[float]]
     """What was logged at the end of each epoch, by its key in metrics.jsonl."""
     activation_bytes: Sequence[int]
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def code(self) -> str:
-        """Hash of the code of which the numbers depend."""
+        """Hash of the code that the numbers depend on."""
         return str(self.summary["version/code"])
 
     @property

@@ -46,7 +46,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """The runs of one table, and what it is about."""
+    """The runs of one table, and its title."""
 
     name: str
     kind: str

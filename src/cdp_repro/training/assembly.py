@@ -19,7 +19,7 @@ from cdp_repro.training.optim import learning_rate_factor, optimizer_factory
 
 
 def load_data(config: RunConfig) -> Dataset:
-    """Load the data and check that it is what the configuration says."""
+    """Load the data set and check that its classes, image size and number of images fit the configuration."""
     wanted = config.dataset
     dataset = load_dataset(
         wanted.name,
@@ -76,7 +76,7 @@ def program_of(path: str, spec: Spec) -> Program:
 def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | Baseline:
     """Return the engine, or the library's in its place, that trains a model cut into stages; all ranks must call it.
 
-    `train_size` is the number of training images, of which the learning rate's schedule depends.
+    `train_size` is the number of training images, from which the learning-rate schedule counts its epochs.
     """
     device = config.torch_device
     epoch = steps_per_epoch(train_size, config.batch_size)

@@ -41,7 +41,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was saved: the training step, the nested tensors and the JSON beside them."""
+    """A training step, its nested tensors and the JSON beside them."""
 
     step: int
     tensors: dict[str, Any]
@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run: saves atomically, keeps the last `keep`, reads only what is whole."""
+    """The checkpoints of one run: saves atomically, keeps the newest `keep`, reads only whole ones."""
 
     def __init__(self, directory: Path, keep: int = 2) -> None:
         if keep < 1:
@@ -87,7 +87,7 @@ class CheckpointStore:
         return final
 
     def latest(self) -> Path | None:
-        """Path of the newest checkpoint by step, None if there is none; what is in it is checked by `load`."""
+        """Path of the newest checkpoint by step, None if there is none; `load` checks its content."""
         found = self._checkpoints()
         return found[max(found)] if found else None
 
@@ -165,7 +165,7 @@ class CheckpointStore:
 
 
 class _HashingFile:
-    """A file for torch.save that counts and hashes what passes through.
+    """A file for torch.save that counts and hashes the bytes written.
 
     A write error is held back until `finish`: counting on tells how many bytes the whole file needs, and the error
     keeps its errno (torch's own writer turns a full disk into "unexpected pos 704 vs 598").

@@ -1,4 +1,4 @@
-"""Does a placement compute what one device computes? Trains a few steps on both and compares every tensor."""
+"""Equivalence of a placement with one device: trains a few steps on both and compares every tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIBRARY_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a few training steps have led to."""
+    """Losses and state after a few training steps."""
 
     losses: list[list[float]]
     """By step and worker."""
@@ -51,8 +51,8 @@ class Comparison:
 def verify(config: RunConfig, steps: int) -> Comparison:
     """Train `steps` steps, with a drain in the middle, on the placement of `config` and on one device; compare.
 
-    The tolerance is 0 for our own sums on CPUs. For baselines and collectives it is LIBRARY_TOLERANCE; on GPUs, whose
-    kernels may depend on what else runs, too.
+    The tolerance is 0 for our own sums on CPUs. For baselines and collectives it is LIBRARY_TOLERANCE; also on GPUs,
+    whose kernels may depend on other work.
     """
     alone = copy.deepcopy(config)
     alone.placement.name, alone.baseline, alone.collectives = "single_device", None, False
@@ -111,7 +111,7 @@ def _largest(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
 
 
 def _difference(mine: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference over the largest value; infinite if one holds what is not finite."""
+    """Return the largest difference over the largest value; infinite if a value is not finite."""
     if mine.numel() == 0 or torch.equal(mine, theirs):
         return 0.0
     difference = (mine.double() - theirs.double()).abs().max().item()

@@ -106,14 +106,14 @@ def _digest(value: object) -> str:
 
 @dataclass(frozen=True)
 class _Files:
-    """What rank 0 writes while it trains."""
+    """The records that rank 0 writes while it trains."""
 
     metrics: MetricsLog
     mirror: WandbMirror
 
 
 class _Run:
-    """Builds engine and trainer, and writes what they measured."""
+    """One run: builds engine and trainer, and writes their measurements."""
 
     def __init__(
         self,
@@ -229,14 +229,14 @@ class _Run:
         return simulate(Program(schedule), self._cut.costs, steps=2).activation_peak_bytes_total
 
     def _write_trace(self, trace: Trace) -> None:
-        """Write what has been traced, and keep it for W&B."""
+        """Write the trace as files, and keep it for W&B."""
         self._trace = trace
         write_trace_files(trace, self._directory, version_bytes(self._config.schedule(), self._cut.costs))
 
 
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
-    """Write what the package logs to `path`, too."""
+    """Copy the log of the package to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)  # on another host there is no run directory yet
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

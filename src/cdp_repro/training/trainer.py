@@ -49,7 +49,7 @@ class Interrupted(RuntimeError):  # noqa: N818 - not an error of the program
 
 @dataclass
 class Position:
-    """What the trainer itself carries from step to step, beside the engine's state; a part of every checkpoint."""
+    """The trainer's own state between two steps, beside the engine's; a part of every checkpoint."""
 
     loss_sum: float = 0.0
     """Of the current epoch: sum over its steps of the mean loss of the workers."""
@@ -62,7 +62,7 @@ class Position:
     evaluation: dict[str, float] = field(default_factory=dict)
     """The newest evaluation."""
     traced: dict[str, float] = field(default_factory=dict)
-    """What the trace of the first steps says, by its key in the summary."""
+    """Totals of the trace of the first steps, by their key in the summary."""
 
 
 class Trainer:
@@ -79,9 +79,18 @@ class Trainer:
         facts: Mapping[str, Any],
         on_trace: Callable[[Trace], None],
     ) -> None:
-        """`facts` go into every checkpoint; `diverged` takes the state of a run whose loss is no longer finite;
-        `on_trace` is called, after a drain, with a trace that has grown. Only rank 0 writes: `metrics` are None on
-        others."""
+        """Prepare to train; every rank calls this.
+
+        Args:
+            config: The run.
+            dataset: Its images.
+            engine: Trains; it has taken no step yet.
+            metrics: The log of rank 0; None on other ranks, which write nothing.
+            checkpoints: The checkpoints to resume from.
+            diverged: Takes the state of a run whose loss is no longer finite.
+            facts: Stored in every checkpoint, and compared when a run resumes.
+            on_trace: Called on rank 0 with the trace of the first steps, after a drain.
+        """
         self._config = config
         self._dataset = dataset
         self._engine = engine
@@ -273,7 +282,7 @@ class Trainer:
         )
 
     def _stop_damaged(self) -> None:
-        """If a rank has met a damaged image, raise what is wrong with it, on all ranks; a checkpoint is written."""
+        """Raise DatasetError on all ranks if one has met a damaged image; the caller has written a checkpoint."""
         error = self._team.share(next(filter(None, self._team.gather(self._lookahead.error)), None))
         if error is not None:
             raise error

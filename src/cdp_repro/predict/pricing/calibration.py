@@ -1,4 +1,4 @@
-"""Measures on this machine what `cdp-plan price=true cluster.calibrate=true` computes with."""
+"""Calibration: measures stages and links on this machine, for `cdp-plan price=true cluster.calibrate=true`."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def measure_stages(config: RunConfig, cut: CutModel) -> tuple[tuple[float, ...],
 
 
 def measure_network(rounds: int = 20) -> tuple[Link, Collectives]:
-    """Return the link between two processes of this machine, and what collectives make of it, by gloo."""
+    """Measure the link between two processes of this machine, and gloo's collectives over it."""
     return network_of(launch(time_messages, (rounds,), 2))
 
 
 def network_of(seconds: Mapping[str, float]) -> tuple[Link, Collectives]:
-    """Return latency and bandwidth of a link and its collectives from what `time_messages` has measured, by gloo."""
+    """Return a link and the collectives over it from the seconds that `time_messages` has measured."""
     bandwidth = (_LARGE - _SMALL) / max(seconds["large"] - seconds["small"], 1e-9)
     link = Link(seconds["small"], bandwidth)
     half = link.latency_seconds + link.seconds(_LARGE / 2)  # what each of two ranks sends in a round of the ring

@@ -1,4 +1,4 @@
-"""A cluster in numbers: seconds of stages, links, and what collectives take over them."""
+"""A cluster in numbers: seconds of stages, links, and collectives over them."""
 
 from __future__ import annotations
 

@@ -55,7 +55,10 @@ def estimate_on_each(
     optimizer_states: int = 0,
     simulated: int = SIMULATED_FORWARDS,
 ) -> list[Price]:
-    """Return what `estimate` does on each of several clusters with hosts of one size, which hardly takes longer."""
+    """Return the price that `estimate` gives on each of several clusters with hosts of one size.
+
+    A second cluster hardly takes longer: it shares the schedules, and only its clock is its own.
+    """
     sizes = {cluster.devices_per_host for cluster in clusters}
     if len(sizes) > 1:
         raise ValueError(f"the clusters have hosts of {sorted(sizes)} devices: give clusters with hosts of one size")
@@ -81,7 +84,7 @@ def _free(cluster: Cluster) -> tuple[Cluster, Cluster, Cluster]:
 
 
 def _axis(job: Spec, cluster: Cluster) -> str:
-    """Return what of a job is extrapolated first."""
+    """Return the number that is extrapolated first: `replicas` or `workers`."""
     return "replicas" if job.replicas > 4 * _unit(cluster, "replicas", job) else "workers"
 
 
@@ -150,7 +153,7 @@ def _unit(cluster: Cluster, axis: str, job: Spec) -> int:
 
 
 def _busiest_rank_seconds(job: Spec, cluster: Cluster) -> float:
-    """Return what the busiest rank of a pipeline computes in a training step; 0 of other placements."""
+    """Return the compute seconds of the busiest rank of a pipeline in a training step; 0 for other placements."""
     if job.placement != "pipeline":
         return 0.0
     per_stage = [
@@ -193,7 +196,7 @@ def _shrunk(values: tuple[Any, ...], number: int) -> tuple[Any, ...]:
 
 
 def _differences(sums: Iterable[N]) -> tuple[N, ...]:
-    """Return the values whose sums so far these are."""
+    """Return the differences of successive sums: the inverse of `accumulate`."""
     return tuple(later - earlier for earlier, later in pairwise(chain((0,), sums)))
 
 

@@ -1,4 +1,4 @@
-"""What `cdp-plan price=true` answers: a price for every mode, placement and baseline of one model on one cluster."""
+"""A quote: the price of every mode, placement and baseline for one model on one cluster (`cdp-plan price=true`)."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def prices_on_each(
 
 
 def _jobs(config: RunConfig) -> dict[str, Spec]:
-    """Return by name what is simulated."""
+    """Return the jobs to simulate, by name."""
     chosen = config.spec()
     rules = {**{name: name for name in MODES}, config.mode.name: chosen.mode}
     jobs = {
@@ -200,7 +200,7 @@ def write_quote(quote: Quote, folder: Path) -> list[Path]:
 
 
 def _curves(quote: Quote) -> dict[str, dict[float, float]]:
-    """Return by name the seconds of a step at multiples of the bandwidth of all links, of what sends at all."""
+    """Return, by name of a job that sends anything, the seconds of a step at multiples of the bandwidth."""
     given = quote.cluster
     clusters = [
         replace(given, within_host=given.within_host.faster(factor), between_hosts=given.between_hosts.faster(factor))

@@ -33,7 +33,7 @@ _STEADY = 1e-9
 
 @dataclass(frozen=True)
 class Price:
-    """What one training step takes in the steady state."""
+    """Seconds and bytes of one training step in the steady state."""
 
     devices: int
     step_seconds: float
@@ -51,7 +51,7 @@ class Price:
     method: str
     """`simulated` and `closed form`, which are exact in this model of a cluster, or `extrapolated` (see `estimate`)."""
     at_most_seconds: float | None = None
-    """Of an extrapolation: what `step_seconds` may be at most."""
+    """Upper bound of `step_seconds`; only for an extrapolation."""
 
     @property
     def idle_share(self) -> float:
@@ -71,7 +71,7 @@ class Price:
 
 @dataclass(slots=True)  # not frozen, which would take half of the time that there is
 class _Event:
-    """What an action means for the time of its rank, on any cluster."""
+    """The effect of an action on the clock of its rank, on any cluster."""
 
     rank: int
     waits_for: tuple[int, ...]
@@ -84,14 +84,14 @@ class _Event:
     carries: tuple[Value, int] | None = None
     """What it sends, and the bytes of that; None if it sends nothing."""
     links: tuple[_Link, ...] = ()
-    """What that occupies: an outgoing and an incoming link, or all links of a ring."""
+    """Links that the message occupies: an outgoing and an incoming one, or all links of a ring."""
     brings: tuple[int, ...] = ()
-    """The number of the message; of a collective, of which this is the last part, those for all ranks."""
+    """The message that arrives; at the last part of a collective, one message for each rank."""
     is_collective: bool = False
 
 
 class _Reader:
-    """Turns actions into events, in an order in which nothing waits for what comes later; and counts them."""
+    """Turns actions into events and counts them; an event waits only for events before it."""
 
     def __init__(self, schedule: Schedule, costs: StageCosts, cluster: Cluster) -> None:
         """`cluster` says which ranks share a host."""
@@ -110,7 +110,7 @@ class _Reader:
         """By slot and whether between hosts."""
 
     def read(self, slot: Slot) -> Iterator[_Event]:
-        """Yield what the actions of the next slot mean for time; many mean nothing."""
+        """Yield the events of the next slot; an action that takes no time and waits for nothing has none."""
         for action in slot.actions:
             event = self._event(slot.number, action)
             if event is not None:
@@ -206,7 +206,7 @@ class _SelfTimedClock:
             )
             for stage, seconds in enumerate(times)
         }
-        """Of what keeps a rank busy: op and stage."""
+        """Of an op on a stage."""
 
     def run(self, event: _Event) -> None:
         """Let an event happen as soon as its rank has come to it, and all that it waits for is there."""
@@ -281,7 +281,19 @@ def price(program: Program, costs: StageCosts, cluster: Cluster, optimizer_state
 def price_on_each(
     program: Program, costs: StageCosts, clusters: Sequence[Cluster], optimizer_states: int = 0
 ) -> list[Price]:
-    """Return the price on each of several clusters, of one run of the programs, which takes longer than its timing."""
+    """Return the price on each of several clusters, from one pass over the program.
+
+    Most of the time goes into shifting the actions and counting live bytes, which do not depend on the cluster; only
+    the clocks do. So the program is read once, and every event advances the clock of each cluster. A clock stops when
+    it is steady, and the pass ends with the last clock.
+
+    Bytes sent and compute are counted over whole training steps from step `settled` on, two steps after the longest
+    delay with which a stage is read: for `cdp_v2`, whose delay is 1, from step 3 on. By then the pipeline is full, and
+    one step is like the next.
+
+    Raises:
+        ValueError: a cluster has another number of stages than the program.
+    """
     schedule = program.schedule
     for cluster in clusters:
         if cluster.stages != schedule.stages:
