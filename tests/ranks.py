@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -16,10 +17,13 @@ PRELOADED = ["torch", "torch.distributed", "torchvision", "timm", "cdp_repro", "
 """A fork server imports these once, so that a rank starts in a fraction of a second."""
 
 
-def run_ranks(function, ranks, *arguments, folder: Path, joins: bool = False, seconds: float = 120):
+def run_ranks(
+    function, ranks, *arguments, folder: Path, joins: bool = False, seconds: float = 120, patience: float = 1800
+):
     """Return what `function(*arguments)` returns on each rank, by rank; fail with the first traceback.
 
-    With `joins` the function joins the process group itself, as a rank that `launch` has started does.
+    With `joins` the function joins the process group itself, as a rank that `launch` has started does. A rank waits
+    `patience` seconds for another.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -27,7 +31,7 @@ def run_ranks(function, ranks, *arguments, folder: Path, joins: bool = False, se
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if joins and ranks > 1 else None
     store = server.port if server else f"file://{folder}/store-{os.getpid()}-{time.monotonic_ns()}"
     processes = [
-        context.Process(target=_rank, args=(function, arguments, rank, ranks, store, queue), daemon=True)
+        context.Process(target=_rank, args=(function, arguments, rank, ranks, store, queue, patience), daemon=True)
         for rank in range(ranks)
     ]
     for process in processes:
@@ -45,7 +49,7 @@ def run_ranks(function, ranks, *arguments, folder: Path, joins: bool = False, se
     return [results[rank] for rank in range(ranks)]
 
 
-def _rank(function, arguments, rank, ranks, store, queue):
+def _rank(function, arguments, rank, ranks, store, queue, patience):
     torch.set_num_threads(1)
     joins = isinstance(store, int)
     if joins:
@@ -53,7 +57,8 @@ def _rank(function, arguments, rank, ranks, store, queue):
         os.environ |= {"MASTER_PORT": str(store), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:
         if ranks > 1 and not joins:
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+            timeout = timedelta(seconds=patience)
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
         saved = io.BytesIO()  # whole, not by shared memory, which ends with this process
         torch.save(function(*arguments), saved)
         queue.put((rank, saved.getvalue(), None))

@@ -44,17 +44,32 @@ class AdamW:
         return theta * (1 - lr * self.weight_decay) - lr * m_hat / (v_hat.sqrt() + self.eps)
 
 
-def staleness(mode: str | Sequence[Sequence[int]], workers: int, stages: int) -> list[list[int]]:
-    """Return d(i, j): design.md, section 1, with its form for S = c*N."""
+def staleness(mode: str | Sequence[Sequence[int]], workers: int, stages: int, accumulate: int = 1) -> list[list[int]]:
+    """Return d(i, j) for the M = kN micro-batches of a training step: design.md, section 1.
+
+    For `cdp_v2` by the slots of the cyclic timeline, not by its formula: the newest version there is.
+    """
+    turns = workers * accumulate
     if mode == "dp":
-        return [[0] * stages for _ in range(workers)]
+        return [[0] * stages for _ in range(turns)]
     if mode == "cdp_v1":
-        return [[1] * stages for _ in range(workers)]
+        return [[1] * stages for _ in range(turns)]
     if mode == "cdp_v2":
-        c = stages // workers
-        return [[0 if c * i + j >= c * (workers - 1) else 1 for j in range(stages)] for i in range(workers)]
+        return [
+            [_newest_lag(i, j, turns, 2 * (stages // workers), stages) for j in range(stages)] for i in range(turns)
+        ]
     assert not isinstance(mode, str)
     return [list(row) for row in mode]
+
+
+def _newest_lag(i: int, j: int, turns: int, delay: int, stages: int) -> int:
+    """Return how old the newest version is when micro-batch i starts stage j, in a step far from the first."""
+    step = 10
+    slot = delay * (step * turns + i) + j
+    version = step + 1
+    while delay * (version * turns - 1) + 2 * stages - 1 - j >= slot:  # the slot of the last backward before it
+        version -= 1
+    return step - version
 
 
 @dataclass
@@ -74,21 +89,29 @@ def train(
     workers: int,
     batches: Sequence[tuple[Tensor, Tensor]],
     factor: Callable[[int], float] = lambda _: 1.0,
+    accumulate: int = 1,
+    replicas: int = 1,
 ) -> Outcome:
-    """Run the rule over `batches`. Parameter `3.weight` belongs to stage 3."""
-    d = staleness(mode, workers, len(stages))
-    models = [nn.Sequential(*copy.deepcopy(list(stages))).train() for _ in range(workers)]
+    """Run the rule over `batches`. Parameter `3.weight` belongs to stage 3.
+
+    Micro-batch i of the M = kN of a step is of worker i mod N. With R replicas each is cut into R micro-batches of
+    their own, which read the same; each replica of a worker keeps its own running statistics.
+    """
+    micro_batches, lanes = workers * accumulate * replicas, workers * replicas
+    d = staleness(mode, workers, len(stages), accumulate)
+    models = [nn.Sequential(*copy.deepcopy(list(stages))).train() for _ in range(lanes)]
     trainable = [name for name, parameter in models[0].named_parameters() if parameter.requires_grad]
     thetas = [{name: parameter.detach().clone() for name, parameter in models[0].named_parameters()}]
     outcome = Outcome(thetas, [], [])
     for t, (inputs, targets) in enumerate(batches):
-        size = len(inputs) // workers
+        size = len(inputs) // micro_batches
         losses, gradients = [], []
-        for i, model in enumerate(models):
+        for i in range(micro_batches):
+            model = models[i % lanes]
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     stage = int(name.split(".")[0])
-                    parameter.copy_(thetas[max(0, t - d[i][stage])][name])
+                    parameter.copy_(thetas[max(0, t - d[i // replicas][stage])][name])
             model.zero_grad(set_to_none=True)
             rows = slice(i * size, (i + 1) * size)
             loss = loss_fn(model(inputs[rows]), targets[rows])
@@ -102,9 +125,9 @@ def train(
             total = gradients[0][name]
             for gradient in gradients[1:]:
                 total = total + gradient[name]
-            new[name] = optimizer.step(name, thetas[t][name], total / workers, factor(t))
+            new[name] = optimizer.step(name, thetas[t][name], total / micro_batches, factor(t))
         thetas.append(new)
-        outcome.losses.append(losses)
+        outcome.losses.append([sum(losses[i : i + replicas]) / replicas for i in range(0, micro_batches, replicas)])
         outcome.buffers.append(
             {
                 name: torch.stack([dict(model.named_buffers())[name].double() for model in models]).mean(0)

@@ -94,11 +94,12 @@ def same(actual, expected, what):
         )
 
 
-def check_against_reference(stages, optimizer, mode, n, shape, pieces, slot_order="paper"):
+def check_against_reference(stages, optimizer, mode, n, shape, pieces, slot_order="paper", k=1, r=1):
     """Run in `pieces`, each ended by a drain, and compare at every drain; losses at every step."""
     mine, theirs = OPTIMIZERS[optimizer]
-    batches = make_batches(STEPS, n, shape)
-    expected = train(stages, F.cross_entropy, mine(), mode, n, batches, learning_rate)
+    steps = sum(pieces)
+    batches = make_batches(steps, k * n * r, shape)
+    expected = train(stages, F.cross_entropy, mine(), mode, n, batches, learning_rate, k, r)
     engine = Engine(
         copy.deepcopy(stages),
         F.cross_entropy,
@@ -107,12 +108,14 @@ def check_against_reference(stages, optimizer, mode, n, shape, pieces, slot_orde
         workers=n,
         learning_rate_factor=learning_rate,
         slot_order=slot_order,
+        accumulate=k,
+        replicas=r,
     )
-    d = staleness(mode, n, len(stages))
+    d = staleness(mode, n, len(stages), k)
     done = 0
     for piece in pieces:
         for result in engine.run(batches[done : done + piece]):
-            assert result.step == done
+            assert result.step == done and len(result.losses) == k * n
             torch.testing.assert_close(
                 torch.tensor(result.losses, dtype=torch.float64),
                 torch.tensor(expected.losses[done], dtype=torch.float64),
@@ -120,15 +123,15 @@ def check_against_reference(stages, optimizer, mode, n, shape, pieces, slot_orde
             )
             done += 1
         assert engine.step == done
-        same(dict(engine.model.named_parameters()), expected.thetas[done], f"theta[{done}]")
-        same(dict(engine.model.named_buffers()), expected.buffers[done - 1], f"buffers after step {done - 1}")
+        same(dict(engine.model().named_parameters()), expected.thetas[done], f"theta[{done}]")
+        same(dict(engine.model().named_buffers()), expected.buffers[done - 1], f"buffers after step {done - 1}")
         for j, state in enumerate(engine.state_dict()["stages"]):  # the versions that the next step reads
             oldest = max(row[j] for row in d)
             assert set(state["versions"]) == set(range(max(0, done - oldest), done + 1))
             for number, tensors in state["versions"].items():
                 same(tensors, {name: expected.thetas[number][f"{j}.{name}"] for name in tensors}, f"version {number}")
-    assert done == STEPS
-    assert engine.ledger_reads == 2 * STEPS * n * len(stages)
+    assert done == steps
+    assert engine.ledger_reads == 2 * steps * k * n * r * len(stages)
 
 
 def test_the_rules_differ_by_far_more_than_the_tolerance():
@@ -160,3 +163,47 @@ def test_a_convolutional_net_with_batchnorm_and_inplace_relu_agrees(rule, n):
 
 def test_uneven_pieces_are_the_same_rule():
     check_against_reference(mlp(4), "sgd", matrix_three(4, 4), 4, (5,), [2, 3, 1, 1, 4, 9])
+
+
+# ------------------------------------------------------------------------------------------------- accumulation
+
+
+def matrix_of_accumulation(n, s, k):
+    """Staleness 0 to 3, another in every row."""
+    smallest = staleness("cdp_v2", n, s, k)
+    return [[max(smallest[i][j], (i + 2 * j + 3) % 4) for j in range(s)] for i in range(k * n)]
+
+
+@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2", "matrix"])
+@pytest.mark.parametrize(("n", "c", "k"), [(1, 2, 3), (2, 1, 2), (2, 2, 2), (3, 1, 2), (2, 1, 3)])
+def test_accumulation_is_the_mean_over_all_micro_batches_of_a_step(mode, n, c, k):
+    rule = matrix_of_accumulation(n, c * n, k) if mode == "matrix" else mode
+    check_against_reference(mlp(c * n), "sgd", rule, n, (5,), [7, 1, 1, 3], k=k)
+
+
+@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2", "matrix"])
+@pytest.mark.parametrize(("n", "k", "r"), [(2, 1, 2), (2, 2, 3)])
+def test_replicas_share_what_a_worker_computes(mode, n, k, r):
+    rule = matrix_of_accumulation(n, n, k) if mode == "matrix" else mode
+    check_against_reference(mlp(n), "sgd", rule, n, (5,), [4, 1, 2], k=k, r=r)
+
+
+def test_accumulation_with_adamw_and_the_other_order_of_slots():
+    check_against_reference(mlp(3), "adamw", "cdp_v2", 3, (5,), [1, 5, 2], "backward_first", k=2)
+
+
+def test_modes_differ_with_accumulation_too():
+    n, k, batches = 2, 2, make_batches(8, 4, (5,))
+    modes = ["dp", "cdp_v1", "cdp_v2", matrix_of_accumulation(n, n, k)]
+    last = [train(mlp(n), F.cross_entropy, SGD(0.1), mode, n, batches, accumulate=k).thetas[-1] for mode in modes]
+    for one, other in itertools.combinations(last, 2):
+        assert max((one[name] - other[name]).abs().max().item() for name in one) > 1e-4
+
+
+@pytest.mark.parametrize(("n", "c", "k"), itertools.product((1, 2, 3, 4), (1, 2), (1, 2, 3)))
+def test_more_micro_batches_make_fewer_reads_stale(n, c, k):
+    """The share of stale reads on stage j is (ceil((S-j)/c) - 1) / M."""
+    s, m = c * n, k * n
+    lags = staleness("cdp_v2", n, s, k)
+    assert [[int(c * (i + 1) + j < s) for j in range(s)] for i in range(m)] == lags
+    assert [sum(row[j] for row in lags) for j in range(s)] == [-((j - s) // c) - 1 for j in range(s)]

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from cdp_repro.engine.executor import _last_uses
+from cdp_repro import Engine
 from cdp_repro.engine.parameters import StageState
-from cdp_repro.schedule import Action, Schedule, Slot
+from cdp_repro.schedule import Op, Program, Schedule
+from cdp_repro.schedule.values import PARAMETERS
 
 
 class Greedy(torch.optim.SGD):
@@ -28,54 +29,83 @@ class Greedy(torch.optim.SGD):
 
 
 def stage(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5)):
-    state = StageState(dict(nn.Linear(2, 2, bias=False).named_parameters()), optimizer)
-    state.keep_total(1, {"weight": torch.ones(2, 2)})
-    return state
+    return StageState(dict(nn.Linear(2, 2, bias=False).named_parameters()), optimizer)
+
+
+def ones():
+    return {"weight": torch.ones(2, 2)}
 
 
 def test_an_update_leaves_the_old_version_as_it_was():
     state = stage()
-    old = state.read(0).tensors["weight"].clone()
-    state.update(1.0)
-    assert torch.equal(state.read(0).tensors["weight"], old)
-    assert torch.equal(state.read(1).tensors["weight"], old - 0.5)
+    first = state.newest(0)
+    old = first.tensors["weight"].clone()
+    second = state.update(first, ones(), 1.0)
+    assert (first.number, second.number) == (0, 1)
+    assert torch.equal(first.tensors["weight"], old)
+    assert torch.equal(second.tensors["weight"], old - 0.5)
 
 
 def test_the_last_use_of_a_version_gives_its_tensors_to_the_next():
     state = stage()
-    old = state.read(0).tensors["weight"].clone()
-    place = state.read(0).tensors["weight"].data_ptr()
-    state.update(1.0, is_last_use=True)
-    state.free(0)
-    assert state.versions == [1] and state.read(1).tensors["weight"].data_ptr() == place
-    assert torch.equal(state.read(1).tensors["weight"], old - 0.5)
+    first = state.newest(0)
+    old, place = first.tensors["weight"].clone(), first.tensors["weight"].data_ptr()
+    second = state.update(first, ones(), 1.0, in_place=True)
+    assert second.number == 1 and second.tensors["weight"].data_ptr() == place
+    assert torch.equal(second.tensors["weight"], old - 0.5)
+
+
+def test_what_the_stage_holds_is_always_the_newest_version():
+    state = stage()
+    version = state.newest(0)
+    for in_place in (False, True, False):
+        version = state.update(version, ones(), 1.0, in_place=in_place)
+        assert torch.equal(state.newest(version.number).tensors["weight"], version.tensors["weight"])
 
 
 @pytest.mark.parametrize("optimizer", [lambda p: torch.optim.SGD(p, lr=0.5), Greedy])
-def test_a_total_that_others_will_ask_for_stays_as_it_is(optimizer):
+def test_a_sum_that_others_will_ask_for_stays_as_it_is(optimizer):
     state = stage(optimizer)
-    for version in (1, 2):
-        state.keep_total(version, {"weight": torch.ones(2, 2)})
-        state.update(1.0, keep_total=True)
-        assert torch.equal(state.total(version)["weight"], torch.ones(2, 2))
+    version = state.newest(0)
+    for _ in range(2):
+        gradients = ones()
+        version = state.update(version, gradients, 1.0, gradients_are_ours=False)
+        assert torch.equal(gradients["weight"], torch.ones(2, 2))
 
 
 def test_an_optimizer_that_changes_its_ways_is_refused():
     state = stage(lambda parameters: Greedy(parameters, from_second=True))
-    state.update(1.0, keep_total=True)
-    state.keep_total(2, {"weight": torch.ones(2, 2)})
+    version = state.update(state.newest(0), ones(), 1.0, gradients_are_ours=False)
     with pytest.raises(RuntimeError, match="Greedy has written into a gradient that other ranks still need"):
-        state.update(1.0, keep_total=True)
+        state.update(version, ones(), 1.0, gradients_are_ours=False)
 
 
-def test_only_an_update_right_before_the_free_of_its_start_is_a_last_use():
-    texts = ("U0@v2", "X0@v1", "U1@v2", "X1@v0", "U2@v2", "X0@v1", "U3@v1:total", "X3@v1:total")
-    slot = Slot(0, tuple(Action.parse(text) for text in texts))
-    assert {str(action) for action in _last_uses(slot)} == {"U0@v2"}
+@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2"])
+def test_the_engine_writes_in_place_just_where_the_update_frees_its_start(mode, monkeypatch):
+    """As the program says, and never into a version that is read again."""
+    asked, freed = [], []
+    honest = StageState.update
+
+    def update(self, version, gradients, factor, *, in_place, gradients_are_ours):
+        asked.append((in_place, gradients_are_ours))
+        return honest(self, version, gradients, factor, in_place=in_place, gradients_are_ours=gradients_are_ours)
+
+    monkeypatch.setattr(StageState, "update", update)
+    engine = Engine([nn.Linear(2, 2) for _ in range(3)], lambda output, _: output.mean(),
+                    lambda parameters: torch.optim.SGD(parameters, lr=0.5), mode)  # fmt: skip
+    for _ in engine.run([(torch.ones(3, 2), torch.ones(3))] * 4):
+        pass
+    for slot in Program(Schedule.build(mode, 3)).slots(4):
+        for action in slot.actions:
+            if action.op is Op.UPDATE:
+                before, total = action.reads
+                freed.append((before in action.frees, total in action.frees))
+    assert asked == freed
 
 
 @pytest.mark.parametrize(("mode", "stages"), [("dp", {0, 1, 2}), ("cdp_v2", {2}), ("cdp_v1", set())])
 def test_on_one_device_stages_without_stale_readers_are_updated_in_place(mode, stages):
-    found = {action.stage for slot in Schedule.build(mode, 3).slots(range(4)) for action in _last_uses(slot)
-             if action.version > 1 and slot.number < 20}  # fmt: skip
+    found = {action.stage for slot in Program(Schedule.build(mode, 3)).slots(4) for action in slot.actions
+             if action.op is Op.UPDATE and action.version > 1 and slot.number < 20
+             and any(value.kind == PARAMETERS for value in action.frees)}  # fmt: skip
     assert found == stages

@@ -12,11 +12,14 @@ from ranks import run_ranks
 from torch import nn
 
 from cdp_repro import Engine
+from cdp_repro.engine.mailbox import Arrival
 from cdp_repro.models import build_model, cut
 from cdp_repro.predict.partition import partition
 from cdp_repro.predict.profiling import profile_stages
-from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Schedule, simulate
-from cdp_repro.schedule.pacing import is_paced
+from cdp_repro.predict.simulate import simulate
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Program, Schedule
+from cdp_repro.schedule.summation.exchange_in_parts import leaves_in_parts
+from cdp_repro.schedule.values import parameters
 
 PLACEMENTS = ("replicated", "zero", "model_parallel", "pipeline")
 STEPS, DRAIN = 5, 3
@@ -101,8 +104,8 @@ def train(kind, mode, placement, n, s, r=1, settings=None):
     losses = []
     for part in (batches[:DRAIN], batches[DRAIN:]):
         losses += [result.losses for result in engine.run(part)]
-    trace = engine.trace
-    model = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    trace = engine.trace()
+    model = {name: tensor.clone() for name, tensor in engine.model().state_dict().items()}
     return losses, model, trace, engine.ledger_reads, engine.state_dict()
 
 
@@ -142,7 +145,7 @@ def check_trace(trace, schedule, n, s, r=1):
     """Every record and message of the first steps is as simulated."""
     stages, batches = make_stages("linear", s), make_batches("linear", n * r)
     costs = profile_stages(stages, F.cross_entropy, *(part[:3].clone() for part in batches[0]))
-    simulated = simulate(schedule, costs, DRAIN)
+    simulated = simulate(Program(schedule), costs, DRAIN)
     end = max(record.slot for record in simulated.records)
     assert [m for m in trace.messages if m.slot <= end] == list(simulated.messages)
     records = [record for record in trace.records if record.slot <= end]
@@ -202,9 +205,10 @@ def test_gradients_that_leave_in_parts_compute_what_one_device_computes(tmp_path
     stages, batches = make_stages(UNEVEN, s), make_batches(UNEVEN, n * r)
     costs = profile_stages(stages, F.cross_entropy, *(part[:3].clone() for part in batches[0]))
     schedule = Schedule.build(rule(mode, n, s), n, s, "replicated", replicas=r, gradient_bytes=costs.gradient_bytes)
-    trace, simulated = outcomes[0][2], simulate(schedule, costs, DRAIN)
-    assert any(message.part for message in trace.messages) is is_paced(schedule.placement, costs.gradient_bytes)
-    assert mode in ("cdp_v1", MATRIX) or any(message.part for message in trace.messages)
+    trace, simulated = outcomes[0][2], simulate(Program(schedule), costs, DRAIN)
+    in_parts = any(message.value.parts > 1 for message in trace.messages)
+    assert in_parts is leaves_in_parts(schedule)
+    assert in_parts or mode in ("cdp_v1", MATRIX)
     end = max(record.slot for record in simulated.records)
     assert [m for m in trace.messages if m.slot <= end] == list(simulated.messages)
 
@@ -227,17 +231,17 @@ def run_with_unused(mode):
     engine = Engine(stages, F.cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), mode, "replicated", traced_steps=9)
     batches = [(torch.randn(6, 8), torch.randint(8, (6,))) for _ in range(4)]
     assert len([*engine.run(batches)]) == 4
-    tensors = engine._states[0].read(engine.step).tensors
-    shared = all(engine.model[0].get_parameter(name).data_ptr() == t.data_ptr() for name, t in tensors.items())
-    mailbox = engine._mailbox
-    return engine.trace.messages, shared, (mailbox._leaving, mailbox._arriving, mailbox._expected)
+    tensors = engine._executor.values[parameters(0, engine.step)].tensors
+    shared = all(engine.model()[0].get_parameter(name).data_ptr() == t.data_ptr() for name, t in tensors.items())
+    mailbox = engine._executor.mailbox
+    return engine.trace().messages, shared, (mailbox._leaving, mailbox._arriving)
 
 
 def test_only_what_the_loss_depends_on_decides_on_parts_and_the_model_copies_nothing(tmp_path):
     costs = profile_stages([nn.Linear(8, 8), Unused()], F.cross_entropy, torch.randn(3, 8), torch.randint(8, (3,)))
     schedule = Schedule.build("cdp_v2", 2, 2, "replicated", gradient_bytes=costs.gradient_bytes)
     outcomes = run_ranks(run_with_unused, 2, "cdp_v2", folder=tmp_path)
-    assert list(outcomes[0][0]) == list(simulate(schedule, costs, 4).messages)
+    assert list(outcomes[0][0]) == list(simulate(Program(schedule), costs, 4).messages)
     assert all(shared and not any(open_) for _, shared, open_ in outcomes)
 
 
@@ -246,8 +250,10 @@ def left_over(kind, mode, placement, settings):
     for part in (make_batches(kind, 2)[:DRAIN], make_batches(kind, 2)[DRAIN:]):
         for _ in engine.run(part):
             pass
-    mailbox = engine._mailbox
-    return mailbox._outgoing.nbytes, *map(len, (mailbox._leaving, mailbox._arriving, mailbox._expected))
+    mailbox, values = engine._executor.mailbox, engine._executor.values
+    under_way = sum(isinstance(content, Arrival) for content in values.values())
+    too_many = values.keys() - set(engine._program.held_at(engine.step)[engine.rank])
+    return mailbox._outgoing.nbytes, *map(len, (mailbox._leaving, mailbox._arriving, too_many)), under_way
 
 
 @pytest.mark.parametrize(
@@ -256,7 +262,7 @@ def left_over(kind, mode, placement, settings):
      ("linear", "dp", "zero", {"collectives": True}), ("linear", "dp", "replicated", {"collectives": True})],
 )  # fmt: skip
 def test_a_drain_leaves_nothing_on_its_way(tmp_path, kind, mode, placement, settings):
-    assert run_ranks(left_over, 2, kind, mode, placement, settings, folder=tmp_path) == [(0, 0, 0, 0)] * 2
+    assert run_ranks(left_over, 2, kind, mode, placement, settings, folder=tmp_path) == [(0, 0, 0, 0, 0)] * 2
 
 
 def most_kept(mode, placement, steps):
@@ -264,7 +270,7 @@ def most_kept(mode, placement, steps):
     engine = make_engine("linear", mode, placement, 2, 2)
     batches = make_batches("linear", 2)
     kept = [
-        (engine._mailbox._outgoing.nbytes, engine._losses._outgoing.nbytes)
+        (engine._executor.mailbox._outgoing.nbytes, engine._executor._losses._outgoing.nbytes)
         for _ in engine.run(batches[step % len(batches)] for step in range(steps))
     ]
     dist.barrier()

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from cdp_repro import Engine
+from cdp_repro.engine.executor import Executor
 from cdp_repro.engine.ledger import LedgerError
-from cdp_repro.engine.parameters import StageState
+from cdp_repro.schedule.values import PARAMETERS
 
 MODES = ("dp", "cdp_v1", "cdp_v2", "accumulation")
 
@@ -50,8 +51,13 @@ def train(engine, batches=None):
     ],
 )
 def test_reading_another_version_fails_the_run(mode, position, told, monkeypatch):
-    honest = StageState.read
-    monkeypatch.setattr(StageState, "read", lambda self, number: honest(self, self.versions[position]))
+    honest = Executor._read
+
+    def other(self, value):
+        alive = sorted(v for v in self.values if (v.kind, v.stage) == (value.kind, value.stage))
+        return honest(self, alive[position] if value.kind == PARAMETERS else value)
+
+    monkeypatch.setattr(Executor, "_read", other)
     with pytest.raises(LedgerError) as failure:
         train(Engine(linears(), F.cross_entropy, sgd, mode))
     assert told in str(failure.value)
@@ -60,12 +66,12 @@ def test_reading_another_version_fails_the_run(mode, position, told, monkeypatch
 
 def test_reading_an_older_version_fails_the_run(monkeypatch):
     kept = {}
-    honest = StageState.read
+    honest = Executor._read
 
-    def oldest_ever(self, number):
-        return kept.setdefault(id(self), honest(self, number))
+    def oldest_ever(self, value):
+        return kept.setdefault(value.stage, honest(self, value)) if value.kind == PARAMETERS else honest(self, value)
 
-    monkeypatch.setattr(StageState, "read", oldest_ever)
+    monkeypatch.setattr(Executor, "_read", oldest_ever)
     with pytest.raises(LedgerError, match=r"stage 0 by worker 0 in step 1 used version 0.*asks for version 1"):
         train(Engine(linears(), F.cross_entropy, sgd, "dp"))
 
@@ -137,12 +143,12 @@ def test_frozen_parameters_stay_as_they_are(mode):
     before = copy.deepcopy(stages)
     engine = Engine(stages, F.cross_entropy, sgd, mode)
     train(engine)
-    assert torch.equal(engine.model[0].weight, before[0].weight)
-    assert not engine.model[0].weight.requires_grad
-    for mine, theirs in zip(engine.model[1].parameters(), before[1].parameters(), strict=True):
+    assert torch.equal(engine.model()[0].weight, before[0].weight)
+    assert not engine.model()[0].weight.requires_grad
+    for mine, theirs in zip(engine.model()[1].parameters(), before[1].parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    assert not torch.equal(engine.model[0].bias, before[0].bias)
-    assert not torch.equal(engine.model[2].weight, before[2].weight)
+    assert not torch.equal(engine.model()[0].bias, before[0].bias)
+    assert not torch.equal(engine.model()[2].weight, before[2].weight)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -154,7 +160,7 @@ def test_wholly_frozen_stages_anywhere(mode, frozen):
     before = copy.deepcopy(stages)
     engine = Engine(stages, F.cross_entropy, sgd, mode)
     train(engine)
-    for number, (mine, theirs) in enumerate(zip(engine.model, before, strict=True)):
+    for number, (mine, theirs) in enumerate(zip(engine.model(), before, strict=True)):
         assert torch.equal(mine.weight, theirs.weight) == (number in frozen)
 
 
@@ -215,7 +221,7 @@ def check_like_the_uncut_model(stages, rows=4):
     engine = Engine(stages, F.cross_entropy, lambda params: torch.optim.SGD(params, lr=0.1), "dp")
     actual = train(engine, batches)
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-5, atol=1e-6)
-    for mine, theirs in zip(engine.model.parameters(), model.parameters(), strict=True):
+    for mine, theirs in zip(engine.model().parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
@@ -236,7 +242,7 @@ def test_parameters_unused_by_the_loss_have_no_gradient_and_so_no_weight_decay(m
     before = copy.deepcopy(stages)
     engine = Engine(stages, F.cross_entropy, optimizer, mode)
     train(engine)
-    for mine, theirs in zip(engine.model, before, strict=True):
+    for mine, theirs in zip(engine.model(), before, strict=True):
         assert torch.equal(mine.unused.weight, theirs.unused.weight)
         assert not torch.equal(mine.used.weight, theirs.used.weight)
 
@@ -256,7 +262,7 @@ class Counter(nn.Module):
 def test_a_buffer_that_a_stage_reassigns_is_kept():
     engine = Engine([Counter(), nn.Linear(4, 4)], F.cross_entropy, sgd, "cdp_v1")
     train(engine)
-    assert engine.model[0].calls.item() == 3
+    assert engine.model()[0].calls.item() == 3
 
 
 def test_the_model_is_the_users_modules_with_the_newest_parameters():
@@ -264,13 +270,13 @@ def test_the_model_is_the_users_modules_with_the_newest_parameters():
     engine = Engine(stages, F.cross_entropy, sgd, "cdp_v2")
     before = copy.deepcopy(stages)
     train(engine)
-    assert all(mine is theirs for mine, theirs in zip(engine.model, stages, strict=True))
+    assert all(mine is theirs for mine, theirs in zip(engine.model(), stages, strict=True))
     newest = engine.state_dict()["stages"][0]["versions"][3]["weight"]
     assert torch.equal(stages[0].weight, newest)
     assert not torch.equal(stages[0].weight, before[0].weight)
-    engine.model.eval()
+    engine.model().eval()
     train(engine)
-    assert engine.model.training, "a run trains"
+    assert engine.model().training, "a run trains"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -280,7 +286,7 @@ def test_bf16_autocast_runs_and_losses_are_finite(mode):
     )
     losses = train(engine)
     assert torch.tensor(losses).isfinite().all()
-    assert all(parameter.dtype is torch.float32 for parameter in engine.model.parameters())
+    assert all(parameter.dtype is torch.float32 for parameter in engine.model().parameters())
     assert losses != train(Engine(linears(), F.cross_entropy, sgd, mode)), "autocast had an effect"
 
 
@@ -345,7 +351,7 @@ def test_an_exception_in_a_stage_names_action_and_slot_and_ends_the_engine():
     assert failure.value.__notes__ == ["while running F1.m3@v0 in slot 7"]
     for refused in (
         lambda: train(engine),
-        lambda: engine.model,
+        engine.model,
         engine.state_dict,
         lambda: engine.load_state_dict({}),
     ):
@@ -367,7 +373,7 @@ def test_running_twice_at_once():
     engine = Engine(linears(), F.cross_entropy, sgd, "cdp_v1")
     first = engine.run(make_batches())
     next(first)
-    for refused in (lambda: train(engine), lambda: engine.model, engine.state_dict):
+    for refused in (lambda: train(engine), engine.model, engine.state_dict):
         with pytest.raises(RuntimeError, match="middle of another run; exhaust or close"):
             refused()
     list(first)

@@ -15,7 +15,9 @@ from torch import nn
 from cdp_repro import Engine
 from cdp_repro.engine.parameters import StageState
 from cdp_repro.engine.shards import Shards
-from cdp_repro.schedule import Schedule
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.schedule import Program, Schedule
+from cdp_repro.schedule.values import PARAMETERS
 
 CPU = torch.device("cpu")
 TYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -56,14 +58,17 @@ def test_pieces_of_all_ranks_make_the_whole(ranks, kinds):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_rank_holds_as_many_bytes_as_its_placement_says(ranks):
+def test_a_rank_holds_as_many_bytes_as_predicted(ranks):
     tensors = {name: parameter(shape, torch.float32, True) for name, shape in (("a", (7, 5)), ("b", (3,)))}
-    placement = Schedule.build("dp", ranks, placement="zero", collectives=True).placement
+    program = Program(Schedule.build("dp", ranks, placement="zero", collectives=True))
+    costs = StageCosts.equal(ranks, parameter_bytes=4 * 38)
     held = [
         sum(piece.nbytes for piece in Shards(tensors, rank, ranks, CPU).pieces(tensors).values())
         for rank in range(ranks)
     ]
-    assert held == [placement.share(rank, 4 * 38) for rank in range(ranks)]
+    of_stage = [[v for v in program.held_at(0)[rank] if (v.kind, v.stage) == (PARAMETERS, 0)] for rank in range(ranks)]
+    assert [[costs.bytes_of(value) for value in values] for values in of_stage] == [[size] for size in held]
+    assert sum(held) == 4 * 38
 
 
 def grouped(parameters):
@@ -98,19 +103,18 @@ def test_updates_of_shards_are_those_of_the_whole(optimizer):
         parts.append(StageState(pieces, optimizer))
     whole = StageState(tensors, optimizer)
 
-    def update(state, gradients, version):
-        state.keep_total(version, {name: gradient.clone() for name, gradient in gradients.items()})
-        state.update(1.0)
-        state.free(version - 1)
+    def update(state, version, gradients):
+        return state.update(version, {name: gradient.clone() for name, gradient in gradients.items()}, 1.0)
 
-    update(whole, gradients, 1)
-    before = copy.deepcopy(whole.state_dict())
+    first = update(whole, whole.newest(0), gradients)
+    before = copy.deepcopy(whole.state_dict({1: first}))
+    states = []
     for shards, part in zip(everywhere, parts, strict=True):
-        part.load_state_dict(shards.cut_state(before, part.optimized), [1])
-        update(part, shards.pieces(gradients), 2)
-    update(whole, gradients, 2)
-    joined = everywhere[0].join_states([part.state_dict() for part in parts], parts[0].optimized)
-    expected = whole.state_dict()
+        loaded = part.load_state_dict(shards.cut_state(before, part.optimized), [1])
+        states.append(part.state_dict({2: update(part, loaded[1], shards.pieces(gradients))}))
+    expected = whole.state_dict({2: update(whole, first, gradients)})
+    joined = everywhere[0].join_states(states, parts[0].optimized)
+    assert joined["versions"].keys() == expected["versions"].keys() == {2}
     for name, tensor in expected["versions"][2].items():
         assert torch.equal(joined["versions"][2][name], tensor), name
     assert joined["optimizer"]["class"] == expected["optimizer"]["class"]
@@ -186,7 +190,7 @@ def trained(placement, start=None, collectives=False):
     targets = torch.randint(5, (3, 6), generator=generator)
     for _ in engine.run(zip(inputs, targets, strict=True)):
         pass
-    return engine.state_dict(), {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    return engine.state_dict(), {name: tensor.clone() for name, tensor in engine.model().state_dict().items()}
 
 
 def test_ranks_with_shards_of_mixed_stages_go_on_from_one_device_and_one_device_from_them(tmp_path):

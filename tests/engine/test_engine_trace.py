@@ -14,7 +14,9 @@ from cdp_repro.engine.compute import StageCompute, Version, backward
 from cdp_repro.engine.memory import ActivationMeter
 from cdp_repro.engine.team import Team
 from cdp_repro.engine.tracing import Tracer
-from cdp_repro.schedule import Schedule, StageCosts, simulate
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.predict.simulate import simulate
+from cdp_repro.schedule import Program, Schedule
 
 MODES = ("dp", "cdp_v1", "cdp_v2")
 ORDERS = ("paper", "backward_first")
@@ -89,10 +91,10 @@ def test_execution_is_what_simulate_says_slot_by_slot(size, order, mode):
     engine = Engine(stages, F.cross_entropy, sgd, rule, workers=n, slot_order=order, traced_steps=steps)
     for _ in engine.run(batches):
         pass
-    simulated = simulate(Schedule.build(rule, n, s, slot_order=order), costs, steps)
-    assert engine.trace.records == simulated.records  # slots, actions with versions, live bytes, live versions
-    assert engine.trace.activation_bytes_per_slot == simulated.activation_bytes_per_slot
-    assert engine.trace.activation_peak_bytes_total > 0
+    simulated = simulate(Program(Schedule.build(rule, n, s, slot_order=order)), costs, steps)
+    assert engine.trace().records == simulated.records  # slots, actions with versions, live bytes, live versions
+    assert engine.trace().activation_bytes_per_slot == simulated.activation_bytes_per_slot
+    assert engine.trace().activation_peak_bytes_total > 0
     assert engine._tracer._meter.live_bytes == 0, "nothing is alive after the drain"
 
 
@@ -102,14 +104,14 @@ def test_a_trace_goes_on_over_a_drain_and_ends_with_its_steps(mode):
     engine = Engine(uneven_stages(2), F.cross_entropy, sgd, mode, traced_steps=4)
     list(engine.run(batches[:2]))
     list(engine.run(batches[2:]))
-    slots = [record.slot for record in engine.trace.records]
+    slots = [record.slot for record in engine.trace().records]
     assert slots == list(range(len(slots)))
-    steps = {a.micro_batch // 2 for record in engine.trace.records for a in record.actions if a.op.is_compute}
+    steps = {a.micro_batch // 2 for record in engine.trace().records for a in record.actions if a.op.is_compute}
     assert steps == {0, 1, 2, 3}
     untraced = Engine(uneven_stages(2), F.cross_entropy, sgd, mode)
     list(untraced.run(batches))
-    assert untraced.trace.records == ()
-    for mine, theirs in zip(engine.model.parameters(), untraced.model.parameters(), strict=True):
+    assert untraced.trace().records == ()
+    for mine, theirs in zip(engine.model().parameters(), untraced.model().parameters(), strict=True):
         assert torch.equal(mine, theirs), "tracing changes no number"
 
 
@@ -134,7 +136,7 @@ def test_equal_stages_give_the_closed_forms_of_the_peak_executed(n):
     def executed_peak(mode, order):
         engine = Engine(equal_stages(n), mean_output, sgd, mode, slot_order=order, traced_steps=steps)
         list(engine.run([(x, x[:, 0]) for x, _ in batches_of(n, steps, micro, width)]))
-        return engine.trace.activation_peak_bytes_per_device
+        return engine.trace().activation_peak_bytes_per_device
 
     for order in ORDERS:
         assert executed_peak("dp", order) == n * n * unit

@@ -40,7 +40,10 @@ class Tracer:
         self._end_slot = first_slot + self._traced_here * self._schedule.slots_per_step
 
     def enter(self, slot: Slot, begun: int) -> None:
-        """Begin a slot of a run in which `begun` steps have begun; with no step after the traced ones, the drain is traced."""
+        """Begin a slot of a run in which `begun` steps have begun.
+
+        The drain is recorded if no step comes after the traced ones.
+        """
         self._slot = slot.number
         if slot.number >= self._end_slot and begun > self._traced_here:
             self.stop()

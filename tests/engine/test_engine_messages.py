@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cdp_repro.engine.layouts import Layout
+from cdp_repro.engine.messages import Layout
 
 
 def test_values_are_all_of_a_message_by_type():
