@@ -119,6 +119,7 @@ class Engine:
             for number, stage in enumerate(self._stages)
         ]
         self._tracer = Tracer(self.schedule, self.team, self._device, traced_steps)
+        self._positions = Positions(self.team)
         self._executor = Executor(
             RankProgram(program, self.team.rank),
             self._states,
@@ -126,7 +127,7 @@ class Engine:
             Losses(self.schedule, self.team.rank, self.team.control),
             Settings(self._device, seed, learning_rate_factor),
             self._tracer,
-            Positions(self.team),
+            self._positions,
         )
         self._executor.hold(self._initial_values(program))
         self._program = program
@@ -196,6 +197,7 @@ class Engine:
                 raise
         except Exception as error:
             self._undrained = f"it failed in step {self.step}: {error!r}; load a checkpoint into a new engine"
+            self._positions.fail(error)
             raise
         self._undrained = None
         feed.raise_error()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch.distributed as dist
 
 from cdp_repro.engine.team import Team
@@ -20,8 +22,14 @@ class Positions:
         if self._store is not None:
             self._store.set(_key(self._team.rank), str(slot))
 
+    def fail(self, error: Exception) -> None:
+        """Write down why this rank does not go on: others wait for it in vain."""
+        if self._store is not None:
+            with suppress(dist.DistError, RuntimeError):  # the error that ended the run must be the one that is raised
+                self._store.set(_failure_key(self._team.rank), f"{type(error).__name__}: {error}")
+
     def report(self) -> str:
-        """Return a line a rank: the slot that it began last, and its actions there."""
+        """Return a line a rank: the slot that it began last, its actions there, and the error with which it has ended."""
         if self._store is None:
             return ""
         try:
@@ -31,9 +39,17 @@ class Positions:
 
     def _of(self, rank: int) -> str:
         assert self._store is not None
-        known = self._store.check([_key(rank)])
-        return self._store.get(_key(rank)).decode() if known else "none yet"
+        slot, failure = self._text(_key(rank)), self._text(_failure_key(rank))
+        return (slot or "none yet") + (f"; it ended with {failure}" if failure else "")
+
+    def _text(self, key: str) -> str | None:
+        assert self._store is not None
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
 
 def _key(rank: int) -> str:
     return f"position/{rank}"
+
+
+def _failure_key(rank: int) -> str:
+    return f"failure/{rank}"

@@ -1,0 +1,114 @@
+"""Several ranks leave a run at different moments: all drain after the same step, and going on changes no number."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from small_runs import check_same, make_batches, make_engine, outcome, ranks_of, train
+
+STEPS = 7
+LEAVES = [
+    ([0, 0, 0, 0], []),  # all after the first step
+    ([3, 3, 3, 3], [0]),  # together, but rank 0 comes late to each step
+    ([3, 3, 3, 3], [1]),
+    ([1, 4, 2, 3], []),  # each after another step
+    ([STEPS, 2, STEPS, 2], [0]),  # some never
+]
+"""After which step each rank leaves, and which ranks are slow."""
+
+
+def leave_and_go_on(mode, placement, n, s, choices):
+    """For each of LEAVES: the steps after which the run ended on each rank, and the outcome of going on to the end."""
+    found = []
+    for leaves, slow in LEAVES:
+        engine = make_engine(mode, placement, n, s, **choices)
+        batches = make_batches(STEPS, engine.schedule.micro_batches)
+        seen = []
+        for result in engine.run(batches):
+            seen.append(result.losses)
+            if engine.rank in slow:
+                time.sleep(0.02)
+            if result.step == leaves[engine.rank % 4]:
+                break
+        ends = [None] * engine.team.size
+        dist.all_gather_object(ends, engine.step)
+        seen += [None] * (engine.step - len(seen))  # nobody sees the losses of the steps in which it has left
+        seen += [result.losses for result in engine.run(batches[engine.step :])]
+        found.append((ends, outcome(engine, seen)))
+    return found
+
+
+CASES = [
+    ("cdp_v1", "replicated", 2, 2, {}),
+    ("cdp_v2", "replicated", 2, 2, {}),
+    ("cdp_v1", "replicated", 3, 3, {}),
+    ("cdp_v2", "replicated", 3, 3, {}),
+    ("cdp_v2", "replicated", 2, 2, {"accumulate": 2}),
+    ("dp", "replicated", 3, 3, {}),
+    ("cdp_v2", "model_parallel", 2, 2, {}),
+    ("cdp_v1", "model_parallel", 2, 2, {}),
+    ("cdp_v2", "pipeline", 3, 3, {}),
+    ("dp", "pipeline", 3, 4, {"ranks": 2}),
+    ("cdp_v2", "zero", 3, 3, {}),
+    ("cdp_v1", "zero", 2, 2, {"replicas": 2}),
+    ("dp", "zero", 2, 2, {"collectives": True}),
+]
+
+
+@pytest.mark.parametrize(("mode", "placement", "n", "s", "choices"), CASES)
+def test_ranks_that_leave_at_any_moment_end_after_the_same_step(tmp_path, mode, placement, n, s, choices):
+    ranks = ranks_of(mode, placement, n, s, **choices)
+    found = run_ranks(leave_and_go_on, ranks, mode, placement, n, s, choices, folder=tmp_path, patience=60)
+    own = {name: value for name, value in choices.items() if name in ("accumulate", "replicas")}
+    losses, *expected = train(mode, "single_device", n, s, pieces=(STEPS,), **own)
+    for number, (leaves, _) in enumerate(LEAVES):
+        ends = found[0][number][0]
+        assert all(each[number][0] == ends for each in found)
+        assert len({*ends}) == 1
+        last = max(min(leaves[rank % 4], STEPS - 1) for rank in range(ranks))
+        assert last + 1 <= ends[0] <= STEPS
+        outcomes = [each[number][1] for each in found]
+        seen = outcomes[0][0]
+        kept = [step for step, values in enumerate(seen) if values is not None]
+        assert {*range(min(leaves[0] + 1, STEPS))} <= {*kept}
+        of_seen = [losses[step] if step in kept else None for step in range(STEPS)]
+        assert seen == of_seen
+        check_same([(losses, *each[1:]) for each in outcomes], (losses, *expected))
+
+
+# ------------------------------------------------------------------------------------------ batches of other lengths
+
+PATIENCE = 5
+
+
+def error_of_unequal_lengths(mode, placement, n, s, lengths):
+    """Return the error of this rank with its notes, and the seconds after which it came."""
+    engine = make_engine(mode, placement, n, s)
+    batches = make_batches(max(lengths), n)[: lengths[engine.rank]]
+    begin = time.monotonic()
+    try:
+        for _ in engine.run(batches):
+            pass
+    except (ValueError, RuntimeError, TimeoutError) as error:
+        told = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        return told, time.monotonic() - begin
+    return None
+
+
+@pytest.mark.parametrize("lengths", [(3, 4), (5, 2)])
+@pytest.mark.parametrize(("mode", "placement"), [("dp", "replicated"), ("cdp_v2", "replicated"), ("cdp_v1", "zero")])
+def test_batches_of_different_lengths_fail_on_every_rank_in_time(tmp_path, mode, placement, lengths):
+    found = run_ranks(error_of_unequal_lengths, 2, mode, placement, 2, 2, lengths, folder=tmp_path, patience=PATIENCE)
+    short = min((0, 1), key=lambda rank: lengths[rank])
+    clear = (
+        f"ValueError: another rank has begun more than {lengths[short]} steps, but the batches of this one end there: "
+        "give all ranks the same number of batches"
+    )
+    assert found[short][0] == clear
+    told, seconds = found[1 - short]
+    assert clear in told, "the rank that waited in vain says why, too"
+    assert seconds < 3 * PATIENCE
