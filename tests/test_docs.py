@@ -1,0 +1,139 @@
+"""The documents are true: pictures are what is drawn now, quoted actions occur, and what is named exists."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+import cdp_repro
+from cdp_repro.schedule import Action, Program, Schedule, ScheduleError, Value
+from cdp_repro.schedule.text import read_program, write_program
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(cdp_repro.__file__).parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import docs  # noqa: E402 - found by the path above
+
+TEXTS = {path.name: path.read_text() for path in (*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md")}
+BLOCK = re.compile(r"^```(?P<kind>[\w-]+)(?P<options>[^\n]*)\n(?P<body>.*?)^```", re.DOTALL | re.MULTILINE)
+LINE = re.compile(r"slot (?P<slot>\d+) rank (?P<rank>\d+): (?P<action>.+)")
+STEPS = 6
+each_text = pytest.mark.parametrize("name", TEXTS)
+
+
+def blocks(kind):
+    """(file, options, lines) of all code blocks of a kind."""
+    return [
+        (name, block["options"].strip(), block["body"].splitlines())
+        for name, text in TEXTS.items()
+        for block in BLOCK.finditer(text)
+        if block["kind"] == kind
+    ]
+
+
+@cache
+def program(options):
+    values = dict(option.split("=") for option in options.split())
+    return Program(Schedule.build(values.pop("mode"), **{k: int(v) if v.isdigit() else v for k, v in values.items()}))
+
+
+def test_pictures_are_what_the_code_draws(tmp_path):
+    drawn = docs.draw(tmp_path)
+    assert {path.name for path in drawn} == {path.name for path in docs.FOLDER.iterdir()}
+    for path in drawn:
+        kept = (docs.FOLDER / path.name).read_bytes()
+        if f"Matplotlib v{matplotlib.__version__}".encode() not in kept:
+            pytest.skip("drawn by another version of matplotlib, whose bytes differ")
+        assert path.read_bytes() == kept, f"{path.name} differs: run python scripts/docs.py"
+
+
+def test_pictures_are_shown():
+    shown = {name for text in TEXTS.values() for name in re.findall(r"\(figures/([\w.]+)\)", text)}
+    assert shown == {path.name for path in docs.FOLDER.iterdir()}
+
+
+@pytest.mark.parametrize(("name", "options", "lines"), blocks("program"))
+def test_quoted_actions_occur_where_they_are_said_to(name, options, lines):
+    there = {
+        (str(slot.number), str(action.rank), str(action))
+        for slot in program(options).slots(STEPS)
+        for action in slot.actions
+    }
+    assert lines
+    for line in lines:
+        match = LINE.fullmatch(line)
+        assert match and match.groups() in there, f"{name}: {line}"
+
+
+@pytest.mark.parametrize(("name", "options", "lines"), blocks("program-file"))
+def test_quoted_files_are_what_is_written(name, options, lines):
+    left = iter(write_program(program(options)).splitlines())
+    for line in lines:
+        assert line == "..." or line in left, f"{name}: {line}"  # `in` goes on from the line before
+
+
+def test_every_kind_of_block_with_actions_is_there():
+    assert len(blocks("program")) >= 4
+    assert len(blocks("program-file")) == 1
+
+
+def test_the_edit_by_hand_is_accepted_and_without_its_first_line_refused_as_told():
+    text = TEXTS["program-files.md"]
+    moved = re.findall(r"^  5  .*\n", text, re.MULTILINE)
+    whole = write_program(program("mode=cdp_v2 workers=2 stages=2 placement=replicated"))
+    fill = whole.index("fill 1")
+    before, after = whole[:fill], whole[fill:]
+    late = [line.replace("  5  ", "  6  ") for line in moved]
+    assert len(moved) == 2
+    assert all(line in after.partition("period")[0] for line in late)
+    rank, line, rest = after.partition("  6  R g1[2:3]<0: -> g1[2:3]\n")
+    for each in late:
+        rest = rest.replace(each, "", 1)
+    read_program(before + rank + "".join(moved) + line + rest)
+    with pytest.raises(ScheduleError) as refusal:
+        read_program(before + after.replace(late[0], "", 1))
+    told = text[text.index("line 50:") :].splitlines()
+    assert str(refusal.value).splitlines()[: told.index("...")] == told[: told.index("...")]
+
+
+@each_text
+def test_actions_and_values_in_tables_are_the_documented_text(name):
+    for row in re.findall(r"^\| (`[^|]+) \|", TEXTS[name], re.MULTILINE):
+        for text in re.findall(r"`([^`]+)`", row):
+            if " ->" in text:
+                assert str(Action.parse(text)) == text
+            elif re.fullmatch(r"[xsdgpb][fb]?\d.*", text):
+                assert str(Value.parse(text)) == text
+
+
+@each_text
+def test_tests_that_are_named_exist(name):
+    for path, test in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", TEXTS[name]):
+        assert (ROOT / path).is_file(), path
+        assert not test or f"def {test}(" in (ROOT / path).read_text(), test
+
+
+@each_text
+def test_files_and_links_exist(name):
+    folder = ROOT if name == "CONTRIBUTING.md" else ROOT / "docs"
+    for link in re.findall(r"\]\(([^)#:]+)\)", TEXTS[name]):
+        assert (folder / link).is_file(), link
+    packages = "|".join(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name[0] not in "_.")
+    for path in re.findall(rf"`((?:{packages})/[\w/.]*)`", TEXTS[name]):
+        found = PACKAGE / path
+        assert found.exists() or found.with_suffix(".py").is_file(), path
+
+
+def test_the_tree_names_every_module_of_the_core_and_nothing_else():
+    ((_, _, lines),) = blocks("tree")
+    named = {word.rstrip("/") for line in lines for word in re.split(r" {2,}", line.strip())[0].split()}
+    modules = {path.stem for part in ("schedule", "trace", "engine") for path in (PACKAGE / part).rglob("*.py")}
+    packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    assert modules - {"__init__"} | packages <= named
+    assert named <= {path.stem for path in PACKAGE.rglob("*")}
