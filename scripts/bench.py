@@ -182,7 +182,7 @@ def _executed_peak(config: RunConfig, mode: str, slot_order: str) -> int:
     batch = (torch.randn(config.batch_size, *inputs.shape[1:]), targets.repeat(config.workers))
     for _ in engine.run([batch] * 2):
         pass
-    return engine.trace.activation_peak_bytes_total
+    return engine.trace().activation_peak_bytes_total
 
 
 def _config(model: str, image_size: int, workers: int, batch_size: int, partition: str) -> RunConfig:

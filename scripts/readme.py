@@ -17,7 +17,7 @@ from pathlib import Path
 from bench import tables
 
 from cdp_repro.observe.figures import save_figure, timeline_figure
-from cdp_repro.schedule import Schedule
+from cdp_repro.schedule import Program, Schedule
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"```console\n\$ (?P<command>[^\n]+)\n(?P<output>.*?)```", re.DOTALL)
@@ -46,7 +46,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def draw_timeline() -> None:
     """Draw the picture at the top of the README."""
-    timelines = {mode: list(Schedule.build(mode, 3).slots(range(2))) for mode in ("dp", "cdp_v1", "cdp_v2")}
+    timelines = {mode: Program(Schedule.build(mode, 3)).slots(2) for mode in ("dp", "cdp_v1", "cdp_v2")}
     save_figure(timeline_figure(timelines, workers=3, stages=3), ROOT / "results" / "figures" / "timeline.svg")
 
 

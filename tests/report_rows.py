@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from cdp_repro.config.keys import RUN_KEYS
-from cdp_repro.schedule import Schedule, StageCosts, simulate
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.predict.simulate import simulate
+from cdp_repro.schedule import Program, Schedule
 from cdp_repro.studies.rows import Row
 from cdp_repro.studies.study import Cell
 
@@ -15,7 +17,8 @@ def row_of(cell: Cell, seed: int = 0, study: str = "digits", top1: float = 90.0,
     settings = {key: value for key, value in cell.settings.items() if key not in RUN_KEYS} | {"seed": seed}
     n = settings["workers"]
     costs = costs or StageCosts.equal(n, 100, 10)
-    trace = simulate(Schedule.build(settings["mode.name"], n, slot_order=settings["slot_order"]), costs, 3)
+    schedule = Schedule.build(settings["mode.name"], n, slot_order=settings["slot_order"])
+    trace = simulate(Program(schedule), costs, 3)
     summary = {
         "ranks": 1, "dataset/description": "made up", "dataset/fingerprint": "f", "version/code": "c",
         "version/git_commit": "0123456789abcdef", "version/torch": "2", "version/python": "3", "hardware": "abacus",

@@ -122,18 +122,18 @@ def observe(name, workers):
     return {
         "losses": losses,
         "step": baseline.step,
-        "model": baseline.model.state_dict(),
+        "model": baseline.model().state_dict(),
         "half": half,
         "end": baseline.state_dict(),
         "resumed losses": resumed_losses,
         "resumed step": resumed.step,
         "resumed end": resumed.state_dict(),
         "adamw losses": adamw_losses,
-        "adamw model": with_adamw.model.state_dict(),
+        "adamw model": with_adamw.model().state_dict(),
         "parameter bytes": baseline.parameter_bytes,
         "random state kept": torch.equal(random_state, torch.get_rng_state()),
         "refused world": refusal_or(lambda: make(workers=workers + 1)),
-        "one stage more": refusal_or(lambda: make(stages=workers + 1).model.state_dict()),
+        "one stage more": refusal_or(lambda: make(stages=workers + 1).model().state_dict()),
         "refused mode": refusal_or(lambda: make().load_state_dict(two_versions(half))),
         "refused optimizer": refusal_or(lambda: make(optimizer=adamw).load_state_dict(half)),
         "refused workers": refusal_or(lambda: make().load_state_dict(one_worker_fewer(half))),
@@ -208,14 +208,14 @@ def computed_losses(name, rank, workers):
 @every_baseline
 def test_model_equals_the_engines_on_every_rank(seen, expected, name):
     for rank, theirs in enumerate(seen):
-        same(theirs[name]["model"], expected[sgd][1].model.state_dict(), f"model of rank {rank}")
+        same(theirs[name]["model"], expected[sgd][1].model().state_dict(), f"model of rank {rank}")
 
 
 @every_baseline
 def test_adamw_equals_the_engines(seen, expected, name):
     same(rows(seen[0][name]["adamw losses"]), rows(expected[adamw][0]), "losses")
     # AdamW divides by the root of a gradient's square: where that is next to nothing, rounding is all there is
-    same(seen[0][name]["adamw model"], expected[adamw][1].model.state_dict(), "model", rtol=1e-7, atol=1e-9)
+    same(seen[0][name]["adamw model"], expected[adamw][1].model().state_dict(), "model", rtol=1e-7, atol=1e-9)
 
 
 @every_baseline

@@ -112,7 +112,7 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (["partition=flop"], "did you mean 'flops'?"),
         (["slot_order=backwards"], "slot_order"),
         (["mode=matrix"], "mode.staleness has no value yet"),
-        (["mode=[[1,1],[1,1]]"], "needs 4 rows (workers) of 4 entries (stages)"),
+        (["mode=[[1,1],[1,1]]"], "needs 4 rows (micro-batches) of 4 entries (stages)"),
         (["mode=[[0,0],[0,0]]", "workers=2"], "it exists from slot 6 on"),
         (
             ["mode=cdp_v3"],
@@ -140,5 +140,6 @@ def test_all_mistakes_are_reported_at_once():
 
 def test_short_forms_are_written_out():
     config = compose_config(["mode=[[1,1],[1,0]]", "workers=2", "model=deit_tiny_patch16_224"])
-    assert (config.mode.name, config.mode.rule) == ("matrix", [[1, 1], [1, 0]])
+    assert (config.mode.name, config.mode.staleness) == ("matrix", [[1, 1], [1, 0]])
+    assert config.spec().mode == ((1, 1), (1, 0))
     assert config.model.name == "deit_tiny_patch16_224"

@@ -6,11 +6,13 @@ import pytest
 
 from cdp_repro.observe.figures import memory_figure, save_figure, timeline_figure
 from cdp_repro.observe.text import format_bytes
-from cdp_repro.schedule import Schedule, StageCosts, simulate
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.predict.simulate import simulate
+from cdp_repro.schedule import Program, Schedule
 
 
 def test_the_timeline_has_a_cell_for_every_action(tmp_path):
-    slots = list(Schedule.build("cdp_v2", 3).slots(range(2)))
+    slots = Program(Schedule.build("cdp_v2", 3)).slots(2)
     figure = timeline_figure({"cdp_v2": slots}, workers=3, stages=3)
     (axis,) = figure.axes
     texts = [text.get_text() for text in axis.texts]
@@ -20,7 +22,7 @@ def test_the_timeline_has_a_cell_for_every_action(tmp_path):
 
 
 def test_the_memory_curve_shows_bytes_per_slot():
-    trace = simulate(Schedule.build("cdp_v1", 4), StageCosts.equal(4, 2**20), 2)
+    trace = simulate(Program(Schedule.build("cdp_v1", 4)), StageCosts.equal(4, 2**20), 2)
     figure = memory_figure({"cdp_v1": trace.activation_bytes_per_slot}, "title")
     (line,) = figure.axes[0].lines
     assert list(line.get_ydata()) == [value / 2**20 for value in trace.activation_bytes_per_slot.values()]

@@ -16,11 +16,11 @@ from ranks import run_ranks
 from cdp_repro.cli import plan as command
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
+from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.predict.pricing import (
     Cluster,
     Collectives,
-    Job,
     Link,
     estimate,
     estimate_on_each,
@@ -30,7 +30,8 @@ from cdp_repro.predict.pricing import (
 )
 from cdp_repro.predict.pricing.calibration import measure_stages, network_of, time_messages
 from cdp_repro.predict.pricing.quote import cluster_of, prices_on_each
-from cdp_repro.schedule import PLACEMENTS, Schedule, StageCosts, simulate
+from cdp_repro.predict.simulate import simulate
+from cdp_repro.schedule import PLACEMENTS, Program, Schedule, Spec
 
 SECONDS = st.integers(1, 20).map(lambda tenths: tenths / 8)
 PLACES = [(mode, place) for mode in ("dp", "cdp_v1", "cdp_v2") for place in PLACEMENTS]
@@ -44,7 +45,8 @@ def linked(cluster, latency=0.0, bandwidth=math.inf, devices_per_host=1):
 
 
 def priced(mode, place, n, cluster, costs=None, **options):
-    return price(Schedule.build(mode, n, n, place, **options), costs or StageCosts.equal(n, 6, 3), cluster)
+    program = Program(Schedule.build(mode, n, n, place, **options))
+    return price(program, costs or StageCosts.equal(n, 6, 3), cluster)
 
 
 @pytest.mark.parametrize(("mode", "place"), PLACES)
@@ -138,11 +140,13 @@ def test_slower_links_never_make_a_step_shorter(where, n, latency, bandwidth, fa
 
 @pytest.mark.parametrize(("mode", "place"), PLACES)
 def test_bytes_are_those_of_simulate(mode, place):
-    schedule, costs = Schedule.build(mode, 4, 4, place), StageCosts.equal(4, 6, 3)
-    found, trace = price(schedule, costs, Cluster.equal(4)), simulate(schedule, costs, 6)
-    assert found.sent_bytes_per_device == pytest.approx(sum(m.bytes for m in trace.messages) / (schedule.ranks * 6))
+    program, costs = Program(Schedule.build(mode, 4, 4, place)), StageCosts.equal(4, 6, 3)
+    found, trace = price(program, costs, Cluster.equal(4)), simulate(program, costs, 6)
+    assert found.sent_bytes_per_device == pytest.approx(
+        sum(m.bytes for m in trace.messages) / (program.schedule.ranks * 6)
+    )
     assert found.activation_bytes == trace.activation_peak_bytes_per_device
-    momentum = price(schedule, costs, Cluster.equal(4), optimizer_states=1)
+    momentum = price(program, costs, Cluster.equal(4), optimizer_states=1)
     own = 3 if place in ("zero", "pipeline", "model_parallel") else 12
     assert momentum.state_bytes - found.state_bytes == own <= found.state_bytes
 
@@ -179,7 +183,7 @@ def test_ddp_and_fsdp2_by_hand():
 
 @pytest.mark.parametrize(("mode", "place"), GROWING)
 def test_an_extrapolation_to_more_workers_is_what_a_simulation_finds(mode, place):
-    job, costs = Job(mode, place, 18, 18), StageCosts.equal(18, 6, 3)
+    job, costs = Spec(mode, 18, 18, place), StageCosts.equal(18, 6, 3)
     cluster = linked(Cluster.equal(18), 0.05, 20.0)
     guess, truth = estimate(job, costs, cluster, 1, simulated=16), estimate(job, costs, cluster, 1, simulated=400)
     assert (guess.method, truth.method) == ("extrapolated", "simulated")
@@ -191,9 +195,10 @@ def test_an_extrapolation_to_more_workers_is_what_a_simulation_finds(mode, place
 
 @pytest.mark.parametrize("place", ["replicated", "zero", "model_parallel", "pipeline"])
 def test_an_extrapolation_to_more_replicas_keeps_unequal_stages(place):
-    job, costs = Job("cdp_v1", place, 2, 2, replicas=24), StageCosts.equal(2, 6, 3)
+    job, costs = Spec("cdp_v1", 2, 2, place, replicas=24), StageCosts.equal(2, 6, 3)
     cluster = linked(Cluster((1.0, 2.0), (3.0, 1.5)), 0.5, 6.0, devices_per_host=2)
-    guess, truth = estimate(job, costs, cluster, simulated=1), price(job.schedule(costs.gradient_bytes), costs, cluster)
+    program = Program(Schedule.of(job, costs.gradient_bytes))
+    guess, truth = estimate(job, costs, cluster, simulated=1), price(program, costs, cluster)
     assert guess.step_seconds <= truth.step_seconds <= guess.at_most_seconds < 2 * guess.step_seconds
     assert guess.between_hosts_share == pytest.approx(truth.between_hosts_share, abs=0.03)
     assert guess.sent_bytes_per_device == pytest.approx(truth.sent_bytes_per_device)
@@ -201,13 +206,14 @@ def test_an_extrapolation_to_more_replicas_keeps_unequal_stages(place):
 
 def test_thousands_of_devices_and_the_slowest_stage_of_a_pipeline():
     cluster = replace(linked(Cluster.equal(1024)), forward_seconds=(1.0,) * 1023 + (5.0,))
-    found = estimate(Job("cdp_v2", "pipeline", 1024, 1024), StageCosts.equal(1024), cluster)
+    found = estimate(Spec("cdp_v2", 1024, 1024, "pipeline"), StageCosts.equal(1024), cluster)
     assert (found.devices, found.step_seconds) == (1024, 1024 * 6)
 
 
 def test_an_extrapolation_does_not_lose_the_borders_between_large_hosts():
     cluster = linked(Cluster.equal(2), devices_per_host=64)
-    assert estimate(Job("cdp_v2", "pipeline", 2, 2, 40), StageCosts.equal(2), cluster, simulated=1).between_hosts_bytes
+    job = Spec("cdp_v2", 2, 2, "pipeline", replicas=40)
+    assert estimate(job, StageCosts.equal(2), cluster, simulated=1).between_hosts_bytes
 
 
 @pytest.mark.parametrize(
@@ -273,7 +279,7 @@ def test_clusters_that_are_priced_together_have_hosts_of_one_size():
     clusters = [linked(Cluster.equal(2), devices_per_host=number) for number in (3, 7)]
     for replicas in (1, 400):
         with pytest.raises(ValueError, match=r"hosts of \[3, 7\] devices"):
-            estimate_on_each(Job("dp", "replicated", 2, 2, replicas), StageCosts.equal(2), clusters)
+            estimate_on_each(Spec("dp", 2, 2, "replicated", replicas=replicas), StageCosts.equal(2), clusters)
 
 
 def test_stages_take_their_flops(capsys):
@@ -319,8 +325,8 @@ def test_slow_collectives_make_what_uses_them_dear_and_nothing_else():
     assert price_fsdp2(costs, ring, 2).step_seconds < price_fsdp2(costs, slow, 2).step_seconds
     waits = replace(ring, collectives=Collectives(on_streams=False))  # for two gathers and a reduction of each stage
     assert price_fsdp2(costs, waits, 2).step_seconds == 2 + 2 + 2 * (2 * 5 + 5)
-    schedule = Schedule.build("cdp_v2", 2, placement="zero")
-    assert price(schedule, costs, ring) == price(schedule, costs, slow)
+    program = Program(Schedule.build("cdp_v2", 2, placement="zero"))
+    assert price(program, costs, ring) == price(program, costs, slow)
 
 
 @pytest.mark.parametrize(("mode", "place"), [("dp", "replicated"), ("cdp_v1", "zero"), ("cdp_v2", "replicated")])
@@ -332,7 +338,7 @@ def test_extrapolated_bytes_of_unequal_stages_are_those_of_the_whole_model(mode,
         StageCosts.equal(n), forward_bytes=sizes, backward_bytes=sizes, parameter_bytes=sizes, gradient_bytes=sizes
     )
     cluster = linked(Cluster.equal(n, 1.0, 2.0), 0.01, 1e5)
-    found, exact = (estimate(Job(mode, place, n, n), costs, cluster, 1, simulated) for simulated in (1, 10**6))
+    found, exact = (estimate(Spec(mode, n, n, place), costs, cluster, 1, simulated) for simulated in (1, 10**6))
     assert (found.method, exact.method) == ("extrapolated", "simulated")
     assert found.activation_bytes == pytest.approx(exact.activation_bytes, rel=0.001)
     assert found.sent_bytes_per_device == pytest.approx(exact.sent_bytes_per_device, rel=0.02)
@@ -347,7 +353,7 @@ def test_extrapolated_collectives_are_those_that_are_simulated(place, link, axis
     n, r = (20, 1) if axis == "workers" else (2, 40)
     costs = StageCosts.equal(n, 6, 16 * 960)  # in equal shards
     cluster = linked(Cluster.equal(n, 0.5, 1.0), *link)
-    job = Job("dp", place, n, n, r, collectives=True)
+    job = Spec("dp", n, n, place, replicas=r, collectives=True)
     found, exact = (estimate(job, costs, cluster, 1, simulated) for simulated in (1, 10**6))
     assert (found.method, exact.method) == ("extrapolated", "simulated")
     assert found.step_seconds == pytest.approx(exact.step_seconds, rel=1e-6)
@@ -360,7 +366,7 @@ def test_flags_of_stages_stay_flags_when_a_job_shrinks():
     kept = tuple(stage % 4 != 1 for stage in range(n))
     costs = replace(StageCosts.equal(n, 6, 8), input_kept=kept, output_kept=(False,) * n)
     found, exact = (
-        estimate(Job("cdp_v2", "pipeline", n, n), costs, linked(Cluster.equal(n)), 1, simulated)
+        estimate(Spec("cdp_v2", n, n, "pipeline"), costs, linked(Cluster.equal(n)), 1, simulated)
         for simulated in (1, 10**6)
     )
     assert found.activation_bytes == pytest.approx(exact.activation_bytes, rel=0.05)

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_rows import row_of
 
+from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.memory_reduction import divided, reduction, theory
 from cdp_repro.report.activation_memory import answer, cases, memory_table
 from cdp_repro.report.groups import grouped
-from cdp_repro.schedule import StageCosts
 from cdp_repro.studies.catalog import STUDIES
 
 sizes = st.lists(st.integers(1, 1000), min_size=2, max_size=8)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count, takewhile
+from itertools import takewhile
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdp_repro.predict.closed_forms import closed_form
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.predict.simulate import simulate_slots
 from cdp_repro.predict.steady_state import simulated, unit_costs
 from cdp_repro.report.cost_table import Line, agreement_table, cost_table, large_lines, simulation_key
-from cdp_repro.schedule import StageCosts, simulate_slots
+from cdp_repro.schedule import Program
+from cdp_repro.schedule.parts import part_of
 from cdp_repro.studies.cost_settings import SETTINGS
 
 STEPS = 4
@@ -62,11 +65,15 @@ def test_closed_forms_hold_where_gradients_leave_in_parts(setting):
 @settings(max_examples=6, deadline=None)
 def test_simulation_without_records_gives_what_a_trace_gives(setting, costs, states):
     schedule = setting.schedule(costs.stages)
-    step, sizes, placement = schedule.mode.slots_per_step, costs.parameter_bytes, schedule.placement
-    slots = takewhile(lambda slot: slot.number < STEPS * step, schedule.slots(count()))
+    step, sizes, placement = schedule.slots_per_step, costs.parameter_bytes, schedule.placement
+    slots = takewhile(lambda slot: slot.number < STEPS * step, Program(schedule).endless())
     trace = simulate_slots(schedule, costs, slots)
+
+    def share(rank, size):
+        return len(part_of(size, rank + 1, schedule.ranks)) if placement.is_sharded else size
+
     own = [
-        sum(placement.share(k, size) for j, size in enumerate(sizes) if k in placement.holders(j))
+        sum(share(k, size) for j, size in enumerate(sizes) if k in placement.holders(j))
         for k in range(schedule.ranks)
     ]
     assert simulated(setting, costs.stages, costs, states) == {
@@ -74,7 +81,7 @@ def test_simulation_without_records_gives_what_a_trace_gives(setting, costs, sta
         "activation_bytes_per_device": trace.activation_peak_bytes_per_device,
         "activation_bytes_total": trace.activation_peak_bytes_total,
         "parameter_bytes_per_device": max(
-            sum(n * placement.share(record.rank, size) for n, size in zip(record.versions, sizes, strict=True))
+            sum(n * share(record.rank, size) for n, size in zip(record.versions, sizes, strict=True))
             for record in trace.records
         ),
         "optimizer_bytes_per_device": states * max(own),

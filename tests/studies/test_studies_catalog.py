@@ -41,8 +41,8 @@ def test_runs_come_seed_by_seed():
 
 def test_a_cell_knows_how_many_processes_it_needs():
     four = Cell(("mode=dp", "placement=model_parallel", "workers=2"))
-    assert four.config.ranks == 4
-    assert Cell(("mode=dp", "baseline=ddp", "workers=2")).config.ranks == 2
+    assert four.config.processes == 4
+    assert Cell(("mode=dp", "baseline=ddp", "workers=2")).config.processes == 2
 
 
 def test_the_learning_rates_of_the_studies_are_those_that_the_runs_choose():

@@ -21,7 +21,8 @@ from cdp_repro.data.order import epoch_order
 from cdp_repro.launch import RankFailedError, launch
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.predict.cutting import cut_model
-from cdp_repro.schedule import simulate
+from cdp_repro.predict.simulate import simulate
+from cdp_repro.schedule import Program
 from cdp_repro.training.checkpoint import CheckpointStore
 from cdp_repro.training.run import train
 from cdp_repro.training.trainer import Interrupted, Trainer
@@ -60,7 +61,7 @@ def train_run(config, run_dir, resume=False, stop_at=None, hurt=None, asked=0):
 
 
 def run(config, run_dir, tmp_path, **settings):
-    return run_ranks(train_run, config.ranks, config, run_dir, *settings.values(), folder=tmp_path, joins=True)[0]
+    return run_ranks(train_run, config.processes, config, run_dir, *settings.values(), folder=tmp_path, joins=True)[0]
 
 
 def outcome(run_dir):
@@ -108,15 +109,15 @@ def test_a_run_on_any_placement_is_that_on_one_device(tmp_path, tiny, alone, pla
     summary = run(config, tmp_path / "run", tmp_path)
     same_outcome(tmp_path / "run", alone / mode)
     where = config.placement.name
-    assert (summary["status"], summary["placement"], summary["ranks"]) == ("finished", where, config.ranks)
+    assert (summary["status"], summary["placement"], summary["ranks"]) == ("finished", where, config.processes)
     with (tmp_path / "run" / "comms.csv").open() as file:
         rows = [tuple(row.values()) for row in csv.DictReader(file)]
     costs = cut_model(config).costs
-    simulated = simulate(config.schedule(costs.gradient_bytes), costs, 2).messages
+    simulated = simulate(Program(config.schedule(costs.gradient_bytes)), costs, 2).messages
     expected = [(m.slot, m.source, m.destination, m.kind, m.stage, m.bytes) for m in simulated]
     end = max(m.slot for m in simulated)
     assert [row for row in rows if int(row[0]) <= end] == [tuple(map(str, row)) for row in expected]
-    assert all((tmp_path / "run" / "logs" / f"rank{rank}.log").exists() for rank in range(config.ranks))
+    assert all((tmp_path / "run" / "logs" / f"rank{rank}.log").exists() for rank in range(config.processes))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_a_run_interrupted_on_any_rank_goes_on_bitwise_on_another_placement(
 ):
     config = config_of(tiny, f"mode={mode}", f"placement={first}", "checkpoint_every_steps=100")
     message = run(
-        config, tmp_path / "run", tmp_path, resume=False, stop_at=1, hurt=None, asked=from_end * (config.ranks - 1)
+        config, tmp_path / "run", tmp_path, resume=False, stop_at=1, hurt=None, asked=from_end * (config.processes - 1)
     )
     assert "stopped by signal 2" in message
     config.placement.name = second
@@ -148,10 +149,10 @@ def test_a_run_by_collectives_goes_on_without_them(tmp_path, tiny, alone):
 @pytest.mark.parametrize(("mode", "placement"), RUNS)
 def test_a_killed_rank_ends_all_and_the_run_goes_on_bitwise(tmp_path, tiny, alone, placement, mode):
     config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split())
-    step, rank = random.randrange(3, STEPS), random.randrange(config.ranks)
+    step, rank = random.randrange(3, STEPS), random.randrange(config.processes)
     begin = time.monotonic()
     with pytest.raises(RankFailedError, match=rf"rank {rank} was killed by SIGKILL"):
-        launch(train_run, (config, tmp_path / "run", False, step, (rank, signal.SIGKILL)), config.ranks)
+        launch(train_run, (config, tmp_path / "run", False, step, (rank, signal.SIGKILL)), config.processes)
     assert time.monotonic() - begin < 60, "the start of the processes included"
     run(config, tmp_path / "run", tmp_path, resume=True)
     same_outcome(tmp_path / "run", alone / mode)
@@ -160,12 +161,12 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_bitwise(tmp_path, tiny, alon
 @pytest.mark.parametrize(("mode", "placement"), RUNS)
 def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path, tiny, placement, mode):
     config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split(), "timeout_seconds=8")
-    hurt = random.randrange(config.ranks)
+    hurt = random.randrange(config.processes)
     with pytest.raises(RankFailedError) as failure:
-        launch(train_run, (config, tmp_path / "run", False, 4, (hurt, signal.SIGSTOP)), config.ranks, 2.0)
+        launch(train_run, (config, tmp_path / "run", False, 4, (hurt, signal.SIGSTOP)), config.processes, 2.0)
     text = str(failure.value)
     assert "where the ranks stand" in text
-    assert all(f"rank {rank} began slot " in text for rank in range(config.ranks))
+    assert all(f"rank {rank} began slot " in text for rank in range(config.processes))
     assert failure.value.rank != hurt
 
 
