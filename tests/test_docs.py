@@ -102,6 +102,21 @@ def test_the_edit_by_hand_is_accepted_and_without_its_first_line_refused_as_told
     assert str(refusal.value).splitlines()[: told.index("...")] == told[: told.index("...")]
 
 
+def test_the_example_of_an_extension_is_the_one_that_is_tested():
+    tested = (ROOT / "tests" / "test_extension.py").read_text().splitlines()
+    shown = [lines for name, _, lines in blocks("python") if name == "CONTRIBUTING.md"]
+    code = {line.split("  #")[0] for lines in shown for line in lines if line.strip() and "engine = " not in line}
+    assert len(code) > 20
+    assert not {line for line in code if line not in tested and f"    {line}" not in tested}
+
+
+def test_python_in_the_documents_runs():
+    ((_, _, lines),) = (block for block in blocks("python") if block[0] != "CONTRIBUTING.md")
+    names = {}
+    exec("\n".join(lines), names)
+    assert write_program(names["program"]) == names["text"]
+
+
 @each_text
 def test_actions_and_values_in_tables_are_the_documented_text(name):
     for row in re.findall(r"^\| (`[^|]+) \|", TEXTS[name], re.MULTILINE):

@@ -179,7 +179,8 @@ def versions_figure(programs: dict[str, Program], stage: int, shown: range) -> F
             for time, action in life.reads:
                 if action.op.is_compute and int(time) in shown:
                     text = f"{action.op}{stage}.m{action.micro_batch}"
-                    axis.text(time, rows.of(life) + 0.24, text, fontsize=6.5, ha="right", va="center")
+                    middle = min(int(time) + 0.5, life.end - 0.2)
+                    axis.text(middle, rows.of(life) + 0.24, text, fontsize=6.5, ha="center", va="center")
         rows.dress(axis, f"{title}: stage {stage}", shown)
     axes[-1].set_xlabel("slot")
     return figure
