@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from small_runs import check_same, make_batches, make_engine, outcome, ranks_of, train
@@ -99,7 +98,7 @@ def error_of_unequal_lengths(mode, placement, n, s, lengths):
     return None
 
 
-@pytest.mark.parametrize("lengths", [(3, 4), (5, 2)])
+@pytest.mark.parametrize("lengths", [(3, 4), (5, 2), (0, 3)])
 @pytest.mark.parametrize(("mode", "placement"), [("dp", "replicated"), ("cdp_v2", "replicated"), ("cdp_v1", "zero")])
 def test_batches_of_different_lengths_fail_on_every_rank_in_time(tmp_path, mode, placement, lengths):
     found = run_ranks(error_of_unequal_lengths, 2, mode, placement, 2, 2, lengths, folder=tmp_path, patience=PATIENCE)
@@ -112,3 +111,24 @@ def test_batches_of_different_lengths_fail_on_every_rank_in_time(tmp_path, mode,
     told, seconds = found[1 - short]
     assert clear in told, "the rank that waited in vain says why, too"
     assert seconds < 3 * PATIENCE
+
+
+# ------------------------------------------------------------------------------------------------ several engines
+
+
+def one_engine_after_the_other():
+    """A second engine in the same processes, which runs nothing, then fewer steps; rank 1 comes late to each."""
+    ends = []
+    for lengths in ((STEPS,), (0, 2, 1)):
+        engine = make_engine("cdp_v2", "replicated", 2, 2)
+        for length in lengths:
+            if engine.rank:
+                time.sleep(0.3)
+            for _ in engine.run(make_batches(length, 2)):
+                pass
+            ends.append(engine.step)
+    return ends
+
+
+def test_an_engine_knows_nothing_of_how_an_earlier_one_has_ended(tmp_path):
+    assert run_ranks(one_engine_after_the_other, 2, folder=tmp_path, patience=60) == [[STEPS, 0, 2, 3]] * 2

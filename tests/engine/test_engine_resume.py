@@ -186,8 +186,8 @@ def test_batches_are_taken_a_slot_before_their_first_forward_is_due(mode, monkey
 # --------------------------------------------------------------------------------------------------- randomness
 
 
-def dropout_engine(mode="dp", seed=5, stages=2, slot_order="paper"):
-    """Losses are the means of dropout masks; nothing is learnt, so they depend on the draws only."""
+def dropout_engine(mode="dp", seed=5, stages=2, **choices):
+    """Losses are weighted means of dropout masks; nothing is learnt, so they depend on the draws only."""
 
     class Noise(nn.Module):
         def forward(self, x):
@@ -195,11 +195,11 @@ def dropout_engine(mode="dp", seed=5, stages=2, slot_order="paper"):
 
     return Engine(
         [Noise() for _ in range(stages)],
-        lambda output, _: output.mean(),
+        lambda output, _: (output * torch.arange(output.numel()).view_as(output)).mean(),
         lambda params: torch.optim.SGD(params, lr=0.1),
         mode,
         seed=seed,
-        slot_order=slot_order,
+        **choices,
     )
 
 
@@ -223,6 +223,14 @@ def test_dropout_depends_on_seed_step_worker_and_stage_only():
     assert draws(dropout_engine(seed=6)) != expected
     one_stage_more = draws(dropout_engine(stages=1))
     assert one_stage_more[0][0] != expected[0][0]
+
+
+def test_dropout_of_accumulated_and_of_replicated_micro_batches_is_their_own():
+    for choices in ({"accumulate": 2}, {"replicas": 2}, {"accumulate": 2, "replicas": 2}):
+        expected = draws(dropout_engine(**choices))
+        assert len({loss for losses in expected for loss in losses}) == 8 * choices.get("accumulate", 1)
+        for mode in ("cdp_v1", "cdp_v2"):
+            assert draws(dropout_engine(mode, **choices), (1, 3)) == expected
 
 
 def test_the_stages_draw_different_masks():

@@ -93,6 +93,7 @@ class Feed:
         batch = self._next()
         if batch is not None:
             self._batches = chain([batch], self._batches)
+            self._ending.begin(1)  # as it will: a rank without a batch sees at once that the others have one
         return batch
 
     def _next(self) -> MiniBatch | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -207,7 +206,11 @@ class Engine:
         if self._executor.mailbox is None and (first := feed.first()) is not None:
             layouts = layouts_of([*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast)
             self._size([layout.gradients.nbytes for layout in layouts.stages])
-            groups = connect(self._program.communicators, self._device)
+            try:
+                groups = connect(self._program.communicators, self._device)
+            except RuntimeError as error:
+                error.add_note(f"while connecting rank {self.rank}; where the ranks stand:\n{self._positions.report()}")
+                raise
             self._executor.mailbox = Mailbox(layouts, self._shards, groups, self._device, 2 * self.schedule.stages)
         for number, stage in enumerate(self._stages):
             if not self._holds(number):
@@ -265,15 +268,17 @@ class Engine:
             transfer, views = self._shards[number].gather(newest.tensors)
             return {name: view.clone() for name, view in views(transfer.wait()).items()}
         own = dict(self._stages[number].named_parameters()) if self._holds(number) else None
-        return self.team.broadcast(self._parameter_layouts[number], own, self._keeper(number))
+        return self.team.broadcast(self._parameter_layouts[number], own, self._keepers(number)[self.step])
 
-    def _keeper(self, number: int) -> int:
-        """Return a rank that holds every version of a stage that any rank holds."""
+    def _keepers(self, number: int) -> dict[int, int]:
+        """Return, by version of a stage, the first rank that holds it; ranks that take turns may each lack some."""
         held = self._program.held_at(self.step)
-        return max(
-            self.schedule.placement.holders(number),
-            key=lambda rank: sum(value.kind == PARAMETERS and value.stage == number for value in held[rank]),
-        )
+        found: dict[int, int] = {}
+        for rank in self.schedule.placement.holders(number):
+            for value in held[rank]:
+                if value.kind == PARAMETERS and value.stage == number:
+                    found.setdefault(value.number, rank)
+        return found
 
     def _buffers_of_workers(self, number: int) -> list[Buffers]:
         """Return all workers' buffers of a stage, each from the rank that computes for it next; collective."""
@@ -327,24 +332,34 @@ class Engine:
         rank 0 gets it, others an empty one. Its tensors may be the engine's own: save or copy them before going on.
         """
         self._require_drained()
-        rank = self.team.rank
         of_workers = [self._buffers_of_workers(number) for number in range(len(self._stages))]
-        parts = self.team.gather(
-            {
-                number: state.state_dict(self._versions(number))
-                for number, state in self._states.items()
-                if self._shards or self._keeper(number) == rank
-            }
-        )
-        if rank:
+        parts = self.team.gather({number: self._own_state(number) for number in self._states})
+        if self.team.rank:
             return {}
-        stages = dict(chain.from_iterable(part.items() for part in parts))
-        for number, shards in enumerate(self._shards):
-            stages[number] = shards.join_states([part[number] for part in parts], self._states[number].optimized)
+        stages = [
+            self._whole_state([part[number] for part in parts if number in part], number)
+            for number in range(len(self._stages))
+        ]
         return {
             "step": self.step,
-            "stages": [{**stages[number], "buffers": each} for number, each in enumerate(of_workers)],
+            "stages": [{**stage, "buffers": each} for stage, each in zip(stages, of_workers, strict=True)],
         }
+
+    def _own_state(self, number: int) -> dict[str, Any]:
+        """Return this rank's part of a stage's state: of its shards all, else what no rank before it has."""
+        state, versions = self._states[number], self._versions(number)
+        if self._shards:
+            return state.state_dict(versions)
+        keepers, rank = self._keepers(number), self.team.rank
+        own = state.state_dict({v: content for v, content in versions.items() if keepers[v] == rank})
+        return own if keepers[self.step] == rank else {"versions": own["versions"]}
+
+    def _whole_state(self, parts: Sequence[dict[str, Any]], number: int) -> dict[str, Any]:
+        """Return the state of a stage from the parts of its holders, in the order of their ranks."""
+        if self._shards:
+            return self._shards[number].join_states(parts, self._states[number].optimized)
+        versions = {version: tensors for part in parts for version, tensors in part["versions"].items()}
+        return {**parts[0], "versions": dict(sorted(versions.items()))}
 
     def _versions(self, number: int) -> dict[int, Version]:
         """Return the versions of a stage that this rank holds."""

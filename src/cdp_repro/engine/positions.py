@@ -29,7 +29,7 @@ class Positions:
                 self._store.set(_failure_key(self._team.rank), f"{type(error).__name__}: {error}")
 
     def report(self) -> str:
-        """Return a line a rank: the slot that it began last, its actions there, and the error with which it has ended."""
+        """Return a line a rank: the slot that it began last, its actions there, and the error that has ended it."""
         if self._store is None:
             return ""
         try:
