@@ -294,9 +294,11 @@ def test_bf16_autocast_runs_and_losses_are_finite(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mini_batch_that_the_workers_do_not_divide(mode):
-    with pytest.raises(ValueError, match=r"10 .* not divisible by 3 workers; 9 would be"):
+def test_a_mini_batch_that_its_micro_batches_do_not_divide(mode):
+    with pytest.raises(ValueError, match=r"10 is not divisible by its 3 micro-batches .*; 9 would be"):
         train(Engine(linears(), F.cross_entropy, sgd, mode), make_batches(rows=10))
+    with pytest.raises(ValueError, match=r"15 is not divisible by its 6 micro-batches .*; 12 would be"):
+        train(Engine(linears(), F.cross_entropy, sgd, mode, accumulate=2), make_batches(rows=15))
 
 
 def test_sizes_that_do_not_fit():

@@ -13,40 +13,43 @@ from cdp_repro.engine.ending import Ending
 
 
 class MiniBatch(Protocol):
-    """The data of one training step, cut into one micro-batch a worker."""
+    """The data of one training step, cut into M = kNR micro-batches."""
 
-    def inputs(self, worker: int) -> Tensor:
-        """Return the inputs of worker i's micro-batch, [B/N, ...], in storage of their own."""
+    def inputs(self, micro_batch: int) -> Tensor:
+        """Return the inputs of micro-batch i of the step, [B/M, ...], in storage of their own."""
         ...
 
-    def targets(self, worker: int) -> Tensor:
-        """Return the targets of worker i's micro-batch, [B/N, ...], in storage of their own."""
+    def targets(self, micro_batch: int) -> Tensor:
+        """Return the targets of micro-batch i of the step, [B/M, ...], in storage of their own."""
         ...
 
 
 class TensorMiniBatch:
     """A mini-batch held as two tensors; micro-batch i is the i-th slice."""
 
-    def __init__(self, inputs: Tensor, targets: Tensor, workers: int, device: torch.device) -> None:
+    def __init__(self, inputs: Tensor, targets: Tensor, micro_batches: int, device: torch.device) -> None:
         if len(inputs) != len(targets):
             raise ValueError(f"a mini-batch has {len(inputs)} inputs but {len(targets)} targets; it needs one for each")
-        if len(inputs) % workers:
-            nearest = max(1, len(inputs) // workers) * workers
-            raise ValueError(f"a mini-batch of {len(inputs)} is not divisible by {workers} workers; {nearest} would be")
+        if len(inputs) % micro_batches:
+            nearest = max(1, len(inputs) // micro_batches) * micro_batches
+            raise ValueError(
+                f"a mini-batch of {len(inputs)} is not divisible by its {micro_batches} micro-batches "
+                f"(accumulate x workers x replicas); {nearest} would be"
+            )
         self._inputs, self._targets = inputs, targets
-        self._workers, self._device = workers, device
+        self._micro_batches, self._device = micro_batches, device
 
-    def inputs(self, worker: int) -> Tensor:
-        """Return a copy of slice `worker` of the inputs on the device."""
-        return self._slice(self._inputs, worker)
+    def inputs(self, micro_batch: int) -> Tensor:
+        """Return a copy of slice `micro_batch` of the inputs on the device."""
+        return self._slice(self._inputs, micro_batch)
 
-    def targets(self, worker: int) -> Tensor:
-        """Return a copy of slice `worker` of the targets on the device."""
-        return self._slice(self._targets, worker)
+    def targets(self, micro_batch: int) -> Tensor:
+        """Return a copy of slice `micro_batch` of the targets on the device."""
+        return self._slice(self._targets, micro_batch)
 
-    def _slice(self, tensor: Tensor, worker: int) -> Tensor:
-        size = len(tensor) // self._workers
-        return tensor[worker * size : (worker + 1) * size].to(self._device, copy=True)
+    def _slice(self, tensor: Tensor, micro_batch: int) -> Tensor:
+        size = len(tensor) // self._micro_batches
+        return tensor[micro_batch * size : (micro_batch + 1) * size].to(self._device, copy=True)
 
 
 class Feed:
