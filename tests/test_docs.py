@@ -12,7 +12,7 @@ import pytest
 
 import cdp_repro
 from cdp_repro.schedule import Action, Program, Schedule, ScheduleError, Value
-from cdp_repro.schedule.text import read_program, write_program
+from cdp_repro.schedule.program_text import read_program, write_program
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(cdp_repro.__file__).parent

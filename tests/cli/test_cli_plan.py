@@ -85,6 +85,35 @@ def test_a_plan_counts_the_messages_of_a_placement(capsys, placement):
     assert not re.search(r"^cdp_v2 .* 0$", out, re.MULTILINE), "messages are counted"
 
 
+def test_accumulated_micro_batches_follow_each_other_in_the_row_of_their_worker(capsys):
+    out = shown_by(capsys, "model=mlp", "workers=2", "accumulate=2", "batch_size=16", "mode=cdp_v1")
+    assert "mini-batch 16 = 2 workers x 2 accumulated x 4, single_device" in out
+    grid = out.split("timeline of cdp_v1")[1]
+    rows = [line.split()[2:] for line in grid.splitlines() if re.match(r"worker \d", line)]
+    one = "F0v0 F1v0 B1v0 B0v0".split()
+    assert rows == [4 * one, 4 * one], "two training steps of two micro-batches, all at the initial version"
+
+
+def test_a_pipeline_of_fewer_ranks_than_stages(capsys):
+    sizes = ("workers=6", "stages=4", "ranks=2", "batch_size=48")
+    out = shown_by(capsys, "model=mlp", "mode=dp", "placement=pipeline", *sizes)
+    assert "6 workers x 8, pipeline" in out
+    slots = [int(number) for line in re.findall(r"^slot +(\d.*)$", out, re.MULTILINE) for number in line.split()]
+    assert slots == list(range(2 * (6 * 4 + 4))), "each rank computes 24 times a step, and idles in 4 slots"
+    assert re.search(r"^dp +paper .* 24$", out, re.MULTILINE), "an activation and a gradient a micro-batch, two steps"
+
+
+def test_accumulation_and_ranks_that_do_not_fit(capsys):
+    for arguments, message in (
+        (["accumulate=0"], "accumulate=0: must be a finite number, 1 or more"),
+        (["accumulate=3", "batch_size=64"], "workers=4 x accumulate=3: use batch_size=60 or batch_size=72"),
+        (["ranks=2"], "ranks=2 is for placement=pipeline"),
+        (["mode=dp", "placement=pipeline", "stages=4", "ranks=3"], "use ranks=1, 2, 4"),
+    ):
+        assert command.main(arguments) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_replicas_have_rows_of_their_own(capsys):
     assert command.main(["dataset=digits", "model=mlp", "workers=2", "replicas=2", "batch_size=16", "mode=cdp_v1"]) == 0
     out = capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from training.test_trainer_placements import same_outcome
 
 from cdp_repro.cli import train as command
 
@@ -159,6 +161,62 @@ def test_a_run_directory_that_holds_another_run(capsys, tiny):
 def test_resuming_what_is_no_run(capsys):
     assert "not a run directory" in refused(capsys, "resume=nothing")
     assert "drop seed=1" in refused(capsys, "resume=nothing", "seed=1")
+
+
+def forget_the_end(run: Path, step: int) -> None:
+    """Leave what there would be of a run that was killed after a checkpoint."""
+    (run / "summary.json").unlink()
+    later = [path for path in (run / "checkpoints").iterdir() if path.name > f"step-{step:09d}"]
+    assert later and (run / "checkpoints" / f"step-{step:09d}").is_dir()
+    for path in later:
+        shutil.rmtree(path)
+
+
+def test_accumulated_micro_batches_train_and_resume_bitwise_on_one_device_and_on_ranks(tiny, capfd):
+    settings = [*tiny, "precision=fp64", "workers=2", "accumulate=2", "checkpoint_every_steps=3", "keep_checkpoints=9"]
+    whole, ranks = Path("whole"), Path("ranks")
+    assert command.main([*settings, f"run_dir={whole}"]) == 0
+    summary = json.loads((whole / "summary.json").read_text())
+    assert (summary["workers"], summary["accumulate"], summary["stages"], summary["step"]) == (2, 2, 2, 10)
+    assert summary["staleness"] == [[1, 1], [1, 1], [1, 1], [1, 0]]
+    assert summary["ledger/reads"] == 10 * 4 * 2 * 2
+    assert command.main([*settings, "placement=replicated", f"run_dir={ranks}"]) == 0
+    assert json.loads((ranks / "summary.json").read_text())["ranks"] == 2
+    same_outcome(ranks, whole)
+    for run, placement in ((ranks, "replicated"), (ranks, "single_device"), (whole, "single_device")):
+        shutil.copytree(whole, "kept", dirs_exist_ok=True)
+        forget_the_end(run, 6)
+        assert command.main([f"resume={run}", f"placement={placement}"]) == 0
+        same_outcome(run, Path("kept"))
+    assert "drop accumulate=1" in refused_resume(capfd, f"resume={whole}", "accumulate=1")
+
+
+def refused_resume(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capfd.readouterr()
+    assert command.main([*arguments]) == 2
+    return capfd.readouterr().err
+
+
+def test_a_pipeline_of_fewer_ranks_than_stages_goes_on_anywhere(tiny):
+    settings = [*tiny, "precision=fp64", "mode=dp", "workers=2", "stages=4", "checkpoint_every_steps=3"]
+    settings += ["keep_checkpoints=9"]
+    assert command.main([*settings, "run_dir=whole"]) == 0
+    assert command.main([*settings, "placement=pipeline", "ranks=2", "run_dir=ranks"]) == 0
+    assert json.loads(Path("ranks/summary.json").read_text())["ranks"] == 2
+    same_outcome(Path("ranks"), Path("whole"))
+    for given in (["placement=single_device"], ["placement=pipeline", "ranks=1"]):
+        forget_the_end(Path("ranks"), 6)
+        assert command.main(["resume=ranks", *given]) == 0
+        assert json.loads(Path("ranks/summary.json").read_text())["ranks"] == 1
+        same_outcome(Path("ranks"), Path("whole"))
+
+
+def test_accumulation_and_ranks_that_do_not_fit(capsys):
+    assert "accumulate=0: must be a finite number, 1 or more" in refused(capsys, "accumulate=0")
+    shown = refused(capsys, "workers=2", "accumulate=2", "replicas=2", "batch_size=30")
+    assert "not divisible by workers=2 x accumulate=2 x replicas=2: use batch_size=24 or batch_size=32" in shown
+    assert "ranks=2 is for placement=pipeline" in refused(capsys, "placement=replicated", "ranks=2")
+    assert "use ranks=1, 2, 4" in refused(capsys, "mode=dp", "placement=pipeline", "ranks=3")
 
 
 def test_an_unknown_option(capsys):

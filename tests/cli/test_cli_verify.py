@@ -21,6 +21,13 @@ def test_a_placement_and_a_baseline_agree(capsys, what):
     assert f"they agree {'bitwise' if 'placement' in what[1] else 'within 1e-09'}" in out
 
 
+def test_a_pipeline_of_fewer_ranks_than_stages_and_accumulation_agree(capsys):
+    sizes = ("stages=4", "ranks=2", "accumulate=3")
+    assert command.main([*SMALL, "mode=dp", "placement=pipeline", *sizes]) == 0
+    out = capsys.readouterr().out
+    assert "in 2 processes against one device" in out and "they agree bitwise" in out
+
+
 def test_collectives_agree_within_the_tolerance_of_a_library(capsys):
     assert command.main([*SMALL, "mode=dp", "placement=zero", "collectives=true"]) == 0
     assert "they agree within 1e-09" in capsys.readouterr().out

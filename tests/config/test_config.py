@@ -91,6 +91,23 @@ def test_presets_hold_the_set_up_of_the_paper(name):
     ("overrides", "message"),
     [
         (["batch_size=30"], "batch_size=30 is not divisible by workers=4: use batch_size=28 or batch_size=32"),
+        (
+            ["batch_size=30", "workers=2", "accumulate=2", "replicas=2"],
+            "batch_size=30 is not divisible by workers=2 x accumulate=2 x replicas=2: use batch_size=24 or "
+            "batch_size=32",
+        ),
+        (
+            ["batch_size=6", "accumulate=2"],
+            "batch_size=6 is not divisible by workers=4 x accumulate=2: use batch_size=8",
+        ),
+        (["accumulate=0"], "accumulate=0: must be a finite number, 1 or more"),
+        (["ranks=0", "placement=pipeline"], "ranks=0: must be a finite number, 1 or more"),
+        (["ranks=2", "placement=zero"], "ranks=2 is for placement=pipeline; placement=zero derives its ranks from"),
+        (["ranks=3", "placement=pipeline"], "ranks=3 do not share stages=4 equally: use ranks=1, 2, 4"),
+        (
+            ["baseline=ddp", "mode=dp", "workers=2", "accumulate=2"],
+            "baseline=ddp knows no accumulate=2: use workers=4",
+        ),
         (["stages=6"], "stages=6 is not a multiple of workers=4: use stages=4 or stages=8"),
         (["stages=2"], "stages=2 is not a multiple of workers=4: use stages=4"),
         (["workers=0"], "workers=0: must be a finite number, 1 or more"),

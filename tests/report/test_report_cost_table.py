@@ -73,8 +73,7 @@ def test_simulation_without_records_gives_what_a_trace_gives(setting, costs, sta
         return len(part_of(size, rank + 1, schedule.ranks)) if placement.is_sharded else size
 
     own = [
-        sum(share(k, size) for j, size in enumerate(sizes) if k in placement.holders(j))
-        for k in range(schedule.ranks)
+        sum(share(k, size) for j, size in enumerate(sizes) if k in placement.holders(j)) for k in range(schedule.ranks)
     ]
     assert simulated(setting, costs.stages, costs, states) == {
         "devices": schedule.ranks,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
+from cdp_repro.schedule.validation import validated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from cdp_repro.schedule import (
     simulate,
     simulate_totals,
 )
-from cdp_repro.schedule.validation import validated
 
 STEPS = 4
 on_both = pytest.mark.parametrize("placement", COLLECTIVE_PLACEMENTS)

@@ -6,13 +6,13 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
+from cdp_repro.schedule.pacing import MIN_PART_BYTES, _Lane, is_paced, pace, parts_of
+from cdp_repro.schedule.validation import validated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdp_repro.predict.pricing import Cluster, Link, price
 from cdp_repro.schedule import Action, Op, Payload, Schedule, ScheduleError, Slot, StageCosts, part_of, simulate
-from cdp_repro.schedule.pacing import MIN_PART_BYTES, _Lane, is_paced, pace, parts_of
-from cdp_repro.schedule.validation import validated
 
 STEPS = 5
 MIB = 2**20

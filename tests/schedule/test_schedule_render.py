@@ -8,9 +8,9 @@ import json
 import textwrap
 
 import pytest
+from cdp_repro.schedule.render import perfetto, text_grid, write_actions_csv, write_memory_csv, write_perfetto
 
 from cdp_repro.schedule import Action, Op, Schedule, StageCosts, simulate
-from cdp_repro.schedule.render import perfetto, text_grid, write_actions_csv, write_memory_csv, write_perfetto
 
 GRIDS = {
     "dp": """\

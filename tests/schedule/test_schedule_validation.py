@@ -6,12 +6,12 @@ import itertools
 import re
 
 import pytest
+from cdp_repro.schedule.placement import SingleDevice
+from cdp_repro.schedule.validation import validated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdp_repro.schedule import Action, Op, Schedule, ScheduleError, Slot
-from cdp_repro.schedule.placement import SingleDevice
-from cdp_repro.schedule.validation import validated
 
 STALE = [[3, 1, 1], [1, 2, 1], [2, 0, 1]]
 MODES = ("dp", "cdp_v1", "cdp_v2", STALE)

@@ -155,11 +155,12 @@ def test_a_run_resumed_in_mid_epoch_trains_on_the_documented_images(tmp_path, ti
     assert seen == {step: orders[step // 5][16 * (step % 5) :][:16] for step in range(10)}
 
 
-def test_replicas_share_the_mean_over_all_micro_batches(tmp_path, tiny):
+@pytest.mark.parametrize("shared", ["replicas=2", "accumulate=2"])
+def test_replicas_and_accumulation_share_the_mean_over_all_micro_batches(tmp_path, tiny, shared):
     plain = [*tiny, "mode=dp", "stages=4", "model.dropout=0", "precision=fp64", "optim.momentum=0", "batch_size=16"]
     run(tmp_path / "alone", *plain, "workers=4")
-    run(tmp_path / "replicated", *plain, "workers=2", "replicas=2")
-    one, other = (final_state(tmp_path / name)["engine"] for name in ("alone", "replicated"))
+    run(tmp_path / "shared", *plain, "workers=2", shared)
+    one, other = (final_state(tmp_path / name)["engine"] for name in ("alone", "shared"))
     assert one["step"] == other["step"] == 10
     for mine, theirs in zip(one["stages"], other["stages"], strict=True):
         torch.testing.assert_close(mine["versions"][10], theirs["versions"][10], rtol=0, atol=1e-12)

@@ -15,7 +15,7 @@ from cdp_repro.config.compose import compose_config
 from cdp_repro.predict.forecast import make_plan, plan_text, write_plan
 from cdp_repro.predict.pricing.quote import make_quote, quote_text, write_quote
 from cdp_repro.schedule import Program
-from cdp_repro.schedule.text import write_program
+from cdp_repro.schedule.program_text import write_program
 
 USAGE = """usage: cdp-plan [--out=FOLDER] [--program=FILE] [key=value ...]
 

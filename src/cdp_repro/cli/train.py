@@ -95,6 +95,8 @@ def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
     given = [text.replace("placement=", "placement.name=") for text in overrides if not text.startswith("resume=")]
     config = OmegaConf.create(run.config())
     config.merge_with_dotlist(given)
+    if config.placement.name != "pipeline" and not any(text.startswith("ranks=") for text in given):
+        config.ranks = None  # those of the pipeline that it was
     return load_config(config)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cdp_repro.config.errors import ConfigError
 from cdp_repro.schedule import Program
-from cdp_repro.schedule.text import read_program
+from cdp_repro.schedule.program_text import read_program
 
 _KEY = "program="
 

@@ -76,7 +76,8 @@ def _forecast(schedule: Schedule, cut: CutModel) -> Forecast:
 def plan_text(plan: Plan, width: int) -> str:
     """Return the whole plan as text that is at most `width` characters wide where it can be."""
     config = plan.config
-    workers = f"{config.workers} workers" + (f" x {config.replicas} replicas" if config.replicas > 1 else "")
+    workers = f"{config.workers} workers" + (f" x {config.accumulate} accumulated" if config.accumulate > 1 else "")
+    workers += f" x {config.replicas} replicas" if config.replicas > 1 else ""
     head = (
         f"{config.model.name}, images {'x'.join(map(str, config.input_shape))}, mini-batch {config.batch_size} = "
         f"{workers} x {config.batch_size // config.micro_batches}, {config.placement.name}"

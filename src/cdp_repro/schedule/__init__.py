@@ -11,7 +11,7 @@ A `Schedule` is the choice of a timeline, a rule and a placement; its `Program` 
     check, meaning  what must hold of every run
     transport       edges, communicators, and NCCL's order
     program         fill, period and drain; the part of one rank
-    text            a program as a file
+    program_text    a program as a file
 """
 
 from cdp_repro.schedule.actions import Action, Op, Slot

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cdp_repro.schedule.actions import Op
-from cdp_repro.schedule.passes.compute import Slots, compute
 from cdp_repro.schedule.passes.frees import add_frees, held_after
-from cdp_repro.schedule.passes.messages import add_boundary_messages, add_lending
+from cdp_repro.schedule.passes.placing import Slots, compute
+from cdp_repro.schedule.passes.sending import add_boundary_messages, add_lending
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation import add_sums
 

@@ -86,6 +86,8 @@ def _add_fault(action: Action, schedule: Schedule) -> str | None:
     members = [m for value in operands for m in value.members]
     if len(operands) != 2 or members != list(range(members[0], members[-1] + 1)):
         return f"its sum would be of the micro-batches {members}, which is not their order"
+    if len(operands[1].members) > 1:  # (a + b) + c and a + (b + c) differ in their last bits
+        return f"{operands[1]} holds more than one micro-batch: a sum is added from the left, one by one"
     whole = gradient_sum(action.stage, members)
     if action.value != whole or action.writes != (whole,):
         return f"it must write {whole}"

@@ -1,9 +1,9 @@
 """Observation: the one record that the simulator and the executor both write, and how it is shown. No torch."""
 
 from cdp_repro.trace.chains import longest_chain
+from cdp_repro.trace.csv_tables import write_actions_csv, write_comms_csv, write_memory_csv
 from cdp_repro.trace.perfetto import perfetto, write_perfetto
 from cdp_repro.trace.record import Message, SlotRecord, Trace, TraceRecorder
-from cdp_repro.trace.tables import write_actions_csv, write_comms_csv, write_memory_csv
 
 __all__ = [
     "Message",

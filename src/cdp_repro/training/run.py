@@ -206,6 +206,7 @@ class _Run:
             "placement": config.placement.name,
             "workers": config.workers,
             "stages": config.stage_count,
+            "accumulate": config.accumulate,
             "replicas": config.replicas,
             "baseline": config.baseline,
             "ranks": config.processes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from cdp_repro.schedule.actions import Action
-from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.values import Value, buffers, parameters
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation.all_reduce import sum_by_all_reduce
 from cdp_repro.schedule.summation.exchange import is_exchangeable, sum_by_exchange

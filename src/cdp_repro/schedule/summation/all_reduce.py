@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from cdp_repro.schedule.actions import Action, Op
-from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.base import replace_backwards, step_members, summed, update_before_reads
+from cdp_repro.schedule.summation.common import replace_backwards, step_members, summed, update_before_reads
 from cdp_repro.schedule.values import GRADIENTS, Value, gradient_sum
 
 

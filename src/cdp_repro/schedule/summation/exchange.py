@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from cdp_repro.schedule.actions import Action, Op, send
-from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.base import (
+from cdp_repro.schedule.summation.common import (
     add,
     replace_backwards,
     step_members,

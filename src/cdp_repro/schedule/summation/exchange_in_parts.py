@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from cdp_repro.schedule.actions import Action, Op, send
 from cdp_repro.schedule.parts import part_of
-from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation.exchange import only_exchanges, sum_by_exchange
 from cdp_repro.schedule.values import Value, gradient_sum

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cdp_repro.schedule.actions import Action
-from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.base import replace_backwards, step_members, summed, update_at_once
+from cdp_repro.schedule.summation.common import replace_backwards, step_members, summed, update_at_once
 from cdp_repro.schedule.values import gradient_sum
 
 

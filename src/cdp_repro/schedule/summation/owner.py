@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from cdp_repro.schedule.actions import Action, send
-from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.base import add, put_off, replace_backwards, step_members, summed, update_at_once
+from cdp_repro.schedule.summation.common import add, put_off, replace_backwards, step_members, summed, update_at_once
 from cdp_repro.schedule.values import gradient_sum
 
 

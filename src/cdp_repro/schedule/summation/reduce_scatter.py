@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation.all_reduce import join_collectives
-from cdp_repro.schedule.summation.base import put_off, update_at_once
+from cdp_repro.schedule.summation.common import put_off, update_at_once
 
 
 def sum_by_reduce_scatter(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:

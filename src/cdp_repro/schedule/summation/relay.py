@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from cdp_repro.schedule.actions import Action, Op, send
-from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.base import (
+from cdp_repro.schedule.summation.common import (
     add,
     completed,
     replace_backwards,

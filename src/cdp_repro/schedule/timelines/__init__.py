@@ -1,9 +1,9 @@
 """Timelines: one file for each family, with its grid."""
 
-from cdp_repro.schedule.timelines.base import Timeline
 from cdp_repro.schedule.timelines.cyclic import Cyclic
 from cdp_repro.schedule.timelines.flushing import Flushing, GPipe, OneForwardOneBackward
 from cdp_repro.schedule.timelines.sequential import Sequential
 from cdp_repro.schedule.timelines.simultaneous import Simultaneous
+from cdp_repro.schedule.timelines.timeline import Timeline
 
 __all__ = ["Cyclic", "Flushing", "GPipe", "OneForwardOneBackward", "Sequential", "Simultaneous", "Timeline"]

@@ -7,7 +7,7 @@ M and D are: M = kN micro-batches, all of which may be under way at once. The id
 
 from __future__ import annotations
 
-from cdp_repro.schedule.timelines.base import Timeline
+from cdp_repro.schedule.timelines.timeline import Timeline
 
 
 class Flushing(Timeline):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cdp_repro.schedule.timelines.base import Timeline
+from cdp_repro.schedule.timelines.timeline import Timeline
 
 
 class Sequential(Timeline):

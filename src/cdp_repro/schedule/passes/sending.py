@@ -7,7 +7,7 @@ then sends what it has just made. A message of slot k is there before slot k+1 n
 from __future__ import annotations
 
 from cdp_repro.schedule.actions import Action, Op, send
-from cdp_repro.schedule.passes.compute import Slots
+from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.values import (
     INPUT,
