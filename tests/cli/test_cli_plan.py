@@ -90,7 +90,7 @@ def test_accumulated_micro_batches_follow_each_other_in_the_row_of_their_worker(
     assert "mini-batch 16 = 2 workers x 2 accumulated x 4, single_device" in out
     grid = out.split("timeline of cdp_v1")[1]
     rows = [line.split()[2:] for line in grid.splitlines() if re.match(r"worker \d", line)]
-    one = "F0v0 F1v0 B1v0 B0v0".split()
+    one = ["F0v0", "F1v0", "B1v0", "B0v0"]
     assert rows == [4 * one, 4 * one], "two training steps of two micro-batches, all at the initial version"
 
 
