@@ -4,8 +4,8 @@
     period    step F              replayed with shifted numbers for every later step
     drain     after any step      what is left to do when no further step comes
 
-The piece of a step ends one slot before the next step begins, because what a rank sends in that slot depends on whether
-another step comes. With P slots a step:
+Where ranks send, the piece of a step ends one slot before the next step begins: what a rank sends in that slot depends
+on whether another step comes. Else it ends where the next step begins. With P slots a step, and ranks that send:
 
     slots     0 ......... P-2 | P-1 ........ 2P-2 | 2P-1 ....... 3P-2 | ...
               piece of step 0 | piece of step 1   | piece of step 2   | ...
@@ -28,6 +28,8 @@ from cdp_repro.schedule.generate import generate
 from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.roles import Roles
 from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.summation import strategy_of
+from cdp_repro.schedule.summation.local import sum_locally
 from cdp_repro.schedule.transport import Communicator, communicators
 from cdp_repro.schedule.values import Value
 
@@ -74,6 +76,7 @@ class Program:
         self.schedule = schedule
         self.roles = Roles(schedule)
         self.is_given = runs is not None
+        self._overlap = overlap(schedule)
         self._runs = dict(runs or {})
         self._communicators: tuple[Communicator, ...] | None = None
         for run in self._runs.values():
@@ -105,7 +108,7 @@ class Program:
             if self.is_given:
                 raise ValueError(f"the program has no drain after {steps} steps from step {run.first_step}")
             slots, _ = self._checked(self._generated(run.first_step, steps), run.first_step, steps)
-            run.drains[steps] = slots[steps * self.schedule.slots_per_step - 1 :]
+            run.drains[steps] = slots[self.begin(steps) :]
         return run.drains[steps]
 
     @property
@@ -142,16 +145,19 @@ class Program:
             Slot(s.number + slots, tuple([a.shifted(steps, micro_batches, later) for a in s.actions])) for s in piece
         ]
 
+    def begin(self, step: int) -> int:
+        """Return the slot of a run in which the piece of its step number `step` begins."""
+        return max(0, step * self.schedule.slots_per_step - self._overlap)
+
     def _generated(self, first_step: int, steps: int) -> list[Slot]:
         slots = generate(self.schedule, first_step, steps)
         return [Slot(number, tuple(actions)) for number, actions in enumerate(slots)]
 
     def _made(self, first_step: int) -> Run:
         """Return the run from `first_step`, from so many steps of it that two pieces are the same but for a shift."""
-        period = self.schedule.slots_per_step
         for steps in range(self.schedule.rule.longest + 3, self.schedule.rule.longest + MAX_STEPS):
             slots, states = self._checked(self._generated(first_step, steps), first_step, steps)
-            ends = [0, *((n + 1) * period - 1 for n in range(steps))]
+            ends = [self.begin(step) for step in range(steps + 1)]
             pieces = [slots[begin:end] for begin, end in pairwise(ends)]
             repeating = steps - 1
             while repeating and self.shifted(pieces[repeating - 1], 1, 1) == pieces[repeating]:
@@ -191,7 +197,7 @@ class Program:
         Returns its slots, each in an order in which one process could run it, and the state before each step's piece.
         """
         checker = Checker(self.schedule, held_after(self.schedule, first_step))
-        begins = {max(0, step * self.schedule.slots_per_step - 1) for step in range(steps)}
+        begins = {self.begin(step) for step in range(steps)}
         found, states, seen = [], [], 4 * self.schedule.stages
         for place, slot in enumerate(slots):
             if slot.number in begins:
@@ -201,6 +207,12 @@ class Program:
         if self._communicators is None:
             self._communicators = communicators(found, self.schedule.ranks, self.roles.after(1))
         return found, states
+
+
+def overlap(schedule: Schedule) -> int:
+    """Return the slots by which the piece of a step begins before its step: 1 where what ranks send looks ahead."""
+    sums_locally = all(strategy_of(schedule, stage) is sum_locally for stage in range(schedule.stages))
+    return 0 if sums_locally and not schedule.lent else 1
 
 
 class RankProgram:
@@ -232,8 +244,8 @@ class RankProgram:
             return 0
         run, _ = self._program.run_from(first_step)
         last = min(steps, len(run.fill) + 1)
-        drain = self._program.drain(run, last)
-        return drain[-1].number + 1 + (steps - last) * self.schedule.slots_per_step
+        drained = self._program.begin(last) + len(self._program.drain(run, last))
+        return drained + (steps - last) * self.schedule.slots_per_step
 
     def replay(self, first_step: int, upcoming: Upcoming, first_slot: int = 0) -> Iterator[Slot]:
         """Yield the slots of a run from `first_step` and `first_slot` in which the rank acts."""

@@ -30,7 +30,7 @@ from typing import Any
 
 from cdp_repro.schedule.actions import Action, Slot
 from cdp_repro.schedule.check import ScheduleError
-from cdp_repro.schedule.program import Piece, Program, Run
+from cdp_repro.schedule.program import Piece, Program, Run, overlap
 from cdp_repro.schedule.schedule import Schedule, Spec
 
 FIRST_LINE = "cdp-repro program, format 1"
@@ -168,10 +168,10 @@ class _Reader:
             raise ScheduleError(f"{where} has {repeating} pieces of fill, so it needs one `period {repeating}`")
         if drains != list(range(1, repeating + 2)):
             raise ScheduleError(f"{where} has drains after {drains} steps: it needs 1 to {repeating + 1}")
-        period = schedule.slots_per_step
+        period, early = schedule.slots_per_step, overlap(schedule)
 
         def piece(kind: str, step: int) -> list[Slot]:
-            begin, end = max(0, step * period - 1), (step + 1) * period - 2
+            begin, end = max(0, step * period - early), (step + 1) * period - early - 1
             outside = [line for line, slot, _ in named[kind, step].lines if not begin <= slot <= end]
             if outside:
                 raise _broken(outside[0], f"{kind} {step} has the slots {begin} to {end}")
@@ -181,7 +181,7 @@ class _Reader:
             first_step,
             [piece("fill", step) for step in fill],
             piece("period", repeating),
-            {steps: named["drain after", steps].slots(steps * period - 1) for steps in drains},
+            {steps: named["drain after", steps].slots(steps * period - early) for steps in drains},
         )
 
     def line_of(self, action: Action | None, slot: int | None, schedule: Schedule) -> int | None:
