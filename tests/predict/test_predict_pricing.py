@@ -275,6 +275,25 @@ def test_processes_and_clusters_beside_change_no_price():
     assert each[0]["cdp_v1 replicated"].method == "extrapolated"
 
 
+def test_modes_that_do_not_fit_the_sizes_of_the_chosen_one_have_no_price(capsys):
+    sizes = ["workers=6", "stages=4", "ranks=2", "batch_size=48", "model=mlp"]
+    seconds = ["cluster.forward_seconds=[1,1,1,1]", "cluster.latency_seconds=0"]
+    seconds += ["cluster.bandwidth_bytes_per_second=1e15"]
+    assert command.main(["price=true", "mode=dp", "placement=pipeline", *sizes, *seconds]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    found = {
+        (row[0], row[1]): (row[2], row[3]) for row in rows if len(row) > 9 and row[0] in ("dp", "cdp_v1", "cdp_v2")
+    }
+    assert found["dp", "pipeline"][0] == "2" and {mode for mode, _ in found} == {"dp"}
+    assert ("dp", "torch_gpipe") not in found, "it runs one stage a process"
+
+
+def test_a_pipeline_of_a_number_of_ranks_that_no_smaller_job_has_is_simulated():
+    costs, cluster = StageCosts.equal(33, 6, 3), linked(Cluster.equal(33), 0.05, 20.0)
+    assert estimate(Spec("dp", 33, 33, "pipeline", ranks=3), costs, cluster, simulated=1).method == "simulated"
+    assert estimate(Spec("dp", 33, 33, "pipeline"), costs, cluster, simulated=1).method == "extrapolated"
+
+
 def test_clusters_that_are_priced_together_have_hosts_of_one_size():
     clusters = [linked(Cluster.equal(2), devices_per_host=number) for number in (3, 7)]
     for replicas in (1, 400):

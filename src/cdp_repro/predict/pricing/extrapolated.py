@@ -91,7 +91,10 @@ def _axis(job: Spec, cluster: Cluster) -> str:
 def is_extrapolated(job: Spec, cluster: Cluster, simulated: int = SIMULATED_FORWARDS) -> bool:
     """Whether `estimate` extrapolates: there are smaller jobs, and this has more than `simulated` forwards a step."""
     axis = _axis(job, cluster)
-    has_smaller = getattr(job, axis) > 4 * _unit(cluster, axis, job)
+    unit = _unit(cluster, axis, job)
+    has_smaller = getattr(job, axis) > 4 * unit
+    if axis == "workers":  # whose stages and ranks are whole numbers
+        has_smaller &= not any(unit * number % job.workers for number in (job.stages, job.ranks or 0))
     return job.forwards > simulated and has_smaller and (axis == "replicas" or isinstance(job.mode, str))
 
 

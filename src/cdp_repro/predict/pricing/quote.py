@@ -25,7 +25,7 @@ from cdp_repro.predict.pricing import (
     price_fsdp2,
 )
 from cdp_repro.predict.pricing.calibration import measure_network, measure_stages
-from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, MODES, PLACEMENTS, Spec
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, MODES, PLACEMENTS, Schedule, Spec
 
 _FACTORS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
 """Multiples of the bandwidth in the figure."""
@@ -117,10 +117,20 @@ def _jobs(config: RunConfig) -> dict[str, Spec]:
         for place in PLACEMENTS
         if place == "single_device" or mode != "accumulation"
     }
-    if config.replicas == 1 and config.stage_count == config.workers:
+    if config.replicas == config.accumulate == 1 and config.stage_count == config.workers:
+        chosen = replace(chosen, ranks=None)
         jobs["dp torch_gpipe"] = replace(_job(chosen, "dp", "pipeline"), pipeline_schedule="gpipe")
         jobs["dp torch_1f1b"] = replace(_job(chosen, "dp", "pipeline"), pipeline_schedule="one_f_one_b")
-    return jobs
+    return {name: job for name, job in jobs.items() if _can_run(job)}
+
+
+def _can_run(job: Spec) -> bool:
+    """Whether the sizes fit: those of data parallelism on a pipeline need not fit the cyclic timeline."""
+    try:
+        Schedule.of(job)
+    except ValueError:
+        return False
+    return True
 
 
 def _job(chosen: Spec, mode: str | tuple[tuple[int, ...], ...], placement: str) -> Spec:
