@@ -136,7 +136,7 @@ def _collective_fault(action: Action, schedule: Schedule) -> str | None:
 def _differs(action: Action, reads: list[Value], writes: list[Value]) -> str | None:
     """Say which values an action lacks, or has too many; None if it has exactly these."""
     for verb, found, expected in (("read", action.reads, reads), ("write", action.writes, writes)):
-        if sorted(found) != sorted(expected):
+        if len(found) != len(expected) or set(found) != set(expected):
             names = [", ".join(map(str, values)) or "nothing" for values in (expected, found)]
             return f"it must {verb} {names[0]}, not {names[1]}"
     return None
