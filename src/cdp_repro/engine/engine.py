@@ -207,7 +207,7 @@ class Engine:
             layouts = layouts_of([*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast)
             self._size([layout.gradients.nbytes for layout in layouts.stages])
             try:
-                groups = connect(self._program.communicators, self._device)
+                groups = connect(self._program, self._device)
             except RuntimeError as error:
                 error.add_note(f"while connecting rank {self.rank}; where the ranks stand:\n{self._positions.report()}")
                 raise

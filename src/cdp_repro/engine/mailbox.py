@@ -15,9 +15,9 @@ from torch import Tensor
 from cdp_repro.engine.messages import Layouts
 from cdp_repro.engine.shards import Shards, Views
 from cdp_repro.engine.transfers import Outgoing, Transfer
-from cdp_repro.schedule import Value
+from cdp_repro.schedule import Program, Value
 from cdp_repro.schedule.parts import part_of
-from cdp_repro.schedule.transport import Communicator, Edge
+from cdp_repro.schedule.transport import Communicator, Edge, directions
 from cdp_repro.schedule.values import LENT_BACKWARD, LENT_FORWARD
 
 TAG_BYTES = 16
@@ -160,13 +160,20 @@ def _part(buffers: dict[Value, tuple[Tensor, set[int]]], value: Value) -> Tensor
     return buffer[inside.start : inside.stop]
 
 
-def connect(communicators: Sequence[Communicator], device: torch.device) -> dict[Edge, dist.ProcessGroup]:
+def connect(program: Program, device: torch.device) -> dict[Edge, dist.ProcessGroup]:
     """Make the process groups of a program; return the group of each edge. All ranks must call it together.
 
     On gloo, edges in one direction share a group of all ranks: it has no order between messages of different pairs, and
     with one group both directions together would get the bandwidth of one. On NCCL each communicator is eager, a group
     that is told its device: else two ranks build it at their first message, and each waits there for the other.
     """
+    if device.type == "cuda":
+        return new_groups(program.communicators, device)
+    return new_groups(directions(program.edges), device)
+
+
+def new_groups(communicators: Sequence[Communicator], device: torch.device) -> dict[Edge, dist.ProcessGroup]:
+    """Make a process group for each communicator; return the group of each edge. All ranks must call it together."""
     world = dist.group.WORLD
     assert world is not None, "the engine has checked that there is one"
     timeout = world._get_backend(device).options._timeout  # a new group would wait for 30 minutes
@@ -174,9 +181,8 @@ def connect(communicators: Sequence[Communicator], device: torch.device) -> dict
     found: dict[Edge, dist.ProcessGroup] = {}
     for edges in communicators:
         members = sorted({rank for edge in edges for rank in edge})
-        group = dist.new_group(
-            members if gpu else None, timeout=timeout, device_id=gpu if dist.get_rank() in members else None
-        )
+        is_member = dist.get_rank() in members
+        group = dist.new_group(members if gpu else None, timeout=timeout, device_id=gpu if is_member else None)
         if isinstance(group, dist.ProcessGroup):
             found |= dict.fromkeys(edges, group)
     return found

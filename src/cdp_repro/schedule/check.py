@@ -7,7 +7,7 @@ micro-batch once, in order; messages match at both ends; nothing waits for what 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -37,8 +37,9 @@ class ScheduleError(ValueError):
         self.action = action
 
 
-State = tuple[set[tuple[int, Value]], set[tuple[int, Value]]]
-"""All that later actions depend on: (rank, value) of what is there, and of what receives wait for."""
+State = set[tuple[int, int, Value, int]]
+"""All that later actions depend on: (rank, rank, value, 0) of what is there, (rank, peer, value, place) of each end of a
+message whose other end has not come, with its place in its edge's queue, from 1 for receives, from -1 down for sends."""
 
 
 class _OpenEnd(NamedTuple):
@@ -101,8 +102,13 @@ class Checker:
 
     def state(self) -> State:
         """Return what later actions depend on."""
-        live = {(rank, value) for rank, values in enumerate(self._live) for value in values}
-        return live, {(rank, value) for rank, values in enumerate(self._announced) for value in values}
+        live = {(rank, rank, value, 0) for rank, values in enumerate(self._live) for value in values}
+        return live | {
+            (end.action.rank, end.action.peer, end.action.value, place if end.action.op is Op.RECEIVE else -place)
+            for ends in self._edges.values()
+            for place, end in enumerate(ends, start=1)
+            if end.action.value is not None
+        }
 
     def end(self, held: Mapping[int, Sequence[Value]]) -> None:
         """Check what is left after a drain: `held` by each rank, and nothing else."""
@@ -233,12 +239,11 @@ class Checker:
             raise self._error(slot, part, f"ranks {missing} do not take part")
         for action in actions:
             if action.op is Op.UPDATE:
-                versions = Counter((v.stage) for v in self._live[action.rank] if v.kind == PARAMETERS)
+                (newest,) = action.writes
                 allowed = self._schedule.rule.oldest[action.stage] + 1
-                if versions[action.stage] > allowed:
-                    raise self._error(
-                        slot, action, f"{versions[action.stage]} versions are kept; the rule needs {allowed}"
-                    )
+                versions = (newest._replace(number=newest.number - back) for back in range(allowed + 1))
+                if all(version in self._live[action.rank] for version in versions):
+                    raise self._error(slot, action, f"{allowed + 1} versions are kept; the rule needs {allowed}")
 
     def _why_not_there(self, value: Value, rank: int) -> str:
         alive = sorted(str(v) for v in self._live[rank] if (v.kind, v.stage) == (value.kind, value.stage))
@@ -256,7 +261,8 @@ class Checker:
         lent = action.value if action.op is Op.SEND and action.value and action.value.kind != PARAMETERS else None
         read = next((v for v in action.reads if v.kind == PARAMETERS), None)
         m = action.micro_batch if action.op.is_compute else lent.number if lent and lent.kind in _LENT else -1
-        if read is None or m < 0 or read.number != self._schedule.rule.version(m, action.stage):
+        is_known = read is not None and m >= 0 and action.stage < self._schedule.stages
+        if not is_known or read.number != self._schedule.rule.version(m, action.stage):
             return ""
         made = next(
             (s.number for s in (slot, *following) for a in s.actions if _completes(a, read, self._schedule)), None

@@ -61,7 +61,7 @@ class Replicated(Placement):
 
     name = "replicated"
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """N R."""
         return self.timeline.sizes.lanes

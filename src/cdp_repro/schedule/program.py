@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from cdp_repro.schedule.actions import Action, Op, Slot
@@ -30,7 +31,7 @@ from cdp_repro.schedule.roles import Roles
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation import strategy_of
 from cdp_repro.schedule.summation.local import sum_locally
-from cdp_repro.schedule.transport import Communicator, communicators
+from cdp_repro.schedule.transport import Communicator, Edge, blocked_on_nccl, communicators, edges
 from cdp_repro.schedule.values import Value
 
 MAX_STEPS = 12
@@ -78,20 +79,39 @@ class Program:
         self.is_given = runs is not None
         self._overlap = overlap(schedule)
         self._runs = dict(runs or {})
-        self._communicators: tuple[Communicator, ...] | None = None
         for run in self._runs.values():
             self._check_given(run)
         self.run_from(0)
+        if self.is_given:
+            _ = self.communicators  # those of a program that the passes made can wait until NCCL needs them
 
     def held_at(self, step: int) -> dict[int, list[Value]]:
         """Return the values that each rank holds when the pipeline has drained after `step` training steps."""
         return held_after(self.schedule, step)
 
-    @property
+    @cached_property
+    def edges(self) -> list[Edge]:
+        """The directed edges over which ranks send, in all runs, whatever their length."""
+        return edges(self._longest_new_run, self.roles.after(1))
+
+    @cached_property
     def communicators(self) -> tuple[Communicator, ...]:
-        """The communicators that messages between ranks need on NCCL, as few as cannot hang."""
-        assert self._communicators is not None, "they are found when the first run is checked"
-        return self._communicators
+        """The communicators that these edges need on NCCL, as few as cannot hang.
+
+        Raises:
+            ScheduleError: no communicators would do, which a program that the passes made never needs to fear.
+        """
+        found = communicators(self._longest_new_run, self.schedule.ranks, self.roles.after(1))
+        stuck = blocked_on_nccl(self._longest_new_run, self.schedule.ranks, found)
+        if stuck is not None:
+            raise ScheduleError(f"rank {stuck.rank}, {stuck.label}: it would wait for ever on NCCL", action=stuck)
+        return found
+
+    @property
+    def _longest_new_run(self) -> list[Slot]:
+        """A run with all that a run can have: fill, the period twice, and the drain."""
+        run, _ = self.run_from(0)
+        return self.slots(len(run.fill) + 2)
 
     def run_from(self, step: int) -> tuple[Run, int]:
         """Return the run that begins at `step`, and by how many training steps its numbers are to be shifted."""
@@ -154,24 +174,27 @@ class Program:
         return [Slot(number, tuple(actions)) for number, actions in enumerate(slots)]
 
     def _made(self, first_step: int) -> Run:
-        """Return the run from `first_step`, from so many steps of it that two pieces are the same but for a shift."""
-        for steps in range(self.schedule.rule.longest + 3, self.schedule.rule.longest + MAX_STEPS):
+        """Return the run from `first_step`.
+
+        The pattern repeats from the first step that begins and ends in the same state, but for a shift of one training
+        step, and whose versions are not clipped at 0. So it is looked for in longer and longer runs.
+        """
+        longest = self.schedule.rule.longest
+        for steps in range(longest + 2, longest + MAX_STEPS):
             slots, states = self._checked(self._generated(first_step, steps), first_step, steps)
             ends = [self.begin(step) for step in range(steps + 1)]
             pieces = [slots[begin:end] for begin, end in pairwise(ends)]
-            repeating = steps - 1
-            while repeating and self.shifted(pieces[repeating - 1], 1, 1) == pieces[repeating]:
-                repeating -= 1
-            if repeating < steps - 1 and self._repeats(states[repeating], states[repeating + 1]):
-                extra = repeating + 1 - steps
-                drain = self.shifted(slots[ends[-1] :], extra, extra)
-                return Run(first_step, pieces[:repeating], pieces[repeating], {repeating + 1: drain})
-        raise ScheduleError(f"{self.schedule}: no two training steps of the first {steps} are the same")
+            for repeating in range(max(0, longest - first_step), steps):
+                if self._repeats(states[repeating], states[repeating + 1]):
+                    extra = repeating + 1 - steps
+                    drain = self.shifted(slots[ends[-1] :], extra, extra)
+                    return Run(first_step, pieces[:repeating], pieces[repeating], {repeating + 1: drain})
+        raise ScheduleError(f"{self.schedule}: none of the first {steps} training steps ends in the state it began in")
 
     def _check_given(self, run: Run) -> None:
         """Check a run that a file holds, with each of its drains, and that its period can be repeated for ever."""
         repeating = len(run.fill)
-        for steps in range(1, repeating + 3):
+        for steps in range(1, repeating + 2):
             left = iter(range(steps))
             slots: list[Slot] = []
             for piece, ahead in run.pieces(lambda: next(left, None) is not None, lambda n: self.drain(run, n)):  # noqa: B023
@@ -185,27 +208,27 @@ class Program:
 
     def _repeats(self, before: State, after: State) -> bool:
         """Whether a state is another one a training step later, so that the same piece can follow both."""
-        later = self.roles.after(1)
-        return after == tuple(
-            {(rank if later is None else later(rank), v.shifted(1, self.schedule.micro_batches)) for rank, v in each}
-            for each in before
-        )
+        later, micro_batches = self.roles.after(1) or int, self.schedule.micro_batches
+        return after == {
+            (later(rank), later(peer), value.shifted(1, micro_batches), place) for rank, peer, value, place in before
+        }
 
     def _checked(self, slots: Sequence[Slot], first_step: int, steps: int) -> tuple[list[Slot], list[State]]:
         """Check a whole run.
 
-        Returns its slots, each in an order in which one process could run it, and the state before each step's piece.
+        Returns its slots, each in an order in which one process could run it, and the state before each step's piece,
+        and before the drain.
         """
         checker = Checker(self.schedule, held_after(self.schedule, first_step))
-        begins = {self.begin(step) for step in range(steps)}
+        begins = {self.begin(step) for step in range(steps + 1)}
         found, states, seen = [], [], 4 * self.schedule.stages
         for place, slot in enumerate(slots):
             if slot.number in begins:
                 states.append(checker.state())
             found.append(checker.slot(slot, slots[place + 1 : place + 1 + seen]))
+        if len(states) == steps:  # there is no drain
+            states.append(checker.state())
         checker.end(held_after(self.schedule, first_step + steps))
-        if self._communicators is None:
-            self._communicators = communicators(found, self.schedule.ranks, self.roles.after(1))
         return found, states
 
 

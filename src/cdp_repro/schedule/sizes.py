@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,17 @@ class Sizes:
     pipeline_ranks: int = 1
     """D: ranks that the stages of one pipeline are spread over."""
 
-    @property
+    @cached_property
     def lanes(self) -> int:
         """N R: micro-batches that are under way at once. Lane m mod N R has BatchNorm statistics of its own."""
         return self.workers * self.replicas
 
-    @property
+    @cached_property
     def turns(self) -> int:
         """k N: micro-batches of a training step, without replicas. Timelines and rules count these."""
         return self.workers * self.accumulate
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         """M = k N R: micro-batches of a training step."""
         return self.turns * self.replicas

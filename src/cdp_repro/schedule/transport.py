@@ -21,9 +21,14 @@ Communicator = tuple[Edge, ...]
 """The edges whose messages it carries."""
 
 
-def edges(slots: Iterable[Slot]) -> list[Edge]:
-    """Return the directed edges over which a program sends, sorted."""
-    return sorted({(a.rank, a.peer) for slot in slots for a in slot.actions if a.op is Op.SEND})
+def edges(slots: Iterable[Slot], later: Callable[[int], int] | None = None) -> list[Edge]:
+    """Return the directed edges over which a program sends, sorted.
+
+    `later` maps each rank to the one that plays its role a training step later, None if each keeps its own: a longer
+    run uses the edges of all roles in turn.
+    """
+    used = {(a.rank, a.peer) for slot in slots for a in slot.actions if a.op is Op.SEND}
+    return sorted(used) if later is None else _in_all_roles(used, later)
 
 
 def directions(used: Iterable[Edge]) -> tuple[Communicator, ...]:
@@ -40,10 +45,9 @@ def communicators(
 ) -> tuple[Communicator, ...]:
     """Return the communicators for a run: one for each direction if the replay allows that, else one for each edge.
 
-    A communicator costs memory and start-up time on each of its ranks. `later` maps each rank to the one that plays its
-    role a training step later, None if each keeps its own: a longer run uses the edges of all roles in turn.
+    A communicator costs memory and start-up time on each of its ranks. `later` as for `edges`.
     """
-    used = edges(slots) if later is None else _in_all_roles(edges(slots), later)
+    used = edges(slots, later)
     shared = directions(used)
     if blocked_on_nccl(slots, ranks, shared) is None:
         return shared
