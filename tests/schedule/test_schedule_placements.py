@@ -8,9 +8,10 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from symbolic import prove
 from written import CYCLIC, checked, schedules, written
 
-from cdp_repro.schedule import PLACEMENTS, Op, Program, Schedule, add_placement
+from cdp_repro.schedule import PLACEMENTS, Op, Program, Schedule, ScheduleError, add_placement
 from cdp_repro.schedule.parts import part_of
 from cdp_repro.schedule.placements import Pipeline, Placement
 
@@ -93,10 +94,17 @@ def test_every_program_is_valid_over_drains_and_every_action_has_one_rank(schedu
 
 
 @pytest.mark.parametrize(("n", "mode"), [(n, "dp") for n in (1, 2)] + [(n, m) for n in (1, 2, 3, 4, 6) for m in CYCLIC])
-def test_a_placement_on_two_ranks_works_for_any_number_of_workers(n, mode):
+def test_the_passes_work_for_a_placement_on_two_ranks_and_any_number_of_workers(n, mode):
     add_placement(TwoHolders)
     try:
-        slots = Program(Schedule.build(mode, n, placement="two_holders")).slots(4)
+        schedule = Schedule.build(mode, n, placement="two_holders")
+        slots = written(schedule, 4)
+        assert sum(action.op is Op.UPDATE for slot in slots for action in slot.actions) == 2 * n * 4
+        prove(schedule, slots, 4)
+        if n <= 2:
+            assert Program(schedule).slots(4) == checked(schedule, slots, 4)
+        else:
+            with pytest.raises(ScheduleError, match="rank 0 would compute two things in one slot"):
+                Program(schedule)
     finally:
         del PLACEMENTS["two_holders"]
-    assert sum(action.op is Op.UPDATE for slot in slots for action in slot.actions) == 2 * n * 4
