@@ -89,5 +89,5 @@ def test_make_targets_exist_and_call_what_the_readme_says():
 def test_the_map_names_every_module_of_the_core():
     (tree,) = re.findall(r"```\nsrc/cdp_repro/\n(.*?)```", TEXT, re.DOTALL)
     named = set(re.findall(r"\w+", tree))
-    core = {path.stem for part in ("schedule", "engine") for path in (ROOT / "src" / "cdp_repro" / part).glob("*.py")}
+    core = {path.stem for part in ("schedule", "engine") for path in (ROOT / "src" / "cdp_repro" / part).rglob("*.py")}
     assert core - {"__init__"} <= named

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -206,16 +206,22 @@ class Engine:
         if self._executor.mailbox is None and (first := feed.first()) is not None:
             layouts = layouts_of([*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast)
             self._size([layout.gradients.nbytes for layout in layouts.stages])
-            try:
+            with self._where_ranks_stand("connecting"):
                 groups = connect(self._program, self._device)
-            except RuntimeError as error:
-                error.add_note(f"while connecting rank {self.rank}; where the ranks stand:\n{self._positions.report()}")
-                raise
             self._executor.mailbox = Mailbox(layouts, self._shards, groups, self._device, 2 * self.schedule.stages)
         for number, stage in enumerate(self._stages):
             if not self._holds(number):
                 for parameter in stage.parameters():
                     parameter.data = parameter.data.new_empty(0)
+
+    @contextmanager
+    def _where_ranks_stand(self, doing: str) -> Iterator[None]:
+        """Add to an error of waiting in vain where each rank stands."""
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            error.add_note(f"while {doing} on rank {self.rank}; where the ranks stand:\n{self._positions.report()}")
+            raise
 
     def _size(self, gradient_bytes: Sequence[int]) -> None:
         """Make the program anew where sums are added in another way once the bytes of gradients are known."""
@@ -231,7 +237,12 @@ class Engine:
     def _results(self, feed: Feed) -> Iterator[StepResult]:
         program, first_step = self._executor.program, self.step
         self._tracer.begin_run(self._next_slot, first_step)
-        for slot in program.replay(first_step, feed.begin_step, self._next_slot):
+
+        def upcoming() -> bool:
+            with self._where_ranks_stand("ending the run"):
+                return feed.begin_step()
+
+        for slot in program.replay(first_step, upcoming, self._next_slot):
             self._tracer.enter(slot, feed.begun)
             for result in self._executor.execute(slot, feed):
                 self.step = result.step + 1

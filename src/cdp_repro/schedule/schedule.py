@@ -145,7 +145,7 @@ class Schedule:
                 "workers, stages and replicas: leave ranks out"
             )
         pipeline_ranks = 1 if spec.placement != "pipeline" else spec.workers if spec.ranks is None else spec.ranks
-        sizes = Sizes(spec.stages, spec.workers, spec.accumulate, spec.replicas, max(pipeline_ranks, 1))
+        sizes = Sizes(spec.stages, spec.workers, spec.accumulate, spec.replicas, pipeline_ranks)
         sizes.check()
         timeline_name, make_rule = _mode(spec)
         if timeline_name == "simultaneous" and spec.placement == "pipeline":
@@ -207,12 +207,12 @@ class Schedule:
         """S."""
         return self.sizes.stages
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         """M, with replicas: micro-batches of a training step."""
         return self.sizes.micro_batches
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """Number of ranks (processes, devices)."""
         return self.placement.ranks
