@@ -103,7 +103,7 @@ class Action(NamedTuple):
     def of_label(cls, text: str) -> Action:
         """Return a forward or backward by its label alone, F2.m5@v1, such as files keep for drawings."""
         match = _TEXT.fullmatch(f"{text}:->")
-        if match is None or match["micro_batch"] is None:
+        if match is None or match["label"] != text or match["micro_batch"] is None:
             raise ValueError(f"not the label of a forward or backward: {text!r}; labels look like F2.m5@v1")
         return cls(Op(match["op"]), 0, int(match["stage"]), int(match["micro_batch"]), int(match["version"]))
 

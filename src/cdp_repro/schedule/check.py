@@ -261,8 +261,9 @@ class Checker:
         lent = action.value if action.op is Op.SEND and action.value and action.value.kind != PARAMETERS else None
         read = next((v for v in action.reads if v.kind == PARAMETERS), None)
         m = action.micro_batch if action.op.is_compute else lent.number if lent and lent.kind in _LENT else -1
-        is_known = read is not None and m >= 0 and action.stage < self._schedule.stages
-        if not is_known or read.number != self._schedule.rule.version(m, action.stage):
+        if read is None or m < 0 or not 0 <= action.stage < self._schedule.stages:
+            return ""
+        if read.number != self._schedule.rule.version(m, action.stage):
             return ""
         made = next(
             (s.number for s in (slot, *following) for a in s.actions if _completes(a, read, self._schedule)), None

@@ -122,7 +122,7 @@ class Value(NamedTuple):
             value = cls(kind, stage, found["micro_batch"], found["version"])
         else:
             value = cls(kind, stage, found[next(iter(named))])
-        if (part, parts) != (0, 1) and not 1 <= part <= parts:
+        if (part, parts) != (0, 1) and not 1 <= part <= parts > 1:
             raise ValueError(f"there is no part {part} of {parts}: {text!r}")
         return value.divided(part, parts)
 

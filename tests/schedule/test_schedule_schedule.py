@@ -1,0 +1,126 @@
+"""What a user chooses: refusals name a value that works; timelines, modes and placements can be added."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from written import ORDERS
+
+from cdp_repro.schedule import MODES, TIMELINES, Program, Schedule, Spec, add_mode, add_timeline
+from cdp_repro.schedule.rules import UniformDelay
+from cdp_repro.schedule.timelines import Cyclic
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needle"),
+    [
+        (("cdp_v3", 3), "did you mean 'cdp_v"),
+        (("cdp_v1", 3, 4), "stages=4 is not a multiple of workers=3: use stages=3 or stages=6"),
+        (("cdp_v1", 4, 2), "use stages=4"),
+        (("cdp_v1", 0), "=0: at least 1 is needed"),
+        (("cdp_v1", 0, 2), "workers=0"),
+        (("cdp_v1", -1, 2), "workers=-1"),
+        (("cdp_v1", 2, 0), "stages=0: at least 1 is needed"),
+        (("cdp_v1", 2, 2, "nowhere"), "single_device"),
+        (("cdp_v1", 2, 2, "single_device", "random"), "backward_first"),
+        (([[1, 1]], 2), "2 rows"),
+        (([[1, 1], [1]], 2), r"\[\[1, 1\], \[1, 1\]\]"),
+        (([[1, 1], [1, -1]], 2), "worker 1 on stage 1 is -1"),
+        (([[1, 1.0], [1, 1]], 2), "worker 0 on stage 1 is 1.0"),
+        (([[True, 1], [1, 1]], 2), "worker 0 on stage 0 is True"),
+        (([1, 2], 2), "no list"),
+    ],
+)
+def test_refusals_name_a_value_that_works(arguments, needle):
+    with pytest.raises(ValueError, match=needle):
+        Schedule.build(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "needle"),
+    [
+        ({"ranks": 2}, "leave ranks out"),
+        ({"accumulate": 0}, "accumulate=0: at least 1"),
+        ({"replicas": 0}, "replicas=0: at least 1"),
+        ({"placement": "pipeline", "ranks": 3}, "ranks=3 do not share stages=4 equally: use ranks=1, 2, 4"),
+        ({"placement": "pipeline", "ranks": 0}, "ranks=0 do not share stages=4 equally: use ranks=1, 2, 4"),
+        ({"placement": "pipeline", "ranks": 1}, "use ranks=2"),
+        ({"pipeline_schedule": "zb"}, "one_f_one_b"),
+    ],
+)
+def test_refusals_of_the_five_numbers_name_a_value_that_works(options, needle):
+    with pytest.raises(ValueError, match=needle):
+        Schedule.build("cdp_v2", 2, 4, **options)
+
+
+def test_a_matrix_has_a_row_for_each_micro_batch_of_a_step():
+    Schedule.build([[1, 1]] * 4, 2, accumulate=2)
+    with pytest.raises(ValueError, match="needs 4 rows"):
+        Schedule.build([[1, 1]] * 2, 2, accumulate=2)
+
+
+def test_the_eight_by_four_command_of_the_authors_is_refused_with_sizes_that_work():
+    with pytest.raises(ValueError, match=r"stages=4 is not a multiple of workers=8: use stages=8"):
+        Schedule.build("cdp_v2", 8, 4)
+
+
+def test_accumulation_needs_one_device():
+    with pytest.raises(ValueError, match="use placement=single_device"):
+        Schedule.build("accumulation", 2, placement="replicated")
+
+
+@pytest.mark.parametrize(
+    ("mode", "placement"),
+    [("cdp_v1", "replicated"), ("cdp_v2", "zero"), ("dp", "pipeline"), ("dp", "model_parallel"),
+     ("dp", "single_device"), ([[1, 1], [1, 1]], "replicated")],
+)  # fmt: skip
+def test_collectives_of_who_does_not_compute_at_once_are_refused_with_what_works(mode, placement):
+    with pytest.raises(ValueError, match=r"use collectives=false, or mode=dp placement=replicated"):
+        Schedule.build(mode, 2, placement=placement, collectives=True)
+
+
+def test_sizes_of_other_stages_are_refused():
+    with pytest.raises(ValueError, match="gradient_bytes has 3 entries: give 2"):
+        Schedule.build("cdp_v2", 2, 2, "replicated", gradient_bytes=(1, 2, 3))
+    with pytest.raises(ValueError, match="gradient_bytes has 3 entries: give 2"):
+        Schedule.build("cdp_v2", 2, 2, "replicated").sized((1, 2, 3))
+
+
+def test_a_schedule_is_what_its_spec_says():
+    spec = Spec("cdp_v2", 2, 4, "pipeline", "backward_first", 3, 2, 4)
+    schedule = Schedule.build("cdp_v2", 2, 4, "pipeline", "backward_first", accumulate=3, replicas=2, ranks=4)
+    assert schedule == Schedule.of(spec)
+    assert (schedule.ranks, schedule.micro_batches, schedule.slots_per_step) == (8, 12, 24)
+    assert spec.forwards == 12 * 4
+    assert schedule.data_parallel().spec == Spec("dp", 2, 4, "pipeline", "backward_first", 3, 2, 4)
+    assert schedule.data_parallel().timeline.name == "one_f_one_b"
+    assert "pipeline" in str(schedule) and "workers=2, stages=4" in str(schedule)
+    assert hash(schedule) == hash(Schedule.of(spec))
+
+
+@pytest.mark.parametrize(("order", "mode"), itertools.product(ORDERS, MODES))
+def test_stages_default_to_workers_and_ranks_of_a_pipeline_too(order, mode):
+    assert Schedule.build(mode, 3, slot_order=order).stages == 3
+    if mode != "accumulation":
+        assert Schedule.build(mode, 3, placement="pipeline", slot_order=order).ranks == 3
+
+
+def test_a_timeline_and_a_mode_can_be_added():
+    class Slow(Cyclic):
+        """Twice the delay: nobody is stale by more than with the cyclic timeline, and half of the slots are idle."""
+
+        name = "slow"
+
+        @property
+        def delay(self):
+            return 4 * (self.sizes.stages // self.sizes.workers)
+
+    add_timeline(Slow)
+    add_mode("slow_v1", "slow", UniformDelay)
+    try:
+        program = Program(Schedule.build("slow_v1", 3, placement="pipeline"))
+        assert program.schedule.slots_per_step == 12
+        assert len(program.slots(2)) == 4 * 5 + 6
+    finally:
+        del TIMELINES["slow"], MODES["slow_v1"]
