@@ -57,7 +57,7 @@ def relayed_sum(backward: Action, schedule: Schedule) -> Iterator[Action]:
 def order_of_need(schedule: Schedule, stage: int, version: int) -> tuple[int, ...]:
     """Return the holders of `stage` in the order in which they first read `version` >= 1, or a later one.
 
-    For example cdp_v2 with N = S = 4, stage 1: worker 3 reads the new version first, then 0, 1 and 2 a step later.
+    For example cdp_v2 with N = S = 4, stage 1: workers 2 and 3 read the new version first, then 0 and 1 a step later.
     """
     found: dict[int, None] = {}
     for m in count(version * schedule.micro_batches):

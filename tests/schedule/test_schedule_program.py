@@ -1,0 +1,271 @@
+"""Programs as finite data: what they replay is what the passes would write out, for all ranks and for each."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from written import CYCLIC, ORDERS, of_rank, schedules, written
+
+from cdp_repro.schedule import MODES, PLACEMENTS, Op, Program, RankProgram, Schedule, ScheduleError, Slot
+from cdp_repro.schedule.generate import generate
+from cdp_repro.schedule.program import Run
+
+STALE = [[3, 1, 1], [1, 2, 1], [2, 0, 1]]
+
+
+def per_rank(schedule, slots):
+    return [{s.number: own for s, own in zip(slots, of_rank(slots, r), strict=True) if own} for r in range(schedule.ranks)]
+
+
+def equal_to_the_passes(program, first, steps):
+    schedule = program.schedule
+    replayed, made = program.slots(steps, first), written(schedule, steps, first)
+    assert len(replayed) == len(made)
+    assert [slot.number for slot in replayed] == list(range(len(made)))
+    assert per_rank(schedule, replayed) == per_rank(schedule, made)
+
+
+@given(schedule=schedules(workers=4, accumulate=3), data=st.data())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_a_program_replays_what_the_passes_write_out(schedule, data):
+    program = Program(schedule)
+    first = data.draw(st.integers(0, schedule.rule.longest + 2))
+    fill = len(program.run_from(first)[0].fill)
+    equal_to_the_passes(program, first, data.draw(st.integers(0, fill + 4)))
+
+
+def kinds():
+    """Every mode, placement, slot order, summation, accumulation and number of replicas once, in small sizes."""
+    modes = [*((mode, None) for mode in MODES), ("matrix", STALE)]
+    for (name, matrix), placement, order, k, r in itertools.product(modes, PLACEMENTS, ORDERS, (1, 2), (1, 2)):
+        if name == "accumulation" and placement != "single_device":
+            continue
+        mode = (matrix * k) if matrix else name
+        if matrix and k > 1:
+            mode = [[max(1, d) for d in row] for row in mode]
+        for collectives in (False, True) if name == "dp" and placement in ("replicated", "zero") else (False,):
+            for flush in ("gpipe", "one_f_one_b") if (name, placement) == ("dp", "pipeline") else ("one_f_one_b",):
+                yield Schedule.build(mode, 3, placement=placement, slot_order=order, accumulate=k, replicas=r,
+                                     collectives=collectives, pipeline_schedule=flush)  # fmt: skip
+
+
+def test_of_every_kind_all_runs_and_lengths_are_replayed():
+    for number, schedule in enumerate(kinds()):
+        program = Program(schedule)
+        firsts = range(schedule.rule.longest + 3)
+        first = firsts[number % len(firsts)]
+        fill = len(program.run_from(first)[0].fill)
+        equal_to_the_passes(program, first, 1 + number % (fill + 4))
+
+
+@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2", STALE], ids=str)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_first_step_and_every_length(mode, placement):
+    program = Program(Schedule.build(mode, 3, placement=placement))
+    for first in range(program.schedule.rule.longest + 3):
+        fill = len(program.run_from(first)[0].fill)
+        for steps in range(fill + 5):
+            equal_to_the_passes(program, first, steps)
+
+
+@given(schedule=schedules(workers=3, accumulate=2), first=st.integers(0, 4), steps=st.integers(0, 6), slot=st.integers(0, 99))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_the_program_of_a_rank_is_its_part_of_all(schedule, first, steps, slot):
+    program = Program(schedule)
+    whole = program.slots(steps, first)
+    for rank, expected in enumerate(per_rank(schedule, whole)):
+        own = RankProgram(program, rank)
+        left = iter(range(steps))
+        replayed = list(own.replay(first, lambda: next(left, None) is not None, slot))  # noqa: B023
+        assert {s.number - slot: list(s.actions) for s in replayed} == expected
+        assert [s.number for s in replayed] == sorted(s.number for s in replayed)
+        assert own.length(first, steps) == len(whole)
+
+
+@given(schedule=schedules(workers=3, accumulate=2))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_a_step_is_finished_by_the_updates_of_what_a_rank_holds_or_else_by_its_backwards(schedule):
+    program, steps = Program(schedule), 5
+    slots = program.slots(steps)
+    for rank in range(schedule.ranks):
+        kind, number = RankProgram(program, rank).finishing
+        held = sum(rank in schedule.placement.holders(j) for j in range(schedule.stages))
+        own = [a for each in of_rank(slots, rank) for a in each if a.op is kind]
+        assert (kind, number) == (Op.UPDATE, held) if held else kind is Op.BACKWARD
+        if program.roles.are_fixed or held:
+            assert len(own) == steps * number
+            by_step = defaultdict(int)
+            for action in own:
+                step = action.version - 1 if held else action.micro_batch // schedule.micro_batches
+                by_step[step] += 1
+            assert by_step == ({step: number for step in range(steps)} if number else {})
+
+
+@pytest.mark.parametrize("mode", ["dp", *CYCLIC, STALE], ids=str)
+def test_the_program_of_the_single_device_is_the_whole_schedule(mode):
+    program = Program(Schedule.build(mode, 3))
+    left = iter(range(3))
+    assert program.schedule.ranks == 1
+    assert list(RankProgram(program, 0).replay(0, lambda: next(left, None) is not None)) == program.slots(3)
+
+
+@given(schedule=schedules(workers=3, accumulate=2), first=st.integers(0, 3), steps=st.integers(1, 4))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_a_run_that_ends_later_is_the_same_up_to_the_slot_before_the_next_step(schedule, first, steps):
+    """What lets a rank begin a step before it knows whether another comes."""
+    short, long = generate(schedule, first, steps), generate(schedule, first, steps + 1)
+    same = steps * schedule.slots_per_step - 1
+    trim = [[[a._replace(frees=()) for a in each] for each in slots[:same]] for slots in (short, long)]
+    assert trim[0] == trim[1]
+    assert short[:same] == long[:same]
+
+
+# ------------------------------------------------------------------------------------------- laziness
+
+
+@given(schedule=schedules(workers=3, accumulate=2))
+@settings(deadline=None, max_examples=40, derandomize=True)
+def test_a_step_is_asked_for_only_when_what_depends_on_it_is_due(schedule):
+    """The first step at once; each other in the slot in which its piece begins, and not before."""
+    program, asked = Program(schedule), []
+
+    def upcoming():
+        asked.append(None)
+        return len(asked) <= 4
+
+    computed = set()
+    for rank in range(schedule.ranks):
+        asked.clear()
+        for slot in RankProgram(program, rank).replay(0, upcoming):
+            computed = {a.micro_batch // schedule.micro_batches for a in slot.actions if a.op.is_compute}
+            assert all(step < len(asked) for step in computed), "nothing is computed that was not asked for"
+            assert slot.number >= program.begin(len(asked) - 1)
+        assert len(asked) == 5
+
+
+def test_nothing_is_asked_before_the_first_slot_is():
+    def upcoming():
+        raise AssertionError("asked")
+
+    for mode in ("dp", *CYCLIC):
+        RankProgram(Program(Schedule.build(mode, 3)), 0).replay(0, upcoming)
+
+
+def test_no_steps_no_slots():
+    for mode in ("dp", *CYCLIC):
+        program = Program(Schedule.build(mode, 3))
+        assert program.slots(0) == []
+        assert list(RankProgram(program, 0).replay(0, lambda: False)) == []
+        assert RankProgram(program, 0).length(0, 0) == 0
+
+
+@pytest.mark.parametrize("mode", ["dp", *CYCLIC])
+def test_endless_steps_give_endless_slots(mode):
+    program = Program(Schedule.build(mode, 2))
+    slots = list(itertools.islice(RankProgram(program, 0).replay(0, lambda: True), 500))
+    assert [slot.number for slot in slots] == list(range(500))
+    assert list(itertools.islice(program.endless(), 500)) == slots
+
+
+@pytest.mark.parametrize("mode", ["dp", *CYCLIC, [[3, 1], [0, 2]]], ids=str)
+def test_memory_does_not_grow_with_the_number_of_steps(mode):
+    program = Program(Schedule.build(mode, 2))
+    own = RankProgram(program, 0)
+
+    def peak(steps):
+        left = iter(range(steps))
+        tracemalloc.start()
+        try:
+            for _ in own.replay(0, lambda: next(left, None) is not None):
+                pass
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    short, long = (min(peak(steps) for _ in range(3)) for steps in (50, 400))  # the interpreter fills caches, too
+    assert long < short + 8000, "a kept slot costs some 500 bytes; 350 more steps have 1400 or more slots"
+
+
+def test_a_rank_keeps_the_actions_of_its_own_roles_only():
+    program = Program(Schedule.build("cdp_v2", 8, placement="replicated"))
+    own = RankProgram(program, 3)
+    left = iter(range(30))
+    for slot in own.replay(0, lambda: next(left, None) is not None):
+        assert {a.rank for a in slot.actions} == {3}
+    assert {role for picked in own._own.values() for role in picked} == {3}
+
+
+# ------------------------------------------------------------------------------------------- programs that are given
+
+
+@given(schedule=schedules(workers=3, accumulate=2))
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_a_program_is_its_runs(schedule):
+    made = Program(schedule)
+    given_ = Program(schedule, made.runs)
+    assert sorted(made.runs) == list(range(schedule.rule.longest + 1))
+    for first, steps in itertools.product(range(3), (1, 2, 6)):
+        assert given_.slots(steps, first) == made.slots(steps, first)
+    assert given_.edges == made.edges
+    assert given_.communicators == made.communicators
+
+
+def changed(run, piece, change):
+    """A run with one action of a piece changed."""
+    period = [list(slot.actions) for slot in run.period]
+    fill = [[list(slot.actions) for slot in each] for each in run.fill]
+    change(period if piece == "period" else fill[0])
+    numbers = [slot.number for slot in run.period]
+    return Run(
+        run.first_step,
+        [[Slot(s.number, tuple(a)) for s, a in zip(old, new, strict=True)] for old, new in zip(run.fill, fill, strict=True)],
+        [Slot(number, tuple(actions)) for number, actions in zip(numbers, period, strict=True)],
+        dict(run.drains),
+    )
+
+
+@pytest.mark.parametrize(("mode", "placement"), itertools.product(["dp", *CYCLIC], PLACEMENTS))
+def test_a_given_program_with_a_fault_in_its_period_is_refused(mode, placement):
+    runs = Program(Schedule.build(mode, 3, placement=placement)).runs
+    broken = {first: changed(run, "period", lambda slots: slots[-1].pop()) for first, run in runs.items()}
+    with pytest.raises(ScheduleError):
+        Program(Schedule.build(mode, 3, placement=placement), broken)
+
+
+@pytest.mark.parametrize("placement", ["pipeline", "replicated", "model_parallel"])
+def test_a_period_that_does_not_end_as_it_begins_is_refused(placement):
+    """It gets ready for a message of the drain: well and good once, but the next period would do so again."""
+    schedule = Schedule.build("cdp_v2", 3, placement=placement)
+    made = Program(schedule).runs
+    last = len(made[0].fill) + 1
+    drain = [list(slot.actions) for slot in made[0].drains[last]]
+    moved = next(action for actions in drain for action in actions if action.op is Op.RECEIVE)
+    for actions in drain:
+        actions[:] = [action for action in actions if action != moved]
+    broken = changed(made[0], "period", lambda slots: slots[-1].append(moved))
+    numbers = [slot.number for slot in made[0].drains[last]]
+    broken.drains[last] = [Slot(number, tuple(actions)) for number, actions in zip(numbers, drain, strict=True)]
+    with pytest.raises(ScheduleError, match="the period of the run from step 0 does not end as it begins"):
+        Program(schedule, {**made, 0: broken})
+
+
+def test_runs_and_drains_that_are_not_given_are_not_made():
+    schedule = Schedule.build("cdp_v1", 2)
+    runs = Program(schedule).runs
+    with pytest.raises(ValueError, match=r"the program has no run from step 1: it has runs from \[0\]"):
+        Program(schedule, {0: runs[0]}).slots(2, 1)
+    short = Run(0, runs[0].fill, runs[0].period, {max(runs[0].drains): runs[0].drains[max(runs[0].drains)]})
+    if len(runs[0].drains) > 1:
+        with pytest.raises(ValueError, match="the program has no drain after 1 steps from step 0"):
+            Program(schedule, {**runs, 0: short})
+
+
+def test_a_rule_that_cannot_be_served_is_refused_by_its_program_not_by_its_schedule():
+    schedule = Schedule.build([[0, 0], [0, 0]], 2)
+    with pytest.raises(ScheduleError, match="Staleness 0 of"):
+        Program(schedule)

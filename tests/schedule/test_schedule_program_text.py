@@ -1,0 +1,135 @@
+"""Programs as text: what is written is read back the same, and a broken file gets its line, the grid and the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from cdp_repro.schedule import Program, Schedule, ScheduleError
+from cdp_repro.schedule.program_text import FIRST_LINE, read_program, write_program
+
+SETTINGS = [
+    ("cdp_v2", 2, 2, {"placement": "replicated"}),
+    ("cdp_v1", 3, 3, {"placement": "zero", "replicas": 2}),
+    ("cdp_v2", 3, 6, {"placement": "model_parallel"}),
+    ("cdp_v2", 2, 2, {"placement": "pipeline", "accumulate": 2}),
+    ("dp", 3, 4, {"placement": "pipeline", "ranks": 2, "pipeline_schedule": "gpipe"}),
+    ("dp", 2, 2, {"placement": "zero", "collectives": True}),
+    ([[1, 1], [2, 0]], 2, 2, {}),
+    ("cdp_v2", 2, 3 * 2, {"placement": "replicated", "gradient_bytes": (2**20,) * 5 + (2**24,)}),
+]
+
+
+def program(mode="cdp_v2", workers=2, stages=2, **choices):
+    return Program(Schedule.build(mode, workers, stages, **choices))
+
+
+@pytest.mark.parametrize(("mode", "workers", "stages", "choices"), SETTINGS)
+def test_what_is_written_is_read_back(mode, workers, stages, choices):
+    written = program(mode, workers, stages, **choices)
+    read = read_program(write_program(written))
+    assert write_program(read) == write_program(written)
+    assert read.schedule == written.schedule
+    for first_step in range(3):
+        for steps in range(1, 6):
+            ours, theirs = ([[s.number, *sorted(map(str, s.actions))] for s in each.slots(steps, first_step)]
+                            for each in (written, read))  # fmt: skip
+            assert ours == theirs
+
+
+def test_notes_and_blank_lines_say_nothing():
+    text = write_program(program(placement="zero"))
+    noted = text.replace("\nrank 0\n", "\n\n// by hand\nrank 0   // the owner of stage 0\n")
+    assert noted != text and write_program(read_program(noted)) == text
+
+
+def refused(text):
+    with pytest.raises(ScheduleError) as error:
+        read_program(text)
+    said = str(error.value)
+    assert len(said.splitlines()) < 40, "one screen"
+    return said
+
+
+def edited(placement, old, new, **choices):
+    """Return the text with its first `old` replaced, and the number of that line."""
+    text = write_program(program(placement=placement, **choices))
+    assert old in text
+    return text.replace(old, new, 1), text[: text.index(old)].count("\n") + 1
+
+
+def test_a_lost_sum_is_refused():
+    text, _ = edited("replicated", "  4  A g1[0:2]: g1[0:1]! g1[1:2]! -> g1[0:2]\n", "")
+    said = refused(text)
+    assert "U1@v1: g1[0:2] is not on rank 0" in said and said.startswith("line ") and "worker 0" in said
+
+
+def test_a_stale_read_is_refused():
+    old = "F1.m2@v1: x1.m2! p1@v1 b1.w0! -> s1.m2 d1.m2 b1.w0"
+    text, line = edited("replicated", old, old.replace("@v1", "@v0"))
+    assert refused(text).startswith(f"line {line}: slot 5, rank 0, F1.m2@v0: its rule asks for version 1")
+
+
+def test_an_unknown_value_is_refused():
+    text, line = edited("replicated", "  0  F0.m0@v0: p0@v0 b0.w0!", "  0  F0.m0@v0: q0@v0 b0.w0!")
+    assert refused(text).startswith(f"line {line}: not a value: 'q0@v0'")
+
+
+def test_an_unknown_action_is_refused():
+    text, line = edited("replicated", "  0  F0.m0@v0: p0@v0", "  0  G0.m0@v0: p0@v0")
+    assert refused(text).startswith(f"line {line}: not an action")
+
+
+def test_ranks_that_wait_for_each_other_are_refused():
+    """Each of two ranks would send what the other adds only after it has added itself."""
+    lines = write_program(program(placement="replicated")).split("\n")
+    fill = lines.index("fill 1")
+    send = lines.index("  3  S g0[0:1]>1: g0[0:1] ->", fill)
+    del lines[send]
+    first = lines.index("  5  F1.m2@v1: x1.m2! p1@v1 b1.w0! -> s1.m2 d1.m2 b1.w0", fill)
+    lines[first:first] = ["  5  A g0[0:2]: g0[0:1] g0[1:2]! -> g0[0:2]", "  5  S g0[0:1]>1: g0[0:1]! ->"]
+    send = lines.index("  5  S g0[1:2]>0: g0[1:2] ->", fill)
+    lines[send : send + 2] = ["  5  A g0[0:2]: g0[0:1]! g0[1:2] -> g0[0:2]", "  5  S g0[1:2]>0: g0[1:2]! ->"]
+    said = refused("\n".join(lines))
+    assert f"line {first + 1}: slot 5, rank 0, A g0[0:2]: it waits for g0[1:2], and ranks wait for each other" in said
+
+
+def test_other_ranks_than_the_header_says_are_refused():
+    text, line = edited("replicated", "  2  S g1[0:1]>1: g1[0:1] ->", "  2  S g1[0:1]>5: g1[0:1] ->")
+    assert refused(text).startswith(f"line {line}: S g1[0:1]>5 of rank 0")
+    text, _ = edited("replicated", "workers = 2\nstages = 2", "workers = 1\nstages = 2")
+    assert "has ranks 0 to 0" in refused(text)
+
+
+def test_line_ends_of_windows_are_refused():
+    assert "CR LF" in refused(write_program(program()).replace("\n", "\r\n"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (FIRST_LINE, "a program", "line 1: a program begins with the line"),
+        ("workers = 2", "worker = 2", "line 3: the header has no 'worker'"),
+        ("workers = 2", "workers = two", "line 3: 'two' is no JSON value"),
+        ("workers = 2\n", "", "the header lacks workers"),
+        ("workers = 2", "workers = 3", "the header does not describe a schedule: stages=2 is not a multiple"),
+        ("accumulate = 1", "accumulate = 0", "accumulate=0: at least 1 is needed"),
+        ("fill 0", "fill 7", "it needs 0, 1, .. without a gap"),
+        ("period 2", "period 3", "so it needs one `period 2`"),
+        ("drain after 1", "drain after 9", "it needs 1 to 3"),
+        ("\nrank 0\n", "\n", "belongs to no rank of a piece"),
+        ("  0  F0.m0@v0", "  F0.m0@v0", "has no slot in front of its action"),
+        ("  0  F0.m0@v0", "  40  F0.m0@v0", "fill 0 has the slots 0 to 2"),
+    ],
+)
+def test_a_broken_file_names_the_line_and_the_reason(old, new, said):
+    text = write_program(program(placement="replicated"))
+    assert old in text
+    assert said in refused(text.replace(old, new, 1))
+
+
+def test_a_period_that_cannot_be_repeated_is_refused():
+    """It keeps a value at its end that it does not find at its begin."""
+    text = write_program(program(placement="single_device"))
+    begin = text.index("\nperiod ")
+    at = text.index("p0@v1! ", begin)
+    assert "line" in refused(text[:at] + "p0@v1 " + text[at + len("p0@v1! ") :])

@@ -1,0 +1,77 @@
+"""Messages of neighbouring stages, of buffers and of lent parameters: each once, from who has it to who needs it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given, settings
+from written import DISTRIBUTED, schedules, written
+
+from cdp_repro.schedule import Op, Schedule
+
+STEPS = 3
+
+
+@given(schedules(placements=DISTRIBUTED))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_what_moves_is_what_another_rank_reads_next(schedule):
+    sent = Counter((str(a.value), a.rank, a.peer) for slot in written(schedule, STEPS) for a in slot.actions
+                   if a.op is Op.SEND and a.value.kind in "xd")  # fmt: skip
+    rank_of, expected = schedule.placement.rank_of, Counter()
+    for m in range(STEPS * schedule.micro_batches):
+        for j in range(1, schedule.stages):
+            before, after = rank_of(m, j - 1), rank_of(m, j)
+            if before != after:
+                expected[f"x{j}.m{m}", before, after] += 1
+                expected[f"d{j - 1}.m{m}", after, before] += 1
+    assert sent == expected
+
+
+@given(schedules(placements=DISTRIBUTED))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_buffers_follow_their_worker(schedule):
+    lanes, rank_of = schedule.sizes.lanes, schedule.placement.rank_of
+    sent = [(a.value.stage, a.value.number, a.rank, a.peer) for slot in written(schedule, STEPS) for a in slot.actions
+            if a.op is Op.SEND and a.value.kind == "b"]  # fmt: skip
+    moves = [(j, m % lanes, rank_of(m, j), rank_of(m + lanes, j))
+             for m in range(STEPS * schedule.micro_batches) for j in range(schedule.stages)]  # fmt: skip
+    assert sorted(sent) == sorted(move for move in moves if move[2] != move[3])
+
+
+@given(schedules(placements=DISTRIBUTED))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_both_ends_of_a_message_stand_in_one_slot_but_for_receives_that_are_early(schedule):
+    sends, receives = {}, {}
+    for slot in written(schedule, STEPS):
+        for action in slot.actions:
+            if action.op is Op.SEND:
+                assert (action.value, action.rank, action.peer, slot.number) not in sends
+                sends.setdefault((action.value, action.rank, action.peer), []).append(slot.number)
+            elif action.op is Op.RECEIVE:
+                receives.setdefault((action.value, action.peer, action.rank), []).append(slot.number)
+    assert sends.keys() == receives.keys()
+    for message, slots in sends.items():
+        pairs = list(zip(receives[message], slots, strict=True))
+        assert all(0 <= sent - ready <= schedule.slots_per_step for ready, sent in pairs)
+
+
+@given(schedules(workers=4, placements=("zero",)))
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_parameters_are_lent_one_slot_before_they_are_read(schedule):
+    brought, reads = {}, {}
+    for slot in written(schedule, STEPS):
+        for action in slot.actions:
+            for value in action.writes:
+                if value.kind in ("pf", "pb"):
+                    brought[value] = slot.number
+            for value in action.reads:
+                if value.kind in ("pf", "pb"):
+                    reads[value] = slot.number
+                    assert value in action.frees, "a copy is for one action"
+    assert brought == {value: max(0, number - 1) for value, number in reads.items()}
+
+
+def test_a_rank_alone_sends_nothing():
+    for mode in ("dp", "cdp_v1", "cdp_v2", "accumulation"):
+        for slot in written(Schedule.build(mode, 3), 2):
+            assert not any(a.op.is_message or a.op is Op.COLLECTIVE for a in slot.actions)
