@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cdp_repro.cli import plan as plan_command
 from cdp_repro.cli import verify as command
 from cdp_repro.training import equivalence as module
 from cdp_repro.training.equivalence import Comparison, Outcome
@@ -65,3 +66,26 @@ def test_steps_that_make_no_sense(capsys, steps):
 def test_help_teaches(capsys):
     assert command.main(["--help"]) == 0
     assert "usage: cdp-verify" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("placement", ["replicated", "zero"])
+def test_a_program_file_is_written_edited_run_and_compared(tmp_path, capsys, placement):
+    path = tmp_path / "program.txt"
+    assert plan_command.main(["mode=cdp_v2", "workers=2", f"placement={placement}", f"--program={path}"]) == 0
+    assert f"program: {path}" in capsys.readouterr().out
+    text = path.read_text()
+    path.write_text(text.replace("\nrank 0\n", "\n// by hand\nrank 0\n", 1))
+    assert command.main([f"program={path}", "--steps=4"]) == 0
+    assert "they agree bitwise" in capsys.readouterr().out
+    assert command.main([f"program={path}", "workers=4", "stages=4"]) == 2
+    assert "workers=2 there, 4 here" in capsys.readouterr().err
+    add = next(line for line in text.split("\n") if " A g" in line)
+    path.write_text(text.replace(f"{add}\n", "", 1))
+    assert command.main([f"program={path}"]) == 2
+    said = capsys.readouterr().err
+    assert "line " in said and "is not on rank" in said and "worker 0" in said
+
+
+def test_a_program_file_that_is_not_there_is_refused(tmp_path, capsys):
+    assert command.main([f"program={tmp_path}/none"]) == 2
+    assert "cannot be read" in capsys.readouterr().err
