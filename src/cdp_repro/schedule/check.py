@@ -38,8 +38,11 @@ class ScheduleError(ValueError):
 
 
 State = set[tuple[int, int, Value, int]]
-"""All that later actions depend on: (rank, rank, value, 0) of what is there, (rank, peer, value, place) of each end of a
-message whose other end has not come, with its place in its edge's queue, from 1 for receives, from -1 down for sends."""
+"""All that later actions depend on.
+
+(rank, rank, value, 0) of each value that is there; (rank, peer, value, place) of each end of a message whose other end
+has not come, with its place in the queue of its edge: from 1 up for receives, from -1 down for sends.
+"""
 
 
 class _OpenEnd(NamedTuple):
