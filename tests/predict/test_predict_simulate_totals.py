@@ -1,0 +1,82 @@
+"""Totals of slots, which keep no records, against the trace of the same slots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.predict.simulate import simulate_slots, simulate_totals, version_bytes
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, PLACEMENTS, Program, Schedule
+from cdp_repro.trace import Trace
+
+STEPS = 4
+
+
+@st.composite
+def jobs(draw):
+    """Schedules of all placements, and costs of stages that are all different."""
+    n, c, r, k = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    s = n * c
+    matrix = [[1 + (2 * i + j) % 3 for j in range(s)] for i in range(n * k)]
+    mode = draw(st.sampled_from(["dp", "cdp_v1", "cdp_v2", "accumulation", matrix]))
+    placement = "single_device" if mode == "accumulation" else draw(st.sampled_from(sorted(PLACEMENTS)))
+    order = draw(st.sampled_from(["paper", "backward_first"]))
+    flush = draw(st.sampled_from(["gpipe", "one_f_one_b"]))
+    collectives = mode == "dp" and placement in COLLECTIVE_PLACEMENTS and draw(st.booleans())
+    schedule = Schedule.build(
+        mode, n, s, placement, order, replicas=r, accumulate=k, pipeline_schedule=flush, collectives=collectives
+    )
+    sizes = st.lists(st.integers(0, 9), min_size=s, max_size=s).map(tuple)
+    kept = draw(sizes)
+    costs = replace(
+        StageCosts.equal(s), forward_bytes=kept, backward_bytes=kept, parameter_bytes=draw(sizes),
+        gradient_bytes=draw(sizes), output_bytes=draw(sizes), input_gradient_bytes=draw(sizes),
+        buffer_bytes=draw(sizes), output_kept=(draw(st.booleans()),) * s, input_kept=(draw(st.booleans()),) * s,
+    )  # fmt: skip
+    return schedule, costs
+
+
+@given(job=jobs(), drains=st.booleans())
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_totals_are_those_of_the_trace(job, drains):
+    schedule, costs = job
+    slots = [slot for slot in Program(schedule).slots(STEPS) if drains or slot.number < STEPS * schedule.slots_per_step]
+    totals = list(simulate_totals(schedule, costs, slots))
+    trace = simulate_slots(schedule, costs, slots)
+    size = version_bytes(schedule, costs)
+    assert {t.slot: t.activation_bytes for t in totals if t.slot in trace.activation_bytes_per_slot} == (
+        trace.activation_bytes_per_slot
+    )
+    assert max(t.activation_bytes_per_device for t in totals) == trace.activation_peak_bytes_per_device
+    assert max(t.versions_kept for t in totals) == trace.versions_kept
+    messages = Counter(message.slot for message in trace.messages)
+    assert {t.slot: t.messages for t in totals if t.messages} == messages
+    for total in totals:
+        here = [record for record in trace.records if record.slot == total.slot]
+        sent = tuple(message for message in trace.messages if message.slot == total.slot)
+        if not here:
+            continue
+        held = [sum(n * size(r.rank, j) for j, n in enumerate(r.versions)) for r in here]
+        assert total.state_bytes_per_device == max(held)
+        assert total.activation_bytes_per_device == max(record.activation_bytes for record in here)
+        alone = Trace(schedule.micro_batches, schedule.sizes.lanes, schedule.stages, tuple(here), sent)
+        assert total.chain == alone.max_chain_per_slot
+        assert total.bytes_sent == sum(message.bytes for message in sent)
+        assert total.computing_ranks == sum(any(a.op.is_compute for a in record.actions) for record in here)
+
+
+def test_optimizer_state_is_counted_once_a_parameter():
+    costs = replace(StageCosts.equal(3), parameter_bytes=(96, 48, 100))
+    schedule = Schedule.build("dp", 3, placement="zero", collectives=True)
+    totals = simulate_totals(schedule, costs, Program(schedule).slots(2), optimizer_states=1)
+    assert max(total.state_bytes_per_device for total in totals) == 2 * 96
+
+
+def test_costs_of_another_number_of_stages_are_refused():
+    with pytest.raises(ValueError, match=r"3 stages but the costs are of 2"):
+        list(simulate_totals(Schedule.build("dp", 3), StageCosts.equal(2), ()))

@@ -1,0 +1,93 @@
+"""Records and messages, and what is read off them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.predict.simulate import simulate
+from cdp_repro.schedule import Action, Op, Program, Schedule, Value
+from cdp_repro.schedule.actions import send
+from cdp_repro.trace import Message, SlotRecord, Trace, TraceRecorder
+
+
+def record(slot, rank, peak=0, after=0, actions=()):
+    return SlotRecord(slot, rank, actions, peak, after, (1,), ((0.0, 1.0),) * len(actions))
+
+
+def trace_of(*records, messages=(), m=2):
+    return Trace(m, m, 1, records, messages)
+
+
+def test_a_rank_that_does_nothing_in_a_slot_still_holds_its_activations():
+    trace = trace_of(record(0, 0, 5, 4), record(1, 1, 7, 7), record(2, 0, 4, 0), record(3, 1, 7, 0))
+    assert trace.activation_bytes_per_slot == {0: 5, 1: 4 + 7, 2: 4 + 7, 3: 0 + 7}
+    assert trace.activation_peak_bytes_total == 11
+    assert trace.activation_peak_bytes_per_device == 7
+
+
+def test_an_empty_trace_has_no_numbers():
+    empty = trace_of()
+    assert (empty.activation_peak_bytes_total, empty.activation_peak_bytes_per_device, empty.versions_kept) == (0, 0, 0)
+    assert (empty.max_messages_per_slot, empty.max_chain_per_slot, empty.idle_share(4)) == (0, 0, 0.0)
+    assert empty.last_step(4) == range(0)
+
+
+def hop(source, destination, members, size=8):
+    """A message with a sum of stage 0, in slot 0: what is sent, what receives it, and its record."""
+    value = Value("g", 0, members[0], stop=members[-1] + 1)
+    sender, receiver = send(value, source, destination)
+    return sender, receiver, Message(0, source, destination, "gradients", 0, size, value)
+
+
+def test_messages_are_counted_and_chained_if_one_waits_for_the_other():
+    (s0, r0, m0), (s1, r1, m1) = hop(0, 1, [0]), hop(1, 2, [0, 1])
+    add = Action.parse("A g0[0:2]: g0[0:1]! g0[1:2]! -> g0[0:2]", rank=1)
+
+    def trace(*middle):
+        programs = [(s0,), middle, (r1,)]
+        return trace_of(*(record(0, rank, actions=own) for rank, own in enumerate(programs)), messages=(m0, m1), m=3)
+
+    assert trace(r0, add, s1).max_chain_per_slot == 2
+    assert trace(r0, s1, add).max_chain_per_slot == 1, "what is sent before the wait does not depend on it"
+    assert trace(r0, add, s1).max_messages_per_slot == 2
+    assert trace_of(messages=(m0,), m=3).bytes_sent_per_device_per_step(2) == 0  # no rank is on record
+    unsent = trace_of(*(record(0, r, actions=own) for r, own in enumerate([(s0,), (r0, add, s1), (r1,)])), messages=(m1,))
+    assert unsent.max_chain_per_slot == 1, "what has no bytes is never sent"
+
+
+def test_traces_of_ranks_are_merged_in_the_order_of_slots():
+    (_, _, m0), (_, _, m1) = hop(0, 1, [0]), hop(1, 0, [1])
+    parts = [([record(0, 1), record(2, 1)], [m1]), ([record(0, 0), record(1, 0)], [m0])]
+    merged = Trace.merged(2, 2, 1, parts)
+    assert [(r.slot, r.rank) for r in merged.records] == [(0, 0), (0, 1), (1, 0), (2, 1)]
+    assert merged.messages == (m0, m1)
+
+
+def test_a_recorder_keeps_the_peak_within_a_slot_and_what_is_left_after_it():
+    recorder = TraceRecorder(0, 2, 2)
+    texts = ["F0.m0@v0: p0@v0 b0.w0! -> s0.m0 d0.m0 b0.w0", "B0.m0@v0: s0.m0! d0.m0! p0@v0 -> g0[0:1]"]
+    forward, backward = map(Action.parse, texts)
+    recorder.record(3, forward, 10, [1], (0.0, 1.0))
+    recorder.record(3, backward, 4, [1], (1.0, 2.0))
+    recorder.record(5, backward, 0, [2], (2.0, 3.0))
+    gradient, total = Value("g", 0, 0, stop=1), Value("g", 0, 0, stop=2)
+    recorder.sent(5, send(gradient, 0, 1)[0], 7)
+    recorder.sent(5, send(total, 0, 1)[0], 7)
+    recorder.sent(5, Action(Op.COLLECTIVE, 0, 0, value=total, reads=(gradient,), writes=(total,)), 9)
+    records, messages = recorder.finish()
+    assert [(r.slot, r.activation_bytes, r.activation_bytes_after, r.versions) for r in records] == [
+        (3, 10, 4, (1,)),
+        (5, 4, 0, (2,)),
+    ]
+    assert [(m.kind, m.destination, m.bytes) for m in messages] == [("gradients", 1, 7), ("total", 1, 7), ("total", 1, 9)]
+
+
+@pytest.mark.parametrize(("mode", "placement"), itertools.product(("dp", "cdp_v1", "cdp_v2"), ("pipeline", "replicated")))
+def test_the_last_step_begins_where_its_first_forward_is(mode, placement):
+    program = Program(Schedule.build(mode, 3, placement=placement, accumulate=2))
+    length = program.schedule.slots_per_step
+    trace = simulate(program, StageCosts.equal(3), 4)
+    assert trace.last_step(length) == range(3 * length, 4 * length)
