@@ -1,6 +1,6 @@
-"""Measure engine overhead, activation peaks, placements and links against torch's own; write results/bench/*.json.
+"""Measure engine overhead, programs, activation peaks, placements and links; write results/bench/*.json.
 
-Usage: python scripts/bench.py [overhead] [memory] [placements] [links_resnet18] [links_vit]
+Usage: python scripts/bench.py [overhead] [programs] [memory] [placements] [links_resnet18] [links_vit]
 
 Without names: all. Links are between two network namespaces, which takes root.
 
@@ -44,16 +44,19 @@ from cdp_repro.predict.pricing import Cluster, Collectives, Link
 from cdp_repro.predict.pricing.calibration import measure_network, measure_stages, network_of, time_messages
 from cdp_repro.predict.pricing.quote import prices_on_each
 from cdp_repro.report.charts import style
+from cdp_repro.schedule import PLACEMENTS, Program, RankProgram, Schedule
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "bench"
-ROUNDS = 120
+ROUNDS = 20
 STEPS_PER_ROUND = 1
+OVERHEAD_WORKERS, OVERHEAD_MICRO_BATCH = 4, 16
+PROGRAM_WORKERS = (4, 16, 64, 256)
 
 
 def main(names: list[str]) -> None:
     benches: dict[str, Callable[[], dict[str, Any]]] = {
-        "overhead": overhead, "memory": memory, "placements": placements,
+        "overhead": overhead, "programs": programs, "memory": memory, "placements": placements,
         **{name: partial(links, name) for name in LINK_NETWORKS},
     }  # fmt: skip
     for name in names or benches:
@@ -67,14 +70,35 @@ def main(names: list[str]) -> None:
 # --- overhead -----------------------------------------------------------------------------------------------------
 
 
+NETWORKS = (
+    ("resnet18", 32, 4, 2),
+    ("resnet18", 32, 4, 1),
+    ("vit_tiny_patch16_224", 64, 8, 2),
+    ("vit_tiny_patch16_224", 64, 8, 1),
+)
+"""Model, pixels, S, threads: kernels of the second are small."""
+
+
 def overhead() -> dict[str, object]:
     """Step time of the engine over a hand-written gradient-accumulation loop."""
     keep_freed_memory()  # as cdp-train does; it is of the process, so of all contenders
-    workers, micro_batch = 4, 16
-    config = _config("resnet18", 32, workers, workers * micro_batch, "flops")
+    threads_before = torch.get_num_threads()
+    rows = [_overhead_of(*network) for network in NETWORKS]
+    torch.set_num_threads(threads_before)
+    return {
+        "config": f"N = {OVERHEAD_WORKERS}, micro-batch {OVERHEAD_MICRO_BATCH}, cdp_v2, single_device, fp32",
+        "rounds": ROUNDS,
+        "steps_per_round": STEPS_PER_ROUND,
+        "rows": rows,
+    }
+
+
+def _overhead_of(model: str, pixels: int, stages: int, threads: int) -> dict[str, object]:
+    torch.set_num_threads(threads)
+    size = OVERHEAD_WORKERS * OVERHEAD_MICRO_BATCH
+    config = replace(_config(model, pixels, OVERHEAD_WORKERS, size, "flops"), stages=stages)
     torch.manual_seed(0)
-    inputs = torch.randn(workers * micro_batch, *config.input_shape)
-    batch = inputs, torch.randint(0, 10, (workers * micro_batch,))
+    batch = torch.randn(size, *config.input_shape), torch.randint(0, 10, (size,))
     contenders = {
         "gradient accumulation": _accumulation_loop(config, batch),
         "engine": _engine_loop(config, batch, traced_steps=0),
@@ -89,18 +113,12 @@ def overhead() -> dict[str, object]:
             begin = time.perf_counter()
             contenders[name]()
             seconds[name].append(time.perf_counter() - begin)
-        print(f"round {round_number + 1}/{ROUNDS}", flush=True)
-    base = seconds["gradient accumulation"]
-    return {
-        "config": f"resnet18, 32 px, N = {workers}, micro-batch {micro_batch}, cdp_v2, single_device, fp32",
-        "rounds": ROUNDS,
-        "steps_per_round": STEPS_PER_ROUND,
-        "ratios": {
-            name: _spread([own / other for own, other in zip(seconds[name], base, strict=True)])
-            for name in contenders
-            if name != "gradient accumulation"
-        },
+    print(f"{model}, {threads} threads: {ROUNDS} rounds", flush=True)
+    base = seconds.pop("gradient accumulation")
+    ratios = {
+        name: _spread([own / other for own, other in zip(each, base, strict=True)]) for name, each in seconds.items()
     }
+    return {"network": f"{model}, {pixels} px, S = {stages}", "threads": threads, "ratios": ratios}
 
 
 def _spread(ratios: list[float]) -> dict[str, float]:
@@ -196,6 +214,40 @@ def _config(model: str, image_size: int, workers: int, batch_size: int, partitio
     )
 
 
+# --- programs -----------------------------------------------------------------------------------------------------
+
+
+def programs() -> dict[str, object]:
+    """What a program costs a rank: to make and check it, and to shift an action of a later step.
+
+    The start is what no rank can do without: choices to first slot, on one core. The cost of an action should not
+    depend on the number of ranks; it is the mean over a hundred steps, of a rank that stands for all.
+    """
+    rows = [_program_row(n, placement) for n in PROGRAM_WORKERS for placement in PLACEMENTS]
+    return {"config": "cdp_v2, N = S, one core, no tensors", "rows": rows}
+
+
+def _program_row(workers: int, placement: str) -> dict[str, object]:
+    begin = time.process_time()
+    rank = RankProgram(Program(Schedule.build("cdp_v2", workers, placement=placement)), 0)
+    left = iter(range(100))
+    slots = rank.replay(0, lambda: next(left, None) is not None)
+    actions = len(next(slots).actions)
+    started = time.process_time() - begin
+    begin = time.process_time()
+    actions += sum(len(slot.actions) for slot in slots)
+    each = (time.process_time() - begin) / actions
+    row = {
+        "workers": workers,
+        "placement": placement,
+        "ranks": rank.schedule.ranks,
+        "start_cpu_seconds": round(started, 3),
+        "microseconds_per_action": round(1e6 * each, 2),
+    }
+    print(row, flush=True)
+    return row
+
+
 # --- tables -------------------------------------------------------------------------------------------------------
 
 
@@ -203,11 +255,16 @@ def tables() -> str:
     """Return the README's tables from the results."""
     timing = json.loads((RESULTS / "overhead.json").read_text())
     sizes = json.loads((RESULTS / "memory.json").read_text())
-    lines = ["| step time over a gradient-accumulation loop | median | quartiles |", "| --- | --- | --- |"]
-    for name, ratio in timing["ratios"].items():
-        quartiles = f"{ratio['quartile_low']:.3f} to {ratio['quartile_high']:.3f}"
-        lines.append(f"| {name} | {ratio['median']:.3f} | {quartiles} |")
+    lines = [
+        "| step time over a gradient-accumulation loop | threads | median | quartiles |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in timing["rows"]:
+        for name, ratio in row["ratios"].items():
+            quartiles = f"{ratio['quartile_low']:.3f} to {ratio['quartile_high']:.3f}"
+            lines.append(f"| {row['network']}, {name} | {row['threads']} | {ratio['median']:.3f} | {quartiles} |")
     lines += ["", f"{timing['rounds']} alternating rounds; {timing['config']}; {_evidence(timing)}.", ""]
+    lines += _program_table()
     lines += [
         "| activation peak, CDP / DP, executed | cut by | paper order | (N+1)/2N | backward first |",
         "| --- | --- | --- | --- | --- |",
@@ -225,6 +282,19 @@ def tables() -> str:
         lines.append(f"| {name} | {ratio['median']:.2f} | {quartiles} | {speed['planned_ratios'][name]:.2f} |")
     lines += ["", f"{speed['rounds']} alternating rounds; {speed['config']}; {_evidence(speed)}."]
     return "\n".join(lines + _link_tables())
+
+
+def _program_table() -> list[str]:
+    """Return what programs cost: a row for each placement, a column for each number of workers."""
+    found = json.loads((RESULTS / "programs.json").read_text())
+    cells = {(row["placement"], row["workers"]): row for row in found["rows"]}
+    header = " | ".join(f"N = {n}" for n in PROGRAM_WORKERS)
+    lines = [f"| start [CPU s], cost of an own action [us] | {header} |", "| --- |" + " --- |" * len(PROGRAM_WORKERS)]
+    for placement in PLACEMENTS:
+        each = [cells[placement, n] for n in PROGRAM_WORKERS]
+        texts = [f"{row['start_cpu_seconds']:.2f}, {row['microseconds_per_action']:.1f}" for row in each]
+        lines.append(f"| {placement} | {' | '.join(texts)} |")
+    return [*lines, "", f"{found['config']}; {_evidence(found)}.", ""]
 
 
 def _link_tables() -> list[str]:

@@ -136,13 +136,16 @@ def test_costs_add_up():
 @pytest.mark.parametrize(
     ("value", "size"),
     [
-        ("x1.m5", 10), ("x2.m5", 20), ("d0.m5", 200), ("d1.m5", 300), ("g2[0:3]", 3000), ("p2@v1", 33), ("pf2.m5@v1", 33),
-        ("pb0.m5@v1", 11), ("b2.w0", 3), ("g2[0:3]#1/2", 1504), ("g2[0:3]#2/2", 1496), ("p2@v1#2/3", 16), ("p2@v1#3/3", 1),
+        ("x1.m5", 10), ("x2.m5", 20), ("d0.m5", 200), ("d1.m5", 300), ("g2[0:3]", 3000), ("p2@v1", 33),
+        ("pf2.m5@v1", 33),
+        ("pb0.m5@v1", 11), ("b2.w0", 3), ("g2[0:3]#1/2", 1504), ("g2[0:3]#2/2", 1496), ("p2@v1#2/3", 16),
+        ("p2@v1#3/3", 1),
     ],
 )  # fmt: skip
 def test_values_have_the_bytes_of_what_they_name(value, size):
     costs = StageCosts(
-        (1, 1, 1), (1, 1, 1), (11, 22, 33), (1, 1, 1), (1, 1, 1), output_bytes=(10, 20, 0), gradient_bytes=(1000, 2000, 3000),
+        (1, 1, 1), (1, 1, 1), (11, 22, 33), (1, 1, 1), (1, 1, 1), output_bytes=(10, 20, 0),
+        gradient_bytes=(1000, 2000, 3000),
         input_gradient_bytes=(0, 200, 300), buffer_bytes=(1, 2, 3),
     )  # fmt: skip
     assert costs.bytes_of(Value.parse(value)) == size

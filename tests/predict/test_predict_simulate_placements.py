@@ -123,7 +123,9 @@ def test_schedules_with_a_flush(n, flush):
 
 
 @pytest.mark.parametrize("flush", ["one_f_one_b", "gpipe"])
-@pytest.mark.parametrize(("m", "s", "d"), [(1, 6, 3), (2, 6, 6), (3, 6, 2), (5, 6, 3), (8, 4, 4), (4, 12, 4), (7, 3, 3)])
+@pytest.mark.parametrize(
+    ("m", "s", "d"), [(1, 6, 3), (2, 6, 6), (3, 6, 2), (5, 6, 3), (8, 4, 4), (4, 12, 4), (7, 3, 3)]
+)
 def test_idle_share_and_activations_of_any_number_of_micro_batches_and_ranks(m, s, d, flush):
     built = program("dp", m, s, "pipeline", ranks=d, pipeline_schedule=flush)
     trace = simulate(built, StageCosts.equal(s, 1, 1), 3)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from cdp_repro.schedule import Op, Schedule, Slot
 from symbolic import prove
 from written import checked, written
+
+from cdp_repro.schedule import Op, Schedule, Slot
 
 
 def built(schedule: Schedule, steps: int, first_step: int = 0) -> tuple[list[Slot], int]:

@@ -1,7 +1,8 @@
 """A tiny executor that tracks, in place of tensors, which micro-batches are in each sum, and at which versions.
 
-It knows nothing of the check: each rank runs its own actions as fast as its values come, messages between two ranks keep
-their order, and what an action makes follows from what it is and from the content of what it reads, not from names.
+It knows nothing of the check: each rank runs its own actions as fast as its values come, messages between two ranks
+keep their order, and what an action makes follows from what it is and from the content of what it reads, not from
+names.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from cdp_repro.schedule import Action, Op, Schedule, Slot, Value
 from cdp_repro.schedule.passes.frees import held_after
 
 
-class Wrong(Exception):
+class Wrong(Exception):  # noqa: N818 - of a program, not of this module
     """The program would hang, or compute something other than its rule."""
 
 

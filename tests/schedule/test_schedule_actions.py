@@ -65,7 +65,8 @@ def test_an_action_says_everything_by_itself():
     "text",
     [
         "", "F", "F2", "F2@v1", "F2.m5", "F2.m5@v1", "F2.m5@v1:", "F2.m5@v1: ->x", "F2@v1: ->", "F2.m5@v: ->",
-        "F-1.m0@v0: ->", "Q2.m5@v1: ->", "U2: ->", "U2.m1@v1: ->", "U2@v: ->", "S x3.m5: x3.m5 ->", "S x3.m5<1: x3.m5 ->",
+        "F-1.m0@v0: ->", "Q2.m5@v1: ->", "U2: ->", "U2.m1@v1: ->", "U2@v: ->", "S x3.m5: x3.m5 ->",
+        "S x3.m5<1: x3.m5 ->",
         "R x3.m5>1: -> x3.m5", "S>1: x3.m5 ->", "A: g0[0:1] g0[1:2] ->", "A2@v1: ->", "C2.m5@v1: ->", "C g2[4:8]>1: ->",
         "A g2[4:6]>1: ->", "S x3.m5>1: y3.m5 ->", "F2.m5@v1: x2.m5!! x ->", "X2@v1: ->", "B2.m5 -> g2[5:6]",
         "S x3.m5>: x3.m5 ->", "S g2[5:6]#5/4>1: g2[5:6] ->", "F2.m5@v1#4: ->",
@@ -95,7 +96,12 @@ def test_a_shift_moves_all_that_an_action_names(schedule, steps, more):
         for action in slot.actions:
             later = action.shifted(steps, M)
             assert later.shifted(more, M) == action.shifted(steps + more, M)
-            assert (later.op, later.rank, later.stage, later.peer) == (action.op, action.rank, action.stage, action.peer)
+            assert (later.op, later.rank, later.stage, later.peer) == (
+                action.op,
+                action.rank,
+                action.stage,
+                action.peer,
+            )
             for name in ("reads", "writes", "frees"):
                 assert getattr(later, name) == tuple(v.shifted(steps, M) for v in getattr(action, name))
             if action.op.is_compute:

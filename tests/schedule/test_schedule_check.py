@@ -499,7 +499,9 @@ def test_ranks_that_wait_for_each_other_in_a_cycle_are_refused():
         slots[k][p] = add._replace(frees=tuple(v for v in add.frees if v != end.value))
         slots[k].insert(p + 1, end._replace(frees=(end.value,)))
     said = refused_and_wrong(schedule, slots)
-    assert re.match(r"slot \d, rank 0, A g0\[0:2\]: it waits for g0\[1:2\], and ranks wait for each other in a cycle", said)
+    assert re.match(
+        r"slot \d, rank 0, A g0\[0:2\]: it waits for g0\[1:2\], and ranks wait for each other in a cycle", said
+    )
 
 
 def test_what_is_sent_only_later_is_named_with_its_slot():
@@ -613,7 +615,9 @@ def test_nobody_reads_gathered_parameters_before_all_take_part():
     slots[k].pop()
     slots[k].insert(next(i for i, a in enumerate(slots[k]) if a.op == "F" and a.rank == 1) + 1, part)
     said = refused_and_wrong(schedule, slots)
-    assert re.match(r"slot 0, rank \d, .*: it waits for .*cycle, or nothing sends it|slot 0, rank 1, F0.m1@v0: pf0.m1", said)
+    assert re.match(
+        r"slot 0, rank \d, .*: it waits for .*cycle, or nothing sends it|slot 0, rank 1, F0.m1@v0: pf0.m1", said
+    )
 
 
 def test_nobody_gathers_what_has_not_been_made():

@@ -34,7 +34,9 @@ def test_two_holders_exchange_what_they_have_and_wait_for_it_only_when_they_need
     backwards = {(a.stage, a.micro_batch): slot for a, slot in placed(slots, Op.BACKWARD).items()}
     for j in pairs:
         holders = schedule.placement.holders(j)
-        assert sums_of(slots, j, schedule) == {(t, r): list(range(t * M, t * M + M)) for t in range(steps) for r in holders}
+        assert sums_of(slots, j, schedule) == {
+            (t, r): list(range(t * M, t * M + M)) for t in range(steps) for r in holders
+        }
         moved = {}
         for slot in slots:
             for action in slot.actions:
@@ -42,7 +44,8 @@ def test_two_holders_exchange_what_they_have_and_wait_for_it_only_when_they_need
                     assert len(action.value.members) < M, "nobody waits for the other's sum"
                     moved[action.value.stop - 1] = slot.number
         expected = {m: backwards[j, m] for m in range(steps * M)
-                    if schedule.placement.rank_of(m, j) != schedule.placement.rank_of(m + 1, j) or (m + 1) % M == 0}  # fmt: skip
+                    if schedule.placement.rank_of(m, j) != schedule.placement.rank_of(m + 1, j)
+                    or (m + 1) % M == 0}  # fmt: skip
         assert moved == expected, "each gradient, or the sum up to it, leaves as soon as it is made"
         assert sum(value.startswith(f"g{j}[") for *_, value in sent(slots)) == len(expected), "once"
     for rank in range(schedule.ranks):

@@ -11,7 +11,9 @@ from written import placed
 from cdp_repro.schedule import Op, Program, Schedule
 
 BOTH = ("gpipe", "one_f_one_b")
-SIZES = [(m, s, d) for s, m in itertools.product((1, 2, 3, 4, 6), (1, 2, 3, 5, 8)) for d in range(1, s + 1) if s % d == 0]
+SIZES = [
+    (m, s, d) for s, m in itertools.product((1, 2, 3, 4, 6), (1, 2, 3, 5, 8)) for d in range(1, s + 1) if s % d == 0
+]
 
 
 def build(flush, m, s, d, k=1, **options):

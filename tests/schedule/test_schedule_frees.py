@@ -13,7 +13,7 @@ from cdp_repro.schedule.passes.frees import held_after
 
 
 @given(schedules(), st.integers(0, 3))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_each_value_is_freed_exactly_once_by_its_last_reader(schedule, first):
     steps = 3
     alive = {(rank, v): None for rank, values in held_after(schedule, first).items() for v in values}
@@ -34,7 +34,7 @@ def test_each_value_is_freed_exactly_once_by_its_last_reader(schedule, first):
 
 
 @given(schedules(), st.integers(0, 5))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_what_is_held_is_what_later_micro_batches_read(schedule, step):
     held = held_after(schedule, step)
     needed = defaultdict(set)

@@ -71,7 +71,9 @@ def test_grid_narrower_than_a_column_still_prints_every_slot():
 
 def test_replicas_have_rows_of_their_own():
     rows = text_grid(Program(Schedule.build("dp", 1, 2, replicas=2)).slots(1), 2).splitlines()
-    assert [row.split() for row in rows[1:3]] == [["worker", str(lane), "F0v0", "F1v0", "B1v0", "B0v0"] for lane in (0, 1)]
+    assert [row.split() for row in rows[1:3]] == [
+        ["worker", str(lane), "F0v0", "F1v0", "B1v0", "B0v0"] for lane in (0, 1)
+    ]
 
 
 def test_an_empty_grid_is_text_too():

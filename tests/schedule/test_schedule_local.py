@@ -20,10 +20,14 @@ def test_backwards_add_to_one_sum_and_the_last_updates(schedule):
         (holder,) = schedule.placement.holders(j)
         actions = [(slot.number, a) for slot in slots for a in slot.actions if a.stage == j]
         assert not [a for _, a in actions if a.op is Op.ADD or (a.op.is_message and a.value.kind == "g")]
-        assert sums_of(slots, j, schedule) == {(step, holder): list(range(step * M, step * M + M)) for step in range(steps)}
+        assert sums_of(slots, j, schedule) == {
+            (step, holder): list(range(step * M, step * M + M)) for step in range(steps)
+        }
         backwards = [(number, a) for number, a in actions if a.op is Op.BACKWARD]
-        for number, backward in backwards:
+        for _number, backward in backwards:
             first = backward.micro_batch // M * M
             assert [str(v) for v in backward.writes if v.kind == "g"] == [f"g{j}[{first}:{backward.micro_batch + 1}]"]
         updates = {a.version: (number, a.rank) for number, a in actions if a.op is Op.UPDATE}
-        assert updates == {(a.micro_batch + 1) // M: (number, holder) for number, a in backwards if (a.micro_batch + 1) % M == 0}
+        assert updates == {
+            (a.micro_batch + 1) // M: (number, holder) for number, a in backwards if (a.micro_batch + 1) % M == 0
+        }

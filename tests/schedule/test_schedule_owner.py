@@ -26,7 +26,7 @@ def test_gradients_go_to_the_owner_once_and_are_added_in_order(schedule):
         )
         adds = [a for slot in slots for a in slot.actions if a.op is Op.ADD and a.stage == j]
         assert [a.rank for a in adds] == [owner] * (steps * (M - 1))
-        assert [[m for m in a.value.members] for a in adds] == [
+        assert [list(a.value.members) for a in adds] == [
             list(range(t * M, t * M + i + 1)) for t in range(steps) for i in range(1, M)
         ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +18,7 @@ def test_parts_follow_one_another_cover_all_bytes_and_cut_no_value(size, parts):
         byte for part in found for byte in (part.start, part.stop)
     )
     assert found[0].start == 0 and found[-1].stop == size
-    assert all(before.stop == after.start for before, after in zip(found, found[1:], strict=False))
+    assert all(before.stop == after.start for before, after in itertools.pairwise(found))
     assert all(part.stop % 16 == 0 for part in found if part.stop < size)
     assert {len(part) for part in found if part.stop < size} <= {part_bytes(size, parts)}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -71,9 +71,7 @@ def test_shards_are_the_whole_and_cut_no_value(size, ranks):
     parts = [part_of(size, rank + 1, 2 * ranks) for rank in range(2 * ranks)]
     assert [byte for part in parts for byte in (part.start, part.stop)][1:-1:2] == [part.start for part in parts][1:]
     assert sum(map(len, parts)) == size
-    assert all(
-        len(later) <= len(earlier) <= size / (2 * ranks) + 16 for earlier, later in zip(parts, parts[1:], strict=False)
-    )
+    assert all(len(later) <= len(earlier) <= size / (2 * ranks) + 16 for earlier, later in pairwise(parts))
     assert all(part.stop % 16 == 0 for part in parts if part.stop < size)
 
 

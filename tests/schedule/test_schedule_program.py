@@ -19,7 +19,9 @@ STALE = [[3, 1, 1], [1, 2, 1], [2, 0, 1]]
 
 
 def per_rank(schedule, slots):
-    return [{s.number: own for s, own in zip(slots, of_rank(slots, r), strict=True) if own} for r in range(schedule.ranks)]
+    return [
+        {s.number: own for s, own in zip(slots, of_rank(slots, r), strict=True) if own} for r in range(schedule.ranks)
+    ]
 
 
 def equal_to_the_passes(program, first, steps):
@@ -42,7 +44,7 @@ def test_a_program_replays_what_the_passes_write_out(schedule, data):
 def kinds():
     """Every mode, placement, slot order, summation, accumulation and number of replicas once, in small sizes."""
     modes = [*((mode, None) for mode in MODES), ("matrix", STALE)]
-    for (name, matrix), placement, order, k, r in itertools.product(modes, PLACEMENTS, ORDERS, (1, 2), (1, 2)):
+    for (name, matrix), placement, order, (k, r) in itertools.product(modes, PLACEMENTS, ORDERS, ((1, 1), (2, 1), (1, 2))):
         if name == "accumulation" and placement != "single_device":
             continue
         mode = (matrix * k) if matrix else name
@@ -73,7 +75,12 @@ def test_every_first_step_and_every_length(mode, placement):
             equal_to_the_passes(program, first, steps)
 
 
-@given(schedule=schedules(workers=3, accumulate=2), first=st.integers(0, 4), steps=st.integers(0, 6), slot=st.integers(0, 99))
+@given(
+    schedule=schedules(workers=3, accumulate=2),
+    first=st.integers(0, 4),
+    steps=st.integers(0, 6),
+    slot=st.integers(0, 99),
+)
 @settings(max_examples=50, deadline=None, derandomize=True)
 def test_the_program_of_a_rank_is_its_part_of_all(schedule, first, steps, slot):
     program = Program(schedule)
@@ -103,7 +110,7 @@ def test_a_step_is_finished_by_the_updates_of_what_a_rank_holds_or_else_by_its_b
             for action in own:
                 step = action.version - 1 if held else action.micro_batch // schedule.micro_batches
                 by_step[step] += 1
-            assert by_step == ({step: number for step in range(steps)} if number else {})
+            assert by_step == (dict.fromkeys(range(steps), number) if number else {})
 
 
 @pytest.mark.parametrize("mode", ["dp", *CYCLIC, STALE], ids=str)
@@ -204,7 +211,7 @@ def test_a_rank_keeps_the_actions_of_its_own_roles_only():
 
 
 @given(schedule=schedules(workers=3, accumulate=2))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 def test_a_program_is_its_runs(schedule):
     made = Program(schedule)
     given_ = Program(schedule, made.runs)
@@ -223,7 +230,10 @@ def changed(run, piece, change):
     numbers = [slot.number for slot in run.period]
     return Run(
         run.first_step,
-        [[Slot(s.number, tuple(a)) for s, a in zip(old, new, strict=True)] for old, new in zip(run.fill, fill, strict=True)],
+        [
+            [Slot(s.number, tuple(a)) for s, a in zip(old, new, strict=True)]
+            for old, new in zip(run.fill, fill, strict=True)
+        ],
         [Slot(number, tuple(actions)) for number, actions in zip(numbers, period, strict=True)],
         dict(run.drains),
     )

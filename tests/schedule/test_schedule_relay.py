@@ -26,7 +26,9 @@ def test_each_holder_has_the_same_total_by_one_message_a_hop(schedule):
     slots, _ = built(schedule, steps)
     for j in (j for j in range(schedule.stages) if strategy_of(schedule, j) is sum_by_relay):
         holders = schedule.placement.holders(j)
-        assert sums_of(slots, j, schedule) == {(t, r): list(range(t * M, t * M + M)) for t in range(steps) for r in holders}
+        assert sums_of(slots, j, schedule) == {
+            (t, r): list(range(t * M, t * M + M)) for t in range(steps) for r in holders
+        }
         moved = [(a, b, value) for _, a, b, value in sent(slots) if value.startswith(f"g{j}[")]
         partial = [
             (rank_of(m, j), rank_of(m + 1, j), f"g{j}[{m // M * M}:{m + 1}]")
@@ -61,7 +63,9 @@ def test_the_total_is_relayed_in_the_order_of_need(n, mode):
         assert all(slot > latest[source] for slot, source, _ in hops[1:]), "nobody waits for a sum it only hands on"
         assert [slot for slot, _, destination in hops if destination in fresh] == [latest[i] for i in fresh]
         if mode == "cdp_v1":
-            assert [slot for slot, _, _ in hops] == [complete, *(need[i] for i in range(n - 2))], "as early as that allows"
+            assert [slot for slot, _, _ in hops] == [complete, *(need[i] for i in range(n - 2))], (
+                "as early as that allows"
+            )
         if fresh:
             assert hops[0][0] == complete, "worker N-1-j needs it in the very next slot"
 

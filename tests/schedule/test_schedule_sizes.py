@@ -17,7 +17,8 @@ def test_products_are_named():
     ("values", "said"),
     [
         ((0, 1), "stages=0: at least 1"), ((1, 0), "workers=0: at least 1"), ((1, 1, 0), "accumulate=0: at least 1"),
-        ((1, 1, 1, 0), "replicas=0: at least 1"), ((6, 2, 1, 1, 4), "ranks=4 do not share stages=6 equally: use ranks=1, 2, 3, 6"),
+        ((1, 1, 1, 0), "replicas=0: at least 1"),
+        ((6, 2, 1, 1, 4), "ranks=4 do not share stages=6 equally: use ranks=1, 2, 3, 6"),
         ((6, 2, 1, 1, 0), "use ranks=1, 2, 3, 6"),
     ],
 )  # fmt: skip

@@ -30,7 +30,8 @@ def test_edges_are_exactly_those_over_which_something_is_sent(schedule, steps):
 
 
 @pytest.mark.parametrize(
-    ("mode", "n", "k"), [("cdp_v2", 4, 1), ("cdp_v2", 5, 1), ("cdp_v2", 6, 1), ("cdp_v1", 6, 1), ("cdp_v2", 6, 2), ("dp", 3, 1)]
+    ("mode", "n", "k"),
+    [("cdp_v2", 4, 1), ("cdp_v2", 5, 1), ("cdp_v2", 6, 1), ("cdp_v1", 6, 1), ("cdp_v2", 6, 2), ("dp", 3, 1)],
 )
 def test_a_long_run_uses_the_edges_that_a_program_names_and_no_others(mode, n, k):
     """Ranks of model_parallel take turns: with N = 6 the first steps do not show all edges between 6 and 5 ranks."""
@@ -44,7 +45,7 @@ def test_a_long_run_uses_the_edges_that_a_program_names_and_no_others(mode, n, k
 
 
 @given(schedules(placements=DISTRIBUTED), st.integers(0, 3), st.integers(1, 3))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 def test_every_run_and_every_drain_uses_only_edges_that_the_program_names(schedule, first, steps):
     program = Program(schedule)
     assert set(edges(program.slots(steps, first))) <= set(program.edges)
@@ -75,7 +76,7 @@ def test_with_two_ranks_it_does_not(placement):
 def settings_that_share():
     for n, c, r, k, mode in itertools.product((2, 3, 4, 6), (1, 2), (1, 2), (1, 2), CYCLIC):
         for placement in DISTRIBUTED:
-            if n * c * r * k <= 12:
+            if n * c * r * k <= 8:
                 yield Schedule.build(mode, n, n * c, placement, accumulate=k, replicas=r)
     for n, c, flush in itertools.product((2, 3, 4), (1, 2), ("gpipe", "one_f_one_b")):
         for d in (d for d in range(2, n * c + 1) if n * c % d == 0):
@@ -91,7 +92,7 @@ def test_cyclic_and_pipeline_settings_need_two_communicators_only():
         assert blocked_on_nccl(slots, schedule.ranks, directions(used)) is None, schedule
         assert len(communicators(slots, schedule.ranks)) <= 2
         tried += 1
-    assert tried > 200
+    assert tried > 150
 
 
 @pytest.mark.parametrize(("mode", "n"), [(mode, n) for mode in CYCLIC for n in (3, 4, 5)])
@@ -152,7 +153,8 @@ def test_a_receive_that_stands_behind_compute_waits_for_it():
         ["R x1.m0<0: -> x1.m0", "R x1.m1<0: -> x1.m1", READ.format(1), READ.format(0)],
     )
     late = program_of(
-        [F.format(0), "S x1.m0>1: x1.m0! ->", "R d0.m0<1: -> d0.m0", "B0.m0@v0: s0.m0! d0.m0! p0@v0 -> g0[0:1]", F.format(1),
+        [F.format(0), "S x1.m0>1: x1.m0! ->", "R d0.m0<1: -> d0.m0",
+        "B0.m0@v0: s0.m0! d0.m0! p0@v0 -> g0[0:1]", F.format(1),
          "S x1.m1>1: x1.m1! ->"],
         ["R x1.m1<0: -> x1.m1", READ.format(1), "R x1.m0<0: -> x1.m0", READ.format(0), "S d0.m0>0: d1.m0! ->"],
     )  # fmt: skip

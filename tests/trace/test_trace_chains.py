@@ -40,7 +40,9 @@ def test_what_has_no_bytes_is_not_waited_for():
     assert chain([FIRST], [TAKE, ADD, ON], [LAST], empty={"S g0[0:1]>1"}) == 1
 
 
-@pytest.mark.parametrize(("value", "read", "length"), [("g0[0:3]", "g0[{0}:{1}]", 4), ("pf0.m{0}@v1", "p0@v1#{1}/3", 2)])
+@pytest.mark.parametrize(
+    ("value", "read", "length"), [("g0[0:3]", "g0[{0}:{1}]", 4), ("pf0.m{0}@v1", "p0@v1#{1}/3", 2)]
+)
 def test_a_collective_takes_the_hops_of_its_ring_after_all_that_any_rank_has_waited_for(value, read, length):
     parts = [f"C {value}: {read} -> {value}".format(rank, rank + 1) for rank in range(3)]
     assert chain(*([part] for part in parts)) == length

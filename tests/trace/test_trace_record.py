@@ -54,7 +54,9 @@ def test_messages_are_counted_and_chained_if_one_waits_for_the_other():
     assert trace(r0, s1, add).max_chain_per_slot == 1, "what is sent before the wait does not depend on it"
     assert trace(r0, add, s1).max_messages_per_slot == 2
     assert trace_of(messages=(m0,), m=3).bytes_sent_per_device_per_step(2) == 0  # no rank is on record
-    unsent = trace_of(*(record(0, r, actions=own) for r, own in enumerate([(s0,), (r0, add, s1), (r1,)])), messages=(m1,))
+    unsent = trace_of(
+        *(record(0, r, actions=own) for r, own in enumerate([(s0,), (r0, add, s1), (r1,)])), messages=(m1,)
+    )
     assert unsent.max_chain_per_slot == 1, "what has no bytes is never sent"
 
 
@@ -82,10 +84,16 @@ def test_a_recorder_keeps_the_peak_within_a_slot_and_what_is_left_after_it():
         (3, 10, 4, (1,)),
         (5, 4, 0, (2,)),
     ]
-    assert [(m.kind, m.destination, m.bytes) for m in messages] == [("gradients", 1, 7), ("total", 1, 7), ("total", 1, 9)]
+    assert [(m.kind, m.destination, m.bytes) for m in messages] == [
+        ("gradients", 1, 7),
+        ("total", 1, 7),
+        ("total", 1, 9),
+    ]
 
 
-@pytest.mark.parametrize(("mode", "placement"), itertools.product(("dp", "cdp_v1", "cdp_v2"), ("pipeline", "replicated")))
+@pytest.mark.parametrize(
+    ("mode", "placement"), itertools.product(("dp", "cdp_v1", "cdp_v2"), ("pipeline", "replicated"))
+)
 def test_the_last_step_begins_where_its_first_forward_is(mode, placement):
     program = Program(Schedule.build(mode, 3, placement=placement, accumulate=2))
     length = program.schedule.slots_per_step

@@ -34,9 +34,8 @@ def _forward_fault(action: Action, schedule: Schedule) -> str | None:
     if fault:
         return fault
     worker = buffers(stage, m % schedule.sizes.lanes)
-    reads = [_read_parameters(action, LENT_FORWARD), worker]
-    if stage:
-        reads.append(Value(INPUT, stage, m))
+    inputs = [Value(INPUT, stage, m)] if stage else []
+    reads = [*inputs, _read_parameters(action, LENT_FORWARD), worker]
     is_last = stage == schedule.stages - 1
     output = Value(OUTPUT_GRADIENT, stage, m) if is_last else Value(INPUT, stage + 1, m)
     return _differs(action, reads, [Value(SAVED, stage, m), output, worker])
