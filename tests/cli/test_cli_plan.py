@@ -85,7 +85,8 @@ def test_a_plan_counts_the_messages_of_a_placement(capsys, placement):
     assert not re.search(r"^cdp_v2 .* 0$", out, re.MULTILINE), "messages are counted"
 
 
-def test_accumulated_micro_batches_follow_each_other_in_the_row_of_their_worker(capsys):
+def test_accumulated_micro_batches_follow_each_other_in_the_row_of_their_worker(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # so that the grid is one block
     out = shown_by(capsys, "model=mlp", "workers=2", "accumulate=2", "batch_size=16", "mode=cdp_v1")
     assert "mini-batch 16 = 2 workers x 2 accumulated x 4, single_device" in out
     grid = out.split("timeline of cdp_v1")[1]

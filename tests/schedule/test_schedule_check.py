@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from symbolic import Wrong, prove
-from written import CYCLIC, DISTRIBUTED, checked, lists, schedules, slots_of, written
+from written import CYCLIC, DISTRIBUTED, STALE, checked, kinds, lists, schedules, slots_of, written
 
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Action, Op, Program, Schedule, ScheduleError, Slot, Value
 from cdp_repro.schedule.actions import send
 from cdp_repro.schedule.check import Checker
 from cdp_repro.schedule.passes.frees import held_after
 
-STALE = [[3, 1, 1], [1, 2, 1], [2, 0, 1]]
 STEPS = 4
 MODES = {"dp": "dp", "cdp_v1": "cdp_v1", "cdp_v2": "cdp_v2", "matrix": STALE}
 RESNET = (471859, 471859, 2359296, 8965325, 15571354, 19818086)
@@ -124,6 +123,19 @@ def test_the_uncorrupted_program_passes_and_its_order_suits_one_process(schedule
             assert all((action.rank, v) in there or (action.rank, v) in waiting for v in action.reads), action
             (waiting if action.op is Op.COLLECTIVE else there).update((action.rank, v) for v in action.writes)
         there |= waiting
+
+
+def test_of_every_kind_a_program_computes_its_rule():
+    for schedule in kinds():
+        slots = written(schedule, 3)
+        prove(schedule, checked(schedule, slots, 3), 3)
+
+
+@pytest.mark.parametrize(("n", "k"), [(4, 1), (4, 3), (5, 2)])
+@pytest.mark.parametrize("mode", CYCLIC)
+def test_so_do_programs_whose_ranks_take_turns(mode, n, k):
+    schedule = Schedule.build(mode, n, placement="model_parallel", accumulate=k)
+    prove(schedule, checked(schedule, written(schedule, 4, 1), 4, 1), 4, 1)
 
 
 # ------------------------------------------------------------------------------------------- one device

@@ -9,13 +9,11 @@ from collections import defaultdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written import CYCLIC, ORDERS, of_rank, schedules, written
+from written import CYCLIC, STALE, kinds, of_rank, schedules, written
 
-from cdp_repro.schedule import MODES, PLACEMENTS, Op, Program, RankProgram, Schedule, ScheduleError, Slot
+from cdp_repro.schedule import PLACEMENTS, Op, Program, RankProgram, Schedule, ScheduleError, Slot
 from cdp_repro.schedule.generate import generate
 from cdp_repro.schedule.program import Run
-
-STALE = [[3, 1, 1], [1, 2, 1], [2, 0, 1]]
 
 
 def per_rank(schedule, slots):
@@ -39,21 +37,6 @@ def test_a_program_replays_what_the_passes_write_out(schedule, data):
     first = data.draw(st.integers(0, schedule.rule.longest + 2))
     fill = len(program.run_from(first)[0].fill)
     equal_to_the_passes(program, first, data.draw(st.integers(0, fill + 4)))
-
-
-def kinds():
-    """Every mode, placement, slot order, summation, accumulation and number of replicas once, in small sizes."""
-    modes = [*((mode, None) for mode in MODES), ("matrix", STALE)]
-    for (name, matrix), placement, order, (k, r) in itertools.product(modes, PLACEMENTS, ORDERS, ((1, 1), (2, 1), (1, 2))):
-        if name == "accumulation" and placement != "single_device":
-            continue
-        mode = (matrix * k) if matrix else name
-        if matrix and k > 1:
-            mode = [[max(1, d) for d in row] for row in mode]
-        for collectives in (False, True) if name == "dp" and placement in ("replicated", "zero") else (False,):
-            for flush in ("gpipe", "one_f_one_b") if (name, placement) == ("dp", "pipeline") else ("one_f_one_b",):
-                yield Schedule.build(mode, 3, placement=placement, slot_order=order, accumulate=k, replicas=r,
-                                     collectives=collectives, pipeline_schedule=flush)  # fmt: skip
 
 
 def test_of_every_kind_all_runs_and_lengths_are_replayed():
@@ -92,6 +75,17 @@ def test_the_program_of_a_rank_is_its_part_of_all(schedule, first, steps, slot):
         assert {s.number - slot: list(s.actions) for s in replayed} == expected
         assert [s.number for s in replayed] == sorted(s.number for s in replayed)
         assert own.length(first, steps) == len(whole)
+
+
+@pytest.mark.parametrize(("mode", "n", "k"), [("cdp_v2", 4, 1), ("cdp_v1", 5, 1), ("cdp_v2", 4, 2), ("dp", 3, 1)])
+def test_ranks_that_take_turns_replay_one_role_after_the_other(mode, n, k):
+    program = Program(Schedule.build(mode, n, placement="model_parallel", accumulate=k))
+    assert mode == "dp" or max(len(program.roles.cycle(rank)) for rank in range(program.schedule.ranks)) > 2
+    for first, steps in ((0, 9), (1, 7), (4, 5)):
+        for rank, expected in enumerate(per_rank(program.schedule, written(program.schedule, steps, first))):
+            left = iter(range(steps))
+            replayed = RankProgram(program, rank).replay(first, lambda: next(left, None) is not None)  # noqa: B023
+            assert {slot.number: list(slot.actions) for slot in replayed} == expected
 
 
 @given(schedule=schedules(workers=3, accumulate=2))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
-from written import DISTRIBUTED, schedules, written
+from written import CYCLIC, DISTRIBUTED, schedules, written
 
 from cdp_repro.schedule import Op, Schedule
 
@@ -27,15 +28,24 @@ def test_what_moves_is_what_another_rank_reads_next(schedule):
     assert sent == expected
 
 
-@given(schedules(placements=DISTRIBUTED))
-@settings(max_examples=50, deadline=None, derandomize=True)
-def test_buffers_follow_their_worker(schedule):
+@pytest.mark.parametrize(("n", "k", "r"), [(3, 1, 1), (3, 2, 1), (4, 1, 1), (4, 2, 2), (5, 2, 1)])
+@pytest.mark.parametrize("mode", ["dp", *CYCLIC])
+def test_buffers_follow_their_worker(mode, n, k, r):
+    schedule = Schedule.build(mode, n, placement="model_parallel", accumulate=k, replicas=r)
     lanes, rank_of = schedule.sizes.lanes, schedule.placement.rank_of
     sent = [(a.value.stage, a.value.number, a.rank, a.peer) for slot in written(schedule, STEPS) for a in slot.actions
             if a.op is Op.SEND and a.value.kind == "b"]  # fmt: skip
     moves = [(j, m % lanes, rank_of(m, j), rank_of(m + lanes, j))
              for m in range(STEPS * schedule.micro_batches) for j in range(schedule.stages)]  # fmt: skip
     assert sorted(sent) == sorted(move for move in moves if move[2] != move[3])
+    assert bool(sent) == (mode != "dp")
+
+
+@given(schedules(placements=("replicated", "zero", "pipeline")))
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_elsewhere_buffers_stay_with_their_worker(schedule):
+    for slot in written(schedule, STEPS):
+        assert not [a for a in slot.actions if a.op is Op.SEND and a.value.kind == "b"]
 
 
 @given(schedules(placements=DISTRIBUTED))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 
 from hypothesis import strategies as st
 
-from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, PLACEMENTS, Action, Op, Schedule, Slot
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, MODES, PLACEMENTS, Action, Op, Schedule, Slot
 from cdp_repro.schedule.check import Checker
 from cdp_repro.schedule.generate import generate
 from cdp_repro.schedule.passes.frees import held_after
@@ -14,6 +15,7 @@ from cdp_repro.schedule.passes.frees import held_after
 CYCLIC = ("cdp_v1", "cdp_v2")
 DISTRIBUTED = tuple(name for name in PLACEMENTS if name != "single_device")
 ORDERS = ("paper", "backward_first")
+STALE = [[3, 1, 1], [1, 2, 1], [2, 0, 1]]
 
 
 def smallest_staleness(n: int, s: int, k: int = 1) -> list[list[int]]:
@@ -49,6 +51,22 @@ def schedules(draw, workers=4, accumulate=3, placements=tuple(PLACEMENTS), repli
         mode, n, s, placement, draw(st.sampled_from(ORDERS)), accumulate=k, replicas=r, ranks=ranks,
         pipeline_schedule=draw(st.sampled_from(["one_f_one_b", "gpipe"])), collectives=collectives,
     )  # fmt: skip
+
+
+def kinds() -> Iterator[Schedule]:
+    """Every mode, placement, slot order, summation, accumulation and number of replicas once, in small sizes."""
+    modes = [*((mode, None) for mode in MODES), ("matrix", STALE)]
+    sizes = ((1, 1), (2, 1), (1, 2))
+    for (name, matrix), placement, order, (k, r) in product(modes, PLACEMENTS, ORDERS, sizes):
+        if name == "accumulation" and placement != "single_device":
+            continue
+        mode = (matrix * k) if matrix else name
+        if matrix and k > 1:
+            mode = [[max(1, d) for d in row] for row in mode]
+        for collectives in (False, True) if name == "dp" and placement in ("replicated", "zero") else (False,):
+            for flush in ("gpipe", "one_f_one_b") if (name, placement) == ("dp", "pipeline") else ("one_f_one_b",):
+                yield Schedule.build(mode, 3, placement=placement, slot_order=order, accumulate=k, replicas=r,
+                                     collectives=collectives, pipeline_schedule=flush)  # fmt: skip
 
 
 def written(schedule: Schedule, steps: int, first_step: int = 0) -> list[Slot]:

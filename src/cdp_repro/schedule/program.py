@@ -18,7 +18,9 @@ to the largest staleness differ; all later ones are the last of these, with shif
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -179,6 +181,10 @@ class Program:
         The pattern repeats from the first step that begins and ends in the same state, but for a shift of one training
         step, and whose versions are not clipped at 0. So it is looked for in longer and longer runs.
         """
+        with _no_collection():
+            return self._repeating(first_step)
+
+    def _repeating(self, first_step: int) -> Run:
         longest = self.schedule.rule.longest
         for steps in range(longest + 2, longest + MAX_STEPS):
             slots, states = self._checked(self._generated(first_step, steps), first_step, steps)
@@ -230,6 +236,18 @@ class Program:
             states.append(checker.state())
         checker.end(held_after(self.schedule, first_step + steps))
         return found, states
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from searching for cycles among millions of actions, which have none: half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def overlap(schedule: Schedule) -> int:
