@@ -103,8 +103,9 @@ class Program:
         Raises:
             ScheduleError: no communicators would do, which a program that the passes made never needs to fear.
         """
-        found = communicators(self._longest_new_run, self.schedule.ranks, self.roles.after(1))
-        stuck = blocked_on_nccl(self._longest_new_run, self.schedule.ranks, found)
+        slots = self._longest_new_run
+        found = communicators(slots, self.schedule.ranks, self.roles.after(1))
+        stuck = blocked_on_nccl(slots, self.schedule.ranks, found)
         if stuck is not None:
             raise ScheduleError(f"rank {stuck.rank}, {stuck.label}: it would wait for ever on NCCL", action=stuck)
         return found
@@ -145,6 +146,10 @@ class Program:
     def slots(self, steps: int, first_step: int = 0) -> list[Slot]:
         """Return the slots of all ranks in a run of `steps` training steps, written out."""
         run, start = self.run_from(first_step)
+        return self._written_out(run, steps, start)
+
+    def _written_out(self, run: Run, steps: int, start: int = 0) -> list[Slot]:
+        """Return the slots of `steps` steps of a run, its numbers shifted by `start` training steps."""
         left = iter(range(steps))
         found: list[Slot] = []
         for piece, ahead in run.pieces(lambda: next(left, None) is not None, lambda n: self.drain(run, n)):
@@ -201,11 +206,7 @@ class Program:
         """Check a run that a file holds, with each of its drains, and that its period can be repeated for ever."""
         repeating = len(run.fill)
         for steps in range(1, repeating + 2):
-            left = iter(range(steps))
-            slots: list[Slot] = []
-            for piece, ahead in run.pieces(lambda: next(left, None) is not None, lambda n: self.drain(run, n)):  # noqa: B023
-                slots += self.shifted(piece, ahead, ahead)
-            _, states = self._checked(slots, run.first_step, steps)
+            _, states = self._checked(self._written_out(run, steps), run.first_step, steps)
         if not self._repeats(states[repeating], states[repeating + 1]):
             raise ScheduleError(
                 f"the period of the run from step {run.first_step} does not end as it begins, one training step later: "

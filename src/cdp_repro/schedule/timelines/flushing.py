@@ -7,6 +7,8 @@ M and D are: M = kN micro-batches, all of which may be under way at once. The id
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from cdp_repro.schedule.timelines.timeline import Timeline
 
 
@@ -33,13 +35,13 @@ class Flushing(Timeline):
         rank, place = divmod(j, self.chunk)
         return self.chunk * self.backward_unit(i, rank) + self.chunk - 1 - place
 
+    @abstractmethod
     def forward_unit(self, i: int, rank: int) -> int:
         """Return when a rank runs the forward of its chunk on micro-batch i, in units of S/D slots."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward_unit(self, i: int, rank: int) -> int:
         """Return when it runs the backward."""
-        raise NotImplementedError
 
 
 class GPipe(Flushing):
