@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
+from small_runs import mixed_stages
 from torch import nn
 
 from cdp_repro import Engine
@@ -25,21 +26,6 @@ PLACEMENTS = ("replicated", "zero", "model_parallel", "pipeline")
 STEPS, DRAIN = 5, 3
 MATRIX = "matrix"
 VIT, UNEVEN = "test_vit", "uneven"
-
-
-def linear_stages(count):
-    """BatchNorm, dropout, a stage without parameters, and one with a frozen parameter."""
-    torch.manual_seed(0)
-    kinds = [
-        lambda: nn.Sequential(nn.Linear(5, 5, bias=False), nn.BatchNorm1d(5), nn.ReLU(inplace=True)),
-        lambda: nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.3), nn.Tanh()),
-        lambda: nn.Sequential(nn.Tanh()),
-        lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)),
-    ]
-    stages = [kinds[number % 4]().double() for number in range(count)]
-    for stage in stages[3::4]:
-        stage[0].bias.requires_grad_(False)
-    return stages
 
 
 def uneven_stages(count):
@@ -59,7 +45,7 @@ def model_stages(name, count):
 
 
 def make_stages(kind, count):
-    own = {"linear": linear_stages, UNEVEN: uneven_stages}
+    own = {"linear": mixed_stages, UNEVEN: uneven_stages}
     return own[kind](count) if kind in own else model_stages(kind, count)
 
 
