@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple
 
 from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT, Value
@@ -115,18 +116,28 @@ class Action(NamedTuple):
         op, rank, stage, micro_batch, version, peer, value, reads, writes, frees = self
         if later is not None:
             rank, peer = later(rank), later(peer) if peer >= 0 else -1
-        return Action(
-            op,
-            rank,
-            stage,
-            micro_batch + steps * micro_batches if micro_batch >= 0 else -1,
-            version + steps if version >= 0 else -1,
-            peer,
-            value and value.shifted(steps, micro_batches),
-            tuple([each.shifted(steps, micro_batches) for each in reads]),
-            tuple([each.shifted(steps, micro_batches) for each in writes]),
-            tuple([each.shifted(steps, micro_batches) for each in frees]),
+        return _fast(
+            (
+                op,
+                rank,
+                stage,
+                micro_batch + steps * micro_batches if micro_batch >= 0 else -1,
+                version + steps if version >= 0 else -1,
+                peer,
+                value and value.shifted(steps, micro_batches),
+                tuple([each.shifted(steps, micro_batches) for each in reads]),
+                tuple([each.shifted(steps, micro_batches) for each in writes]),
+                tuple([each.shifted(steps, micro_batches) for each in frees]),
+            )
         )
+
+    def freeing(self, values: tuple[Value, ...]) -> Action:
+        """Return the action that frees `values`, and no others."""
+        return _fast((*self[:-1], values))
+
+
+_fast = partial(tuple.__new__, Action)
+"""Makes an action of all its fields, as that of `Value` does."""
 
 
 _TEXT = re.compile(

@@ -71,7 +71,8 @@ class Checker:
         self._joined: dict[int, Action] = {}
         """By rank: its part in the one collective that has begun."""
         self._recent: deque[Slot] = deque(maxlen=min(2 * schedule.stages, SHOWN_SLOTS))
-        self._busy: dict[tuple[str, int, int], str] = {}
+        self._busy: dict[tuple[str, int, int], Action] = {}
+        self._ranks = schedule.ranks
 
     def slot(self, slot: Slot, following: Sequence[Slot] = ()) -> Slot:
         """Check a slot; return it with its actions in an order in which one process could run them.
@@ -131,9 +132,9 @@ class Checker:
     def _apply(self, slot: int, action: Action) -> bool:
         """Apply an action; return False if it has to wait for another rank."""
         schedule = self._schedule
-        if not 0 <= action.rank < schedule.ranks or not -1 <= action.peer < schedule.ranks:
-            raise _Fault(f"there are only ranks 0 to {schedule.ranks - 1}")
-        live = self._live[action.rank]
+        if not 0 <= action.rank < self._ranks or not -1 <= action.peer < self._ranks:
+            raise _Fault(f"there are only ranks 0 to {self._ranks - 1}")
+        live, is_compute = self._live[action.rank], action.op.is_compute
         fault = fault_of(action, schedule)
         if fault:
             raise _Fault(fault)
@@ -142,11 +143,11 @@ class Checker:
                 if value in self._announced[action.rank]:
                     return False
                 raise _Fault(self._why_not_there(value, action.rank))
-            if value.kind in (PARAMETERS, LENT_FORWARD, LENT_BACKWARD) and action.op.is_compute and live[value] >= slot:
+            if is_compute and live[value] >= slot and value.kind in (PARAMETERS, *_LENT):
                 raise _Fault(f"version {action.version} of stage {action.stage} is made only in this same slot")
         if action.op is Op.COLLECTIVE and not self._can_join(action):
             return False
-        if action.op.is_compute:
+        if is_compute:
             self._occupy(action)
         born = live[action.reads[0]] if action.op is Op.SEND else slot
         for value in action.frees:
@@ -171,14 +172,15 @@ class Checker:
         """A micro-batch, a rank and, unless the timeline says otherwise, a stage compute one thing in a slot."""
         sizes, m = self._schedule.sizes, action.micro_batch
         users = [("micro-batch", m, 0)]
-        if self._schedule.ranks > 1:  # one device alone plays all workers in turn
+        if self._ranks > 1:  # one device alone plays all workers in turn
             users.append(("rank", action.rank, 0))
         if self._schedule.timeline.has_exclusive_stages:
             users.append(("stage", action.stage, m % sizes.replicas))
         for user in users:
             if user in self._busy:
-                raise _Fault(f"{user[0]} {user[1]} would compute two things in one slot: it has {self._busy[user]}")
-            self._busy[user] = action.label
+                label = self._busy[user].label
+                raise _Fault(f"{user[0]} {user[1]} would compute two things in one slot: it has {label}")
+            self._busy[user] = action
 
     def _message(self, slot: int, action: Action, born: int) -> None:
         """Join one end of a message to its other end, which must be the oldest open one on this edge."""
@@ -244,8 +246,10 @@ class Checker:
             if action.op is Op.UPDATE:
                 (newest,) = action.writes
                 allowed = self._schedule.rule.oldest[action.stage] + 1
-                versions = (newest._replace(number=newest.number - back) for back in range(allowed + 1))
-                if all(version in self._live[action.rank] for version in versions):
+                oldest = newest.shifted(-allowed, self._schedule.micro_batches)
+                between = (newest.shifted(-back, self._schedule.micro_batches) for back in range(allowed))
+                live = self._live[action.rank]
+                if oldest in live and all(version in live for version in between):
                     raise self._error(slot, action, f"{allowed + 1} versions are kept; the rule needs {allowed}")
 
     def _why_not_there(self, value: Value, rank: int) -> str:

@@ -14,6 +14,7 @@ from cdp_repro.schedule.values import (
     Value,
     buffers,
     gradient_sum,
+    micro_batch_value,
     parameters,
 )
 
@@ -34,11 +35,11 @@ def _forward_fault(action: Action, schedule: Schedule) -> str | None:
     if fault:
         return fault
     worker = buffers(stage, m % schedule.sizes.lanes)
-    inputs = [Value(INPUT, stage, m)] if stage else []
-    reads = [*inputs, _read_parameters(action, LENT_FORWARD), worker]
+    inputs = (micro_batch_value(INPUT, stage, m),) if stage else ()
+    reads = (*inputs, _read_parameters(action, LENT_FORWARD), worker)
     is_last = stage == schedule.stages - 1
-    output = Value(OUTPUT_GRADIENT, stage, m) if is_last else Value(INPUT, stage + 1, m)
-    return _differs(action, reads, [Value(SAVED, stage, m), output, worker])
+    output = micro_batch_value(OUTPUT_GRADIENT, stage, m) if is_last else micro_batch_value(INPUT, stage + 1, m)
+    return _differs(action, reads, (micro_batch_value(SAVED, stage, m), output, worker))
 
 
 def _backward_fault(action: Action, schedule: Schedule) -> str | None:
@@ -46,16 +47,17 @@ def _backward_fault(action: Action, schedule: Schedule) -> str | None:
     fault = _compute_fault(action, schedule)
     if fault:
         return fault
+    saved, lent = micro_batch_value(SAVED, stage, m), _read_parameters(action, LENT_BACKWARD)
     before = [value for value in action.reads if value.kind == GRADIENTS]
     after = [value for value in action.writes if value.kind == GRADIENTS]
-    reads = [Value(SAVED, stage, m), Value(OUTPUT_GRADIENT, stage, m), _read_parameters(action, LENT_BACKWARD)]
-    writes = [Value(OUTPUT_GRADIENT, stage - 1, m)] if stage else []
     if len(before) > 1 or len(after) != 1:
         return "it must add its gradients to at most one sum, and write one"
-    members = [*(m for value in before for m in value.members), m]
-    if after[0].stage != stage or any(value.stage != stage for value in before) or list(after[0].members) != members:
+    if after[0].stage != stage or after[0] != (_followed_by(before[0], m) if before else gradient_sum(stage, (m,))):
+        members = [*(m for value in before for m in value.members), m]
         return f"{after[0]} would be of the micro-batches {members}, which is not their order"
-    return _differs(action, [*reads, *before], [*writes, *after]) or _mixed(after[0], schedule)
+    reads = (saved, micro_batch_value(OUTPUT_GRADIENT, stage, m), lent, *before)
+    writes = (micro_batch_value(OUTPUT_GRADIENT, stage - 1, m), *after) if stage else tuple(after)
+    return _differs(action, reads, writes) or _mixed(after[0], schedule)
 
 
 def _compute_fault(action: Action, schedule: Schedule) -> str | None:
@@ -72,6 +74,14 @@ def _read_parameters(action: Action, lent: str) -> Value:
     return copy if copy in action.reads else parameters(action.stage, action.version)
 
 
+def _followed_by(total: Value, m: int) -> Value | None:
+    """Return a sum with micro-batch m added behind its last; None if the sum is a part, or m breaks its spacing."""
+    spacing = m - (total.stop - 1)
+    if total.parts > 1 or spacing < 1 or (len(total.members) > 1 and total.stride != spacing):
+        return None
+    return gradient_sum(total.stage, range(total.number, m + 1, spacing))
+
+
 def _add_fault(action: Action, schedule: Schedule) -> str | None:
     parts: dict[Value, list[Value]] = {}
     for value in action.reads:
@@ -82,12 +92,12 @@ def _add_fault(action: Action, schedule: Schedule) -> str | None:
     if any(value.kind != GRADIENTS or value.stage != action.stage for value in (*parts, *action.writes)):
         return "it must add sums of gradients of its stage"
     operands = sorted(parts, key=lambda value: value.number)
-    members = [m for value in operands for m in value.members]
-    if len(operands) != 2 or members != list(range(members[0], members[-1] + 1)):
+    if len(operands) != 2 or operands[0].stride != 1 or operands[0].stop != operands[1].number:
+        members = [m for value in operands for m in value.members]
         return f"its sum would be of the micro-batches {members}, which is not their order"
     if len(operands[1].members) > 1:  # (a + b) + c and a + (b + c) differ in their last bits
         return f"{operands[1]} holds more than one micro-batch: a sum is added from the left, one by one"
-    whole = gradient_sum(action.stage, members)
+    whole = gradient_sum(action.stage, range(operands[0].number, operands[1].stop))
     if action.value != whole or action.writes != (whole,):
         return f"it must write {whole}"
     return _mixed(whole, schedule)
@@ -100,11 +110,8 @@ def _update_fault(action: Action, schedule: Schedule) -> str | None:
     part, parts = (action.rank + 1, len(holders)) if schedule.placement.is_sharded else (0, 1)
     step = schedule.micro_batches
     total = gradient_sum(stage, range((version - 1) * step, version * step)).divided(part, parts)
-    return _differs(
-        action,
-        [parameters(stage, version - 1).divided(part, parts), total],
-        [parameters(stage, version).divided(part, parts)],
-    )
+    before, after = (parameters(stage, each).divided(part, parts) for each in (version - 1, version))
+    return _differs(action, (before, total), (after,))
 
 
 def _send_fault(action: Action, _: Schedule) -> str | None:
@@ -132,10 +139,10 @@ def _collective_fault(action: Action, schedule: Schedule) -> str | None:
     return None if is_sum else "it must bring a sum of gradients"
 
 
-def _differs(action: Action, reads: list[Value], writes: list[Value]) -> str | None:
-    """Say which values an action lacks, or has too many; None if it has exactly these."""
+def _differs(action: Action, reads: tuple[Value, ...], writes: tuple[Value, ...]) -> str | None:
+    """Say which values an action lacks, or has too many; None if it has exactly these, in any order."""
     for verb, found, expected in (("read", action.reads, reads), ("write", action.writes, writes)):
-        if len(found) != len(expected) or set(found) != set(expected):
+        if found != expected and (len(found) != len(expected) or set(found) != set(expected)):
             names = [", ".join(map(str, values)) or "nothing" for values in (expected, found)]
             return f"it must {verb} {names[0]}, not {names[1]}"
     return None
@@ -143,8 +150,7 @@ def _differs(action: Action, reads: list[Value], writes: list[Value]) -> str | N
 
 def _mixed(value: Value, schedule: Schedule) -> str | None:
     """Say that a sum mixes training steps, if it does."""
-    members = value.members
-    if members[0] // schedule.micro_batches != members[-1] // schedule.micro_batches:
+    if value.number // schedule.micro_batches != (value.stop - 1) // schedule.micro_batches:
         return f"{value} would mix training steps"
     return None
 

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.check import Checker, ScheduleError, State
@@ -130,8 +129,8 @@ class Program:
         if steps not in run.drains:
             if self.is_given:
                 raise ValueError(f"the program has no drain after {steps} steps from step {run.first_step}")
-            slots, _ = self._checked(self._generated(run.first_step, steps), run.first_step, steps)
-            run.drains[steps] = slots[self.begin(steps) :]
+            checked = self._checked(self._generated(run.first_step, steps), run.first_step, steps)
+            run.drains[steps] = checked.piece(steps)
         return run.drains[steps]
 
     @property
@@ -190,15 +189,17 @@ class Program:
             return self._repeating(first_step)
 
     def _repeating(self, first_step: int) -> Run:
-        longest = self.schedule.rule.longest
+        longest, checked = self.schedule.rule.longest, _CheckedRun(self, first_step)
         for steps in range(longest + 2, longest + MAX_STEPS):
-            slots, states = self._checked(self._generated(first_step, steps), first_step, steps)
-            ends = [self.begin(step) for step in range(steps + 1)]
-            pieces = [slots[begin:end] for begin, end in pairwise(ends)]
+            slots = self._generated(first_step, steps)
+            checked.follow(slots, steps)  # a longer run begins as a shorter one does: only what is new is checked
+            states = checked.states
             for repeating in range(max(0, longest - first_step), steps):
                 if self._repeats(states[repeating], states[repeating + 1]):
+                    checked.end(slots, steps)
+                    pieces = [checked.piece(step) for step in range(repeating + 1)]
                     extra = repeating + 1 - steps
-                    drain = self.shifted(slots[ends[-1] :], extra, extra)
+                    drain = self.shifted(checked.piece(steps), extra, extra)
                     return Run(first_step, pieces[:repeating], pieces[repeating], {repeating + 1: drain})
         raise ScheduleError(f"{self.schedule}: none of the first {steps} training steps ends in the state it began in")
 
@@ -206,7 +207,7 @@ class Program:
         """Check a run that a file holds, with each of its drains, and that its period can be repeated for ever."""
         repeating = len(run.fill)
         for steps in range(1, repeating + 2):
-            _, states = self._checked(self._written_out(run, steps), run.first_step, steps)
+            states = self._checked(self._written_out(run, steps), run.first_step, steps).states
         if not self._repeats(states[repeating], states[repeating + 1]):
             raise ScheduleError(
                 f"the period of the run from step {run.first_step} does not end as it begins, one training step later: "
@@ -220,23 +221,45 @@ class Program:
             (later(rank), later(peer), value.shifted(1, micro_batches), place) for rank, peer, value, place in before
         }
 
-    def _checked(self, slots: Sequence[Slot], first_step: int, steps: int) -> tuple[list[Slot], list[State]]:
-        """Check a whole run.
+    def _checked(self, slots: Sequence[Slot], first_step: int, steps: int) -> _CheckedRun:
+        """Check a whole run of `steps` training steps."""
+        checked = _CheckedRun(self, first_step)
+        checked.follow(slots, steps)
+        checked.end(slots, steps)
+        return checked
 
-        Returns its slots, each in an order in which one process could run it, and the state before each step's piece,
-        and before the drain.
-        """
-        checker = Checker(self.schedule, held_after(self.schedule, first_step))
-        begins = {self.begin(step) for step in range(steps + 1)}
-        found, states, seen = [], [], 4 * self.schedule.stages
-        for place, slot in enumerate(slots):
-            if slot.number in begins:
-                states.append(checker.state())
-            found.append(checker.slot(slot, slots[place + 1 : place + 1 + seen]))
-        if len(states) == steps:  # there is no drain
-            states.append(checker.state())
-        checker.end(held_after(self.schedule, first_step + steps))
-        return found, states
+
+class _CheckedRun:
+    """A run that is checked as far as it has been followed."""
+
+    def __init__(self, program: Program, first_step: int) -> None:
+        self._program, self._first_step = program, first_step
+        self._checker = Checker(program.schedule, program.held_at(first_step))
+        self._slots: list[Slot] = []
+        """The checked slots, each in an order in which one process could run it."""
+        self.states: list[State] = [self._checker.state()]
+        """Before the piece of each step, and behind the last."""
+
+    def follow(self, slots: Sequence[Slot], steps: int) -> None:
+        """Check the pieces of the first `steps` steps of `slots` that have not been checked yet, without the drain."""
+        for step in range(len(self.states), steps + 1):
+            self._check(slots, self._program.begin(step))
+            self.states.append(self._checker.state())
+
+    def end(self, slots: Sequence[Slot], steps: int) -> None:
+        """Check the drain after `steps` steps, and what it leaves."""
+        self._check(slots, len(slots))
+        self._checker.end(self._program.held_at(self._first_step + steps))
+
+    def piece(self, step: int) -> Piece:
+        """Return the checked slots of the piece of a step; behind the last one, those of the drain."""
+        begin, end = (self._program.begin(each) for each in (step, step + 1))
+        return self._slots[begin : end if step < len(self.states) - 1 else None]
+
+    def _check(self, slots: Sequence[Slot], end: int) -> None:
+        seen = 4 * self._program.schedule.stages
+        for place in range(len(self._slots), min(end, len(slots))):
+            self._slots.append(self._checker.slot(slots[place], slots[place + 1 : place + 1 + seen]))
 
 
 @contextmanager

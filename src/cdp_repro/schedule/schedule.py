@@ -202,7 +202,7 @@ class Schedule:
         """N."""
         return self.sizes.workers
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """S."""
         return self.sizes.stages

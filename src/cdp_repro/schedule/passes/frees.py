@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from cdp_repro.schedule.actions import Action
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.values import Value, buffers, parameters
@@ -40,15 +39,15 @@ def add_frees(slots: Slots, held: dict[int, list[Value]]) -> Slots:
     Going backwards through the run, a read is the last one of a value that is not needed by anything that was seen
     before. Writing makes a value, so that what stood under its name before is another.
     """
-    needed = {(rank, value) for rank, values in held.items() for value in values}
+    needed = defaultdict(set, {rank: set(values) for rank, values in held.items()})
     found: Slots = []
     for actions in reversed(slots):
         marked = []
         for action in reversed(actions):
-            rank = action.rank
-            needed.difference_update([(rank, value) for value in action.writes])
-            last = tuple([value for value in action.reads if (rank, value) not in needed])
-            needed.update([(rank, value) for value in last])
-            marked.append(Action(*action[:-1], last) if last else action)
+            own = needed[action.rank]
+            own.difference_update(action.writes)
+            last = tuple([value for value in action.reads if value not in own])
+            own.update(last)
+            marked.append(action.freeing(last) if last else action)
         found.append(marked[::-1])
     return found[::-1]
