@@ -145,7 +145,9 @@ def _accumulation_loop(config: RunConfig, batch: tuple[torch.Tensor, torch.Tenso
 
 
 def _engine_loop(config: RunConfig, batch: tuple[torch.Tensor, torch.Tensor], traced_steps: int) -> Callable[[], None]:
-    engine = Engine(cut_model(config).stages, F.cross_entropy, _sgd, "cdp_v2", traced_steps=traced_steps)
+    engine = Engine(
+        cut_model(config).stages, F.cross_entropy, _sgd, "cdp_v2", workers=config.workers, traced_steps=traced_steps
+    )
 
     def run() -> None:
         for _ in engine.run([batch] * STEPS_PER_ROUND):

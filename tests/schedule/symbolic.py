@@ -42,7 +42,7 @@ def prove(schedule: Schedule, slots: Sequence[Slot], steps: int, first_step: int
 class _Machine:
     def __init__(self, schedule: Schedule, first_step: int) -> None:
         self.schedule, self.first = schedule, first_step
-        self.lanes, self.step = schedule.sizes.lanes, schedule.micro_batches
+        self.lanes, self.step = min(schedule.sizes.lanes, schedule.micro_batches), schedule.micro_batches
         self.store: list[dict[Value, object]] = [{} for _ in range(schedule.ranks)]
         for rank, values in held_after(schedule, first_step).items():
             self.store[rank] = {v: self.held(v, first_step) for v in values}
@@ -85,7 +85,10 @@ class _Machine:
             self.posted[action.peer, rank].append(action.value)
             self.deliver(action.peer, rank)
         else:
-            made = {"F": self.forward, "B": self.backward, "A": self.add, "U": self.update}[action.op](action, read)
+            made = {
+                "F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weights,
+                "A": self.add, "U": self.update,
+            }[action.op](action, read)  # fmt: skip
             need(sorted(made) == sorted(action.writes), f"{action}: makes {list(map(str, made))}")
             for value, content in made.items():
                 need(value not in store and value not in self.coming[rank], f"{action}: {value} is there already")
@@ -106,12 +109,15 @@ class _Machine:
         need(key not in self.done, f"{action}: twice")
         self.done.add(key)
         step, i = divmod(m, self.step)
-        delay = self.schedule.rule.staleness(i // self.schedule.sizes.replicas, stage)
+        rule = self.schedule.rule
+        delay = (rule.staleness if action.op == "F" else rule.backward_staleness)(
+            i // self.schedule.sizes.replicas, stage
+        )
         need(version == max(0, step - delay), f"{action}: another version than its rule's")
         need(("theta", stage, version, 0, 1) in read.values(), f"{action}: without its parameters")
 
     def forward(self, action: Action, read: dict[Value, object]) -> dict[Value, object]:
-        stage, m, version = action.stage, action.micro_batch, action.version
+        stage, m = action.stage, action.micro_batch
         self.compute(action, read)
         lane = m % self.lanes
         need(
@@ -126,23 +132,37 @@ class _Machine:
             else (Value("x", stage + 1, m), ("input", stage + 1, m))
         )
         return dict([
-            (Value("s", stage, m), ("saved", stage, m, version)),
+            (Value("s", stage, m), ("saved", stage, m)),
             output,
             (Value("b", stage, lane), ("buffers", stage, lane, m)),
         ])  # fmt: skip
 
     def backward(self, action: Action, read: dict[Value, object]) -> dict[Value, object]:
-        stage, m, version = action.stage, action.micro_batch, action.version
+        made = self.passed_on(action, read)
+        total = self.summed(action, read)
+        return {self.sum_name(total): total, **made}
+
+    def passed_on(self, action: Action, read: dict[Value, object]) -> dict[Value, object]:
+        stage, m = action.stage, action.micro_batch
         self.compute(action, read)
-        need(("saved", stage, m, version) in read.values(), f"{action}: without what its forward saved")
+        need(("saved", stage, m) in read.values(), f"{action}: without what its forward saved")
         need(("gradient", stage, m) in read.values(), f"{action}: without the gradient of its output")
+        return {Value("d", stage - 1, m): ("gradient", stage - 1, m)} if stage else {}
+
+    def backward_input(self, action: Action, read: dict[Value, object]) -> dict[Value, object]:
+        stage, m = action.stage, action.micro_batch
+        return {**self.passed_on(action, read), Value("w", stage, m): ("work", stage, m)}
+
+    def backward_weights(self, action: Action, read: dict[Value, object]) -> dict[Value, object]:
+        self.done.add((str(action.op), action.stage, action.micro_batch))
+        need(("work", action.stage, action.micro_batch) in read.values(), f"{action}: before the first part")
+        total = self.summed(action, read)
+        return {self.sum_name(total): total}
+
+    def summed(self, action: Action, read: dict[Value, object]) -> tuple:
         before = [content for value, content in read.items() if value.kind == "g"]
         need(len(before) <= 1, f"{action}: adds to two sums")
-        total = (*(before[0] if before else ()), (stage, m, version))
-        made = {self.sum_name(total): total}
-        if stage:
-            made[Value("d", stage - 1, m)] = ("gradient", stage - 1, m)
-        return made
+        return (*(before[0] if before else ()), (action.stage, action.micro_batch, action.version))
 
     def sum_name(self, content: tuple) -> Value:
         """The name that a sum must have; with equal distances, its members in their order."""
@@ -221,7 +241,7 @@ class _Machine:
         last = self.first + steps
         wanted = {
             (op, j, m)
-            for op in "FB"
+            for op in ("FIW" if self.schedule.timeline.splits_backward else "FB")
             for j in range(self.schedule.stages)
             for m in range(self.first * self.step, last * self.step)
         }

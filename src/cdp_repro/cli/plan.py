@@ -14,10 +14,11 @@ from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
 from cdp_repro.predict.forecast import make_plan, plan_text, write_plan
 from cdp_repro.predict.pricing.quote import make_quote, quote_text, write_quote
+from cdp_repro.predict.systems import compare_systems, systems_text, write_systems
 from cdp_repro.schedule import Program
 from cdp_repro.schedule.program_text import write_program
 
-USAGE = """usage: cdp-plan [--out=FOLDER] [--program=FILE] [key=value ...]
+USAGE = """usage: cdp-plan [--systems] [--out=FOLDER] [--program=FILE] [key=value ...]
 
 Show the timeline, the stage cuts and the activation memory of the run that `cdp-train` with the same
 values would make, beside data parallelism. Needs no data, and computes nothing: seconds for any network.
@@ -26,6 +27,11 @@ values would make, beside data parallelism. Needs no data, and computes nothing:
   cdp-plan dataset=imagenet model=resnet50 partition=activations slot_order=backward_first
   cdp-plan mode=cdp_v1 --out=plan                  also as SVG, PNG, CSV and Perfetto traces in plan/
   cdp-plan mode=cdp_v2 placement=zero --program=zero.txt       all ranks' actions as text, for cdp-verify
+
+With --systems compare every system of the field on the same model, micro-batches and ranks: idle share, bytes,
+messages, staleness; with price=true and a cluster, seconds; with --out one picture of all timelines:
+
+  cdp-plan --systems workers=4 accumulate=2 --out=systems
 
 With price=true show instead what a training step takes on a cluster, for every mode, placement and baseline:
 
@@ -40,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = [text.removeprefix("--out=") for text in arguments if text.startswith("--out=")]
     program = [text.removeprefix("--program=") for text in arguments if text.startswith("--program=")]
     rest = [text for text in arguments if not text.startswith(("--out=", "--program="))]
-    flags, overrides, unknown = split_flags(rest, ("--help", "-h"))
+    flags, overrides, unknown = split_flags(rest, ("--help", "-h", "--systems"))
     if unknown:
         sys.stderr.write(f"unknown option {unknown[0]}\n\n{USAGE}")
         return 2
-    if flags:
+    if set(flags) - {"--systems"}:
         sys.stdout.write(help_text(USAGE))
         return 0
     with exit_code_of() as result:
@@ -55,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = compose_config(overrides, check_device=False)
         if program and config.price:
             raise ConfigError(["--program=FILE writes the program of one run, price=true prices many: leave one out"])
-        text, write, chosen = _quote(config) if config.price else _plan(config)
+        if program and flags:
+            raise ConfigError(["--program=FILE writes the program of one run, --systems shows many: leave one out"])
+        answer = _systems if flags else _quote if config.price else _plan
+        text, write, chosen = answer(config)
         write_out(text)
         if folder:
             try:
@@ -84,6 +93,11 @@ Answer = tuple[str, Callable[[Path], list[Path]], Program | None]
 def _plan(config: RunConfig) -> Answer:
     plan = make_plan(config)
     return plan_text(plan, shutil.get_terminal_size((120, 24)).columns), partial(write_plan, plan), plan.chosen.program
+
+
+def _systems(config: RunConfig) -> Answer:
+    systems = compare_systems(config)
+    return systems_text(systems, config), partial(write_systems, systems), None
 
 
 def _quote(config: RunConfig) -> Answer:

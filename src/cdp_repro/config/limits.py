@@ -93,7 +93,8 @@ def inconsistent(config: RunConfig) -> Iterable[str]:
 
 
 def _check_batch_size(config: RunConfig) -> None:
-    check_divisible(config.batch_size, config.workers, config.accumulate, config.replicas)
+    workers, accumulate = (1, 1) if config.updates_each else (config.workers, config.accumulate)
+    check_divisible(config.batch_size, workers, accumulate, config.replicas)
 
 
 def _check_schedule(config: RunConfig) -> None:

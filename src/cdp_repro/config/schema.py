@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cdp_repro.schedule import Schedule, Spec
+from cdp_repro.schedule import MODES, Schedule, Spec
 
 
 @dataclass
@@ -204,8 +204,13 @@ class RunConfig:
 
     @property
     def micro_batches(self) -> int:
-        """M = k N R: micro-batches that a mini-batch is cut into."""
-        return self.workers * self.accumulate * self.replicas
+        """M = k N R, or R where each micro-batch is a training step: micro-batches that a mini-batch is cut into."""
+        return self.replicas if self.updates_each else self.workers * self.accumulate * self.replicas
+
+    @property
+    def updates_each(self) -> bool:
+        """Whether each micro-batch is a training step of its own."""
+        return self.mode.name in MODES and MODES[self.mode.name].updates_each
 
     @property
     def processes(self) -> int:

@@ -46,7 +46,7 @@ class SavedForward:
     edge: GradientEdge | None
     """Where the gradient of the output enters the graph; None if nothing in the stage takes a gradient."""
     loan: Loan | None = None
-    """Where the parameters are, if another rank owns them."""
+    """Where the parameters are, if the backward brings them."""
 
 
 class StageCompute:
@@ -57,14 +57,19 @@ class StageCompute:
         module: nn.Module,
         loss_fn: LossFn | None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        stashes: bool = True,
     ) -> None:
-        """The last stage computes the loss as a part of its forward; the others have no `loss_fn`."""
+        """The last stage computes the loss as a part of its forward; the others have no `loss_fn`.
+
+        Without `stashes` a backward may bring other parameters than its forward read.
+        """
         self.parameters = [(name, parameter.requires_grad) for name, parameter in module.named_parameters()]
         """Name of each parameter, and whether it takes a gradient."""
         self._module = module
         self._binding = Binding(module)
         self._loss_fn = loss_fn
         self._autocast = autocast
+        self._stashes = stashes
 
     def forward(
         self,
@@ -81,6 +86,8 @@ class StageCompute:
         meter, saved tensors, the input and the output are counted. With a `loan`, which holds the tensors of
         `version`, none of them is kept alive by what is saved.
         """
+        if loan is None and not self._stashes:
+            loan = Loan(version.tensors, is_copy=False)
         leaf = inputs if inputs.requires_grad else None
         if meter is not None and leaf is not None:
             meter.hold(leaf)

@@ -54,8 +54,8 @@ class Engine:
         optimizer: makes the optimizer of a stage from the list of its trainable parameters. With shards (see
             `Spec.collectives`) it updates a rank's pieces of them, [values, 1, ..., 1], in the same groups: it must
             treat each value by itself, as SGD and Adam do.
-        mode: "dp", "cdp_v1", "cdp_v2", "accumulation", or a staleness matrix with a row for each micro-batch of a
-            training step and a column for each stage.
+        mode: "dp", "cdp_v1", "cdp_v2", another name in `schedule.MODES`, or a staleness matrix with a row for each
+            micro-batch of a training step and a column for each stage.
         placement: where the stages run and who holds their parameters: "single_device", "replicated", "zero",
             "model_parallel" or "pipeline". All but the first need as many processes in the torch.distributed group
             as the schedule has ranks, each of which builds the same engine and takes part in every call.
@@ -114,7 +114,7 @@ class Engine:
             if self.team.rank in self.schedule.placement.holders(number)
         }
         self._compute = [
-            StageCompute(stage, loss_fn if number == count - 1 else None, autocast)
+            StageCompute(stage, loss_fn if number == count - 1 else None, autocast, self.schedule.rule.stashes)
             for number, stage in enumerate(self._stages)
         ]
         self._tracer = Tracer(self.schedule, self.team, self._device, traced_steps)
@@ -295,7 +295,7 @@ class Engine:
         """Return all workers' buffers of a stage, each from the rank that computes for it next; collective."""
         found: list[Buffers] = []
         layout = Layout.of(dict(self._stages[number].named_buffers()))
-        for worker in range(self.schedule.sizes.lanes):
+        for worker in range(self.schedule.sizes.statistics):
             own = self._executor.values.get(buffers(number, worker))
             source = self.schedule.placement.rank_of(self.step * self.schedule.micro_batches + worker, number)
             found.append(dict(self.team.broadcast(layout, own, source)))
@@ -395,7 +395,7 @@ class Engine:
             oldest = max(0, step - schedule.rule.oldest[number])
             mine.check_state(held[number], set(range(oldest, step + 1)))
         for stage, theirs in zip(self._stages, stages, strict=True):
-            check_buffers(dict(stage.named_buffers()), theirs["buffers"], schedule.sizes.lanes)
+            check_buffers(dict(stage.named_buffers()), theirs["buffers"], schedule.sizes.statistics)
         self._executor.hold(self._loaded_values(step, held, stages))
         self.step = step
         self._tracer.stop()

@@ -26,6 +26,7 @@ from cdp_repro.engine.messages import VALUE
 from cdp_repro.engine.parameters import StageState
 from cdp_repro.engine.positions import Positions
 from cdp_repro.engine.randomness import seeded
+from cdp_repro.engine.split_backward import WeightWork, backward_input
 from cdp_repro.engine.tracing import Tracer
 from cdp_repro.schedule import Action, Op, RankProgram, Slot, Value
 from cdp_repro.schedule.rings import ring_bytes
@@ -38,6 +39,7 @@ from cdp_repro.schedule.values import (
     OUTPUT_GRADIENT,
     PARAMETERS,
     SAVED,
+    WEIGHT_WORK,
 )
 
 
@@ -102,6 +104,8 @@ class Executor:
         self._handlers = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHTS: self._backward_weights,
             Op.ADD: self._add,
             Op.UPDATE: self._update,
             Op.SEND: self._send,
@@ -208,12 +212,18 @@ class Executor:
                 self.values[value] = output.requires_grad_(saved.edge is not None)
         return self._in_ledger(action, version)
 
+    def _saved(self, action: Action, read: Mapping[str, Value]) -> tuple[SavedForward, Version]:
+        """Return what a forward has saved, with the parameters that its backward reads."""
+        saved: SavedForward = self._take(read[SAVED])
+        if saved.loan is None:
+            return saved, saved.version
+        version, _ = self._parameters(action, read, LENT_BACKWARD)
+        saved.loan.renew(version.tensors)
+        return saved, version
+
     def _backward(self, action: Action) -> Action:
         read = {value.kind: value for value in action.reads}
-        saved: SavedForward = self._take(read[SAVED])
-        if saved.loan is not None:
-            version, _ = self._parameters(action, read, LENT_BACKWARD)
-            saved.loan.renew(version.tensors)
+        saved, version = self._saved(action, read)
         sums: Gradients = self._take(read[GRADIENTS]) if GRADIENTS in read else {}
         grad_input = backward(saved, self._take(read[OUTPUT_GRADIENT]), sums)
         if saved.loan is not None:
@@ -221,7 +231,24 @@ class Executor:
         for value in action.writes:
             self.values[value] = sums if value.kind == GRADIENTS else grad_input
         self._count(Op.BACKWARD, action.micro_batch // self._micro_batches)
-        return self._in_ledger(action, saved.version)
+        return self._in_ledger(action, version)
+
+    def _backward_input(self, action: Action) -> Action:
+        read = {value.kind: value for value in action.reads}
+        saved, version = self._saved(action, read)
+        grad_input, work = backward_input(saved, self._take(read[OUTPUT_GRADIENT]))
+        for value in action.writes:
+            self.values[value] = work if value.kind == WEIGHT_WORK else grad_input
+        return self._in_ledger(action, version)
+
+    def _backward_weights(self, action: Action) -> Action:
+        read = {value.kind: value for value in action.reads}
+        sums: Gradients = self._take(read[GRADIENTS]) if GRADIENTS in read else {}
+        work: WeightWork = self._take(read[WEIGHT_WORK])
+        work.finish(sums)
+        self.values[action.writes[0]] = sums
+        self._count(Op.BACKWARD, action.micro_batch // self._micro_batches)
+        return action
 
     def _add(self, action: Action) -> Action:
         """Add two sums into the one that is not needed any more; a sum may come in parts."""

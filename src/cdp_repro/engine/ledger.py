@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cdp_repro.schedule import Action, Schedule
+from cdp_repro.schedule import Action, Op, Schedule
 
 
 class LedgerError(RuntimeError):
@@ -14,7 +14,7 @@ class Ledger:
 
     def __init__(self, schedule: Schedule) -> None:
         self._sizes = schedule.sizes
-        self._staleness = schedule.rule.matrix
+        self._rule = schedule.rule
         self.reads = 0
 
     def record(self, action: Action, version: int) -> None:
@@ -25,7 +25,8 @@ class Ledger:
     def check(self, action: Action, version: int) -> None:
         """Raise LedgerError unless `version` is the one that the rule asks for."""
         step, i = divmod(action.micro_batch, self._sizes.micro_batches)
-        delay = self._staleness[i // self._sizes.replicas][action.stage]
+        staleness = self._rule.staleness if action.op is Op.FORWARD else self._rule.backward_staleness
+        delay = staleness(i // self._sizes.replicas, action.stage)
         if version != max(0, step - delay):
             raise LedgerError(
                 f"{action.op.name.lower()} of stage {action.stage} by worker {i} in step {step} used version "

@@ -73,7 +73,7 @@ def _draw_timeline(axis: Axes, timeline: Sequence[Slot], workers: int) -> None:
 
 
 def _label(axis: Axes, action: Action, x: float, y: float, height: float) -> None:
-    arrow = "↑" if action.op is Op.FORWARD else "↓"
+    arrow = {Op.FORWARD: "↑", Op.BACKWARD_WEIGHTS: "•"}.get(action.op, "↓")
     size = 9 if height > 0.5 else max(3.5, 14 * height)
     text = f"{arrow}$_{{{action.version}}}$" if height > 0.3 else arrow
     axis.text(x, y, text, ha="center", va="center", fontsize=size)

@@ -19,7 +19,7 @@ SHOWN_WORKERS = 16
 """Up to so many workers the timeline and the memory of each slot are shown as text."""
 
 STEPS = 2
-"""Training steps that are drawn: the second shows the steady state and the first fresh parameters."""
+"""Mini-batches that are drawn: the second shows the steady state and the first fresh parameters."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def make_plan(config: RunConfig) -> Plan:
 
 def _forecast(schedule: Schedule, cut: CutModel) -> Forecast:
     program = Program(schedule)
-    slots = program.slots(STEPS)
+    slots = program.slots(STEPS * -(-schedule.sizes.lanes // schedule.micro_batches))
     return Forecast(program, slots, simulate_slots(schedule, cut.costs, slots))
 
 

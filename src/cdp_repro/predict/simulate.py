@@ -46,7 +46,7 @@ class Devices:
         if op is Op.FORWARD:
             received = costs.received_bytes(stage)[0] if (action.micro_batch, stage) in self._received else 0
             self.activation_bytes[rank] += costs.forward_bytes[stage] + received
-        elif op is Op.BACKWARD:
+        elif op.gives_gradients:  # a first part of a backward keeps all for the second
             place = action.micro_batch, stage
             received = costs.received_bytes(stage)[1] if place in self._received else 0
             self._received.discard(place)

@@ -16,6 +16,8 @@ class Op(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHTS = "W"
     UPDATE = "U"
     SEND = "S"
     RECEIVE = "R"
@@ -23,12 +25,15 @@ class Op(StrEnum):
     COLLECTIVE = "C"
 
     is_compute: bool
-    """Whether the action is a forward or a backward, which takes a slot of its worker."""
+    """Whether the action is a forward or a backward, or a part of one, which takes a slot of its rank."""
+    gives_gradients: bool
+    """Whether the action gives the gradients of a stage's parameters for one micro-batch."""
     is_message: bool
     """Whether the action is one end of a message."""
 
     def __init__(self, letter: str) -> None:
-        self.is_compute = letter in "FB"
+        self.is_compute = letter in "FBIW"
+        self.gives_gradients = letter in "BW"
         self.is_message = letter in "SR"
 
 
@@ -39,6 +44,8 @@ class Action(NamedTuple):
     | --- | --- |
     | `F2.m5@v1: x2.m5! p2@v1 b2.w1! -> s2.m5 x3.m5 b2.w1` | forward of stage 2 on micro-batch 5 at version 1 |
     | `B2.m5@v1: s2.m5! d2.m5! p2@v1! -> d1.m5 g2[5:6]` | backward of the same, with the same version |
+    | `I2.m5@v1: s2.m5! d2.m5! p2@v1! -> d1.m5 w2.m5` | the first part of a backward: the gradient of the input |
+    | `W2.m5@v1: w2.m5! -> g2[5:6]` | the second part: the gradients of the weights |
     | `A g2[4:6]: g2[4:5]! g2[5:6]! -> g2[4:6]` | add two sums that follow one another |
     | `U2@v3: p2@v2! g2[8:12]! -> p2@v3` | the update that makes version 3 of stage 2 |
     | `S x3.m5>3: x3.m5! ->` | send the input of stage 3 for micro-batch 5 to rank 3 |
@@ -141,7 +148,7 @@ _fast = partial(tuple.__new__, Action)
 
 
 _TEXT = re.compile(
-    r"(?P<label>(?P<op>[FBUSRAC])(?:(?P<stage>\d+)(?:\.m(?P<micro_batch>\d+))?@v(?P<version>\d+)"
+    r"(?P<label>(?P<op>[FBIWUSRAC])(?:(?P<stage>\d+)(?:\.m(?P<micro_batch>\d+))?@v(?P<version>\d+)"
     r"|\s+(?P<value>[^\s<>]+?)(?:[<>](?P<peer>\d+))?))"
     r":(?P<reads>[^:>]*(?:\[[^\]]*\][^:>]*)*)->(?P<writes>.*)"
 )

@@ -171,7 +171,7 @@ class Checker:
     def _occupy(self, action: Action) -> None:
         """A micro-batch, a rank and, unless the timeline says otherwise, a stage compute one thing in a slot."""
         sizes, m = self._schedule.sizes, action.micro_batch
-        users = [("micro-batch", m, 0)]
+        users = [("micro-batch", m, 0)] if action.op is not Op.BACKWARD_WEIGHTS else []
         if self._ranks > 1:  # one device alone plays all workers in turn
             users.append(("rank", action.rank, 0))
         if self._schedule.timeline.has_exclusive_stages:
@@ -297,4 +297,4 @@ class Checker:
 def _completes(action: Action, version: Value, schedule: Schedule) -> bool:
     """Whether a backward is the last of the step from whose gradients `version` is made."""
     last = version.number * schedule.micro_batches - 1
-    return action.op is Op.BACKWARD and (action.stage, action.micro_batch) == (version.stage, last)
+    return action.op.gives_gradients and (action.stage, action.micro_batch) == (version.stage, last)

@@ -11,6 +11,7 @@ from cdp_repro.schedule.values import (
     LENT_FORWARD,
     OUTPUT_GRADIENT,
     SAVED,
+    WEIGHT_WORK,
     Value,
     buffers,
     gradient_sum,
@@ -34,7 +35,7 @@ def _forward_fault(action: Action, schedule: Schedule) -> str | None:
     fault = _compute_fault(action, schedule)
     if fault:
         return fault
-    worker = buffers(stage, m % schedule.sizes.lanes)
+    worker = buffers(stage, m % schedule.sizes.statistics)
     inputs = (micro_batch_value(INPUT, stage, m),) if stage else ()
     reads = (*inputs, _read_parameters(action, LENT_FORWARD), worker)
     is_last = stage == schedule.stages - 1
@@ -43,11 +44,36 @@ def _forward_fault(action: Action, schedule: Schedule) -> str | None:
 
 
 def _backward_fault(action: Action, schedule: Schedule) -> str | None:
+    fault = _compute_fault(action, schedule) or _order_fault(action, schedule)
+    reads, writes = _read_and_passed_on(action)
+    sums = [[value for value in values if value.kind == GRADIENTS] for values in (action.reads, action.writes)]
+    return fault or _differs(action, (*reads, *sums[0]), (*writes, *sums[1]))
+
+
+def _input_fault(action: Action, schedule: Schedule) -> str | None:
+    reads, writes = _read_and_passed_on(action)
+    work = micro_batch_value(WEIGHT_WORK, action.stage, action.micro_batch)
+    return _compute_fault(action, schedule) or _differs(action, reads, (*writes, work))
+
+
+def _weights_fault(action: Action, schedule: Schedule) -> str | None:
+    work = micro_batch_value(WEIGHT_WORK, action.stage, action.micro_batch)
+    reads = (work, *(value for value in action.reads if value.kind == GRADIENTS))
+    fault = _compute_fault(action, schedule) or _order_fault(action, schedule)
+    return fault or _differs(action, reads, action.writes[:1])
+
+
+def _read_and_passed_on(action: Action) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    """Return what a backward, or its first part, reads and writes beside the sums of gradients."""
     stage, m = action.stage, action.micro_batch
-    fault = _compute_fault(action, schedule)
-    if fault:
-        return fault
     saved, lent = micro_batch_value(SAVED, stage, m), _read_parameters(action, LENT_BACKWARD)
+    reads = (saved, micro_batch_value(OUTPUT_GRADIENT, stage, m), lent)
+    return reads, (micro_batch_value(OUTPUT_GRADIENT, stage - 1, m),) if stage else ()
+
+
+def _order_fault(action: Action, schedule: Schedule) -> str | None:
+    """Say what is wrong with the sum that an action adds its micro-batch's gradients to."""
+    stage, m = action.stage, action.micro_batch
     before = [value for value in action.reads if value.kind == GRADIENTS]
     after = [value for value in action.writes if value.kind == GRADIENTS]
     if len(before) > 1 or len(after) != 1:
@@ -55,13 +81,12 @@ def _backward_fault(action: Action, schedule: Schedule) -> str | None:
     if after[0].stage != stage or after[0] != (_followed_by(before[0], m) if before else gradient_sum(stage, (m,))):
         members = [*(m for value in before for m in value.members), m]
         return f"{after[0]} would be of the micro-batches {members}, which is not their order"
-    reads = (saved, micro_batch_value(OUTPUT_GRADIENT, stage, m), lent, *before)
-    writes = (micro_batch_value(OUTPUT_GRADIENT, stage - 1, m), *after) if stage else tuple(after)
-    return _differs(action, reads, writes) or _mixed(after[0], schedule)
+    return _mixed(after[0], schedule)
 
 
 def _compute_fault(action: Action, schedule: Schedule) -> str | None:
-    expected, rank = schedule.rule.version(action.micro_batch, action.stage), None
+    asked = schedule.rule.version if action.op is Op.FORWARD else schedule.rule.backward_version
+    expected = asked(action.micro_batch, action.stage)
     if action.version != expected:
         return f"its rule asks for version {expected}"
     rank = schedule.placement.rank_of(action.micro_batch, action.stage)
@@ -158,6 +183,8 @@ def _mixed(value: Value, schedule: Schedule) -> str | None:
 _FAULTS = {
     Op.FORWARD: _forward_fault,
     Op.BACKWARD: _backward_fault,
+    Op.BACKWARD_INPUT: _input_fault,
+    Op.BACKWARD_WEIGHTS: _weights_fault,
     Op.ADD: _add_fault,
     Op.UPDATE: _update_fault,
     Op.SEND: _send_fault,

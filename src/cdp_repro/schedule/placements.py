@@ -40,6 +40,11 @@ class Placement(ABC):
         holders = self.holders(stage)
         return holders[micro_batch % len(holders)]
 
+    @classmethod
+    def of(cls, timeline: Timeline, collectives: bool) -> Placement:  # noqa: ARG003 - most have one form
+        """Return the placement in the form that suits a timeline, and collectives if it is run by them."""
+        return cls(timeline)
+
 
 class SingleDevice(Placement):
     """Everything on rank 0, which computes for all workers in turn: the actions of a slot one after the other."""
@@ -85,6 +90,11 @@ class Zero(Replicated):
         """Return the worker's rank."""
         return micro_batch % self.ranks
 
+    @classmethod
+    def of(cls, timeline: Timeline, collectives: bool) -> Placement:
+        """Return the one with shards for collectives of several ranks."""
+        return ShardedZero(timeline) if collectives and timeline.sizes.lanes > 1 else cls(timeline)
+
 
 class ShardedZero(Replicated):
     """A worker a rank, and an equal part of the state of every stage on each: ZeRO stage 3 as libraries do it (FSDP).
@@ -97,7 +107,10 @@ class ShardedZero(Replicated):
 
 
 class Pipeline(Placement):
-    """S/D consecutive stages a rank: micro-batches move, parameters stay. R copies of the pipeline."""
+    """S/D stages a rank: micro-batches move, parameters stay. R copies of the pipeline.
+
+    The stages of a rank are consecutive, unless the timeline asks for another layout.
+    """
 
     name = "pipeline"
 
@@ -111,6 +124,37 @@ class Pipeline(Placement):
         sizes = self.timeline.sizes
         first = stage * sizes.pipeline_ranks // sizes.stages * sizes.replicas
         return range(first, first + sizes.replicas)
+
+    @classmethod
+    def of(cls, timeline: Timeline, collectives: bool) -> Placement:  # noqa: ARG003 - a pipeline has none
+        """Return the one with the timeline's layout."""
+        return {"looped": LoopedPipeline, "both_ways": TwoWayPipeline}.get(timeline.layout, cls)(timeline)
+
+
+class LoopedPipeline(Pipeline):
+    """Stage j on rank j mod D: a micro-batch goes round the ranks S/D times (Narayanan et al. 2021)."""
+
+    def holders(self, stage: int) -> range:
+        """Return the R ranks of the stage."""
+        sizes = self.timeline.sizes
+        first = stage % sizes.pipeline_ranks * sizes.replicas
+        return range(first, first + sizes.replicas)
+
+
+class TwoWayPipeline(Pipeline):
+    """Stages 0 .. D-1 on ranks 0 .. D-1 for even micro-batches, on ranks D-1 .. 0 for odd ones (Li and Hoefler 2021).
+
+    So stages j and D-1-j share two ranks, which both hold both.
+    """
+
+    def holders(self, stage: int) -> range:
+        """Return the two ranks of the stage."""
+        low, high = sorted((stage, self.timeline.sizes.stages - 1 - stage))
+        return range(low, high + 1, high - low)
+
+    def rank_of(self, micro_batch: int, stage: int) -> int:
+        """Return the rank of the micro-batch's direction."""
+        return self.timeline.sizes.stages - 1 - stage if micro_batch % 2 else stage
 
 
 class ModelParallel(Placement):

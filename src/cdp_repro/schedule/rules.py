@@ -15,8 +15,8 @@ from cdp_repro.schedule.sizes import Sizes
 class Rule(ABC):
     """Micro-batch i of training step t reads stage j at version max(0, t - staleness(i, j)), forward and backward.
 
-    A subclass gives `staleness`. As for timelines, i counts the k N micro-batches of a step without replicas, all of
-    which read the same.
+    A subclass gives `staleness`, and `backward_staleness` if the backward reads another version. As for timelines, i
+    counts the micro-batches of a step without replicas, all of which read the same.
     """
 
     sizes: Sizes
@@ -26,10 +26,21 @@ class Rule(ABC):
     def staleness(self, i: int, j: int) -> int:
         """Return how many training steps old the version is that micro-batch i reads of stage j."""
 
+    def backward_staleness(self, i: int, j: int) -> int:
+        """Return how old the version is that its backward reads: the same, unless nothing is stashed."""
+        return self.matrix[i][j]
+
     @cached_property
     def matrix(self) -> tuple[tuple[int, ...], ...]:
-        """The staleness of all: a row for each of the k N micro-batches, a column for each stage."""
+        """The staleness of all: a row for each of the micro-batches of a step, a column for each stage."""
         return tuple(tuple(self.staleness(i, j) for j in range(self.sizes.stages)) for i in range(self.sizes.turns))
+
+    @cached_property
+    def stashes(self) -> bool:
+        """Whether every backward reads the version of its forward."""
+        return all(
+            self.backward_staleness(i, j) == delay for i, row in enumerate(self.matrix) for j, delay in enumerate(row)
+        )
 
     @cached_property
     def oldest(self) -> tuple[int, ...]:
@@ -45,6 +56,11 @@ class Rule(ABC):
         """Return v(m, j), the version of `stage` that micro-batch m reads; m counts replicas, too."""
         step, i = divmod(micro_batch, self.sizes.micro_batches)
         return max(0, step - self.matrix[i // self.sizes.replicas][stage])
+
+    def backward_version(self, micro_batch: int, stage: int) -> int:
+        """Return the version that its backward reads."""
+        step, i = divmod(micro_batch, self.sizes.micro_batches)
+        return max(0, step - self.backward_staleness(i // self.sizes.replicas, stage))
 
 
 class Fresh(Rule):
@@ -68,7 +84,7 @@ class UniformDelay(Rule):
 
 
 class Freshest(Rule):
-    """The newest version that the cyclic timeline can serve: `cdp_v2`.
+    """The newest version that the cyclic timeline can serve: `cdp_v2`; with a micro-batch a step, PipeDream.
 
     The last backward of stage j in training step t is in slot 2c((t+1)M - 1) + 2S-1-j, and version t+1 exists from the
     next slot on. Micro-batch m reads in slot 2cm + j, so that it can have version v if 2c(vM - 1) + 2S - j <= 2cm + j,
@@ -83,6 +99,20 @@ class Freshest(Rule):
         """Return -floor((c(i+1) + j - S) / (cM))."""
         per_worker = self.sizes.stages // self.sizes.workers
         return -((per_worker * (i + 1) + j - self.sizes.stages) // (per_worker * self.sizes.turns))
+
+
+class NoStashing(Freshest):
+    """The newest version that the rank has, when the forward reads and again when the backward does: AMPNet.
+
+    The backward takes the inputs that the forward has saved, and the newer parameters. On the cyclic timeline the
+    training step before has always been completed on this stage by then, so that a backward reads fresh.
+    """
+
+    name = "no_stashing"
+
+    def backward_staleness(self, i: int, j: int) -> int:  # noqa: ARG002 - the same for all
+        """Return 0."""
+        return 0
 
 
 @dataclass(frozen=True)

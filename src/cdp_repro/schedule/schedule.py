@@ -7,18 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cdp_repro.schedule.placements import (
-    ModelParallel,
-    Pipeline,
-    Placement,
-    Replicated,
-    ShardedZero,
-    SingleDevice,
-    Zero,
-)
-from cdp_repro.schedule.rules import Fresh, Freshest, Matrix, Rule, UniformDelay
+from cdp_repro.schedule.placements import ModelParallel, Pipeline, Placement, Replicated, SingleDevice, Zero
+from cdp_repro.schedule.rules import Fresh, Freshest, Matrix, NoStashing, Rule, UniformDelay
 from cdp_repro.schedule.sizes import Sizes
-from cdp_repro.schedule.timelines import Cyclic, GPipe, OneForwardOneBackward, Sequential, Simultaneous, Timeline
+from cdp_repro.schedule.timelines import (
+    Chimera,
+    Cyclic,
+    GPipe,
+    Interleaved,
+    OneForwardOneBackward,
+    Sequential,
+    Simultaneous,
+    Timeline,
+    ZeroBubble,
+)
 
 SLOT_ORDERS = ("paper", "backward_first")
 PIPELINE_SCHEDULES = ("one_f_one_b", "gpipe")
@@ -26,18 +28,41 @@ COLLECTIVE_PLACEMENTS = ("replicated", "zero")
 """Where each worker is a rank, so that a collective of all ranks is one of all workers."""
 
 TIMELINES: dict[str, type[Timeline]] = {
-    timeline.name: timeline for timeline in (Simultaneous, Sequential, Cyclic, GPipe, OneForwardOneBackward)
+    timeline.name: timeline
+    for timeline in (Simultaneous, Sequential, Cyclic, GPipe, OneForwardOneBackward, Interleaved, ZeroBubble, Chimera)
 }
 PLACEMENTS: dict[str, type[Placement]] = {
     placement.name: placement for placement in (SingleDevice, Replicated, Zero, ModelParallel, Pipeline)
 }
-MODES: dict[str, tuple[str, Callable[[Sizes], Rule]]] = {
-    "dp": ("simultaneous", Fresh),
-    "cdp_v1": ("cyclic", UniformDelay),
-    "cdp_v2": ("cyclic", Freshest),
-    "accumulation": ("sequential", Fresh),
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A timeline with a rule."""
+
+    timeline: str
+    """A name in `TIMELINES`."""
+    rule: Callable[[Sizes], Rule]
+    updates_each: bool = False
+    """Whether each micro-batch is a training step of its own."""
+
+
+MODES: dict[str, Mode] = {
+    "dp": Mode("simultaneous", Fresh),
+    "cdp_v1": Mode("cyclic", UniformDelay),
+    "cdp_v2": Mode("cyclic", Freshest),
+    "accumulation": Mode("sequential", Fresh),
+    "naive": Mode("sequential", Fresh),
+    "gpipe": Mode("gpipe", Fresh),
+    "one_f_one_b": Mode("one_f_one_b", Fresh),
+    "interleaved": Mode("interleaved", Fresh),
+    "zero_bubble": Mode("zero_bubble", Fresh),
+    "chimera": Mode("chimera", Fresh),
+    "pipedream": Mode("cyclic", Freshest, updates_each=True),
+    "pipedream_2bw": Mode("cyclic", UniformDelay),
+    "ampnet": Mode("cyclic", NoStashing, updates_each=True),
 }
-"""By name the timeline and the rule, the paper's first."""
+"""By name, the paper's first. Some are one thing under the names of two literatures."""
 
 
 def add_timeline(timeline: type[Timeline]) -> None:
@@ -45,9 +70,9 @@ def add_timeline(timeline: type[Timeline]) -> None:
     TIMELINES[timeline.name] = timeline
 
 
-def add_mode(name: str, timeline: str, rule: Callable[[Sizes], Rule]) -> None:
+def add_mode(name: str, timeline: str, rule: Callable[[Sizes], Rule], updates_each: bool = False) -> None:
     """Enter a mode: a registered timeline with a rule, which is made from the sizes."""
-    MODES[name] = (timeline, rule)
+    MODES[name] = Mode(timeline, rule, updates_each)
 
 
 def add_placement(placement: type[Placement]) -> None:
@@ -81,9 +106,35 @@ class Spec:
     in place of ordered messages; on `zero` each rank then has a shard of every stage."""
 
     @property
+    def chosen_mode(self) -> Mode:
+        """The mode that `mode` names, or that its matrix stands for; a plain `dp` on a pipeline has its schedule.
+
+        Raises:
+            ValueError: there is none of that name.
+        """
+        if not isinstance(self.mode, str):
+            rows = self.mode
+            return Mode("cyclic", lambda sizes: Matrix.checked(sizes, rows))
+        if self.mode not in MODES:
+            nearest = difflib.get_close_matches(self.mode, MODES, n=1, cutoff=0.3)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ValueError(f"unknown mode {self.mode!r}: choose {', '.join(MODES)} or give a staleness matrix{hint}")
+        mode = MODES[self.mode]
+        if mode.timeline == "simultaneous" and self.placement == "pipeline":
+            return replace(mode, timeline=self.pipeline_schedule)
+        return mode
+
+    @property
+    def sizes(self) -> Sizes:
+        """The five numbers."""
+        pipeline_ranks = 1 if self.placement != "pipeline" else self.workers if self.ranks is None else self.ranks
+        each = self.chosen_mode.updates_each
+        return Sizes(self.stages, self.workers, self.accumulate, self.replicas, pipeline_ranks, each)
+
+    @property
     def forwards(self) -> int:
         """Forwards in a training step: M S."""
-        return self.workers * self.accumulate * self.replicas * self.stages
+        return self.sizes.micro_batches * self.stages
 
 
 @dataclass(frozen=True)
@@ -144,28 +195,28 @@ class Schedule:
                 f"ranks={spec.ranks} is for placement=pipeline; placement={spec.placement} derives its ranks from "
                 "workers, stages and replicas: leave ranks out"
             )
-        pipeline_ranks = 1 if spec.placement != "pipeline" else spec.workers if spec.ranks is None else spec.ranks
-        sizes = Sizes(spec.stages, spec.workers, spec.accumulate, spec.replicas, pipeline_ranks)
+        mode, sizes = spec.chosen_mode, spec.sizes
         sizes.check()
-        timeline_name, make_rule = _mode(spec)
-        if timeline_name == "simultaneous" and spec.placement == "pipeline":
-            timeline_name = spec.pipeline_schedule
-        timeline = TIMELINES[timeline_name](sizes)
-        if timeline.needs_one_device and spec.placement != "single_device":
+        timeline = TIMELINES[mode.timeline](sizes)
+        allowed = ("single_device", "pipeline") if mode.updates_each else timeline.placements
+        if allowed is not None and spec.placement not in allowed:
             raise ValueError(
-                f"mode={spec.mode} runs one worker after the other, which needs one device, not "
-                f"placement={spec.placement}: use placement=single_device"
+                f"mode={_name(spec.mode)} is not for placement={spec.placement}: use placement={' or '.join(allowed)}"
+            )
+        if mode.updates_each and spec.accumulate > 1:
+            raise ValueError(
+                f"mode={spec.mode} makes an update after each micro-batch, not after accumulate={spec.accumulate} "
+                "of them a worker: use accumulate=1, or mode=pipedream_2bw"
             )
         timeline.check(spec.placement)
-        if spec.collectives and (timeline_name != "simultaneous" or spec.placement not in COLLECTIVE_PLACEMENTS):
+        if spec.collectives and (mode.timeline != "simultaneous" or spec.placement not in COLLECTIVE_PLACEMENTS):
             raise ValueError(
                 f"collectives=true needs workers that compute the same stage at once, as mode=dp does on placement="
                 f"{' or '.join(COLLECTIVE_PLACEMENTS)}, not mode={_name(spec.mode)} on placement={spec.placement}: use "
                 f"collectives=false, or mode=dp placement={COLLECTIVE_PLACEMENTS[0]}"
             )
-        is_sharded = spec.collectives and spec.placement == "zero" and sizes.lanes > 1
-        placement = (ShardedZero if is_sharded else PLACEMENTS[spec.placement])(timeline)
-        return cls(spec, timeline, make_rule(sizes), placement).sized(gradient_bytes)
+        placement = PLACEMENTS[spec.placement].of(timeline, spec.collectives)
+        return cls(spec, timeline, mode.rule(sizes), placement).sized(gradient_bytes)
 
     def sized(self, gradient_bytes: Sequence[int]) -> Schedule:
         """Return this schedule for stages whose gradients have so many bytes.
@@ -245,15 +296,3 @@ class Schedule:
 
 def _name(mode: str | Sequence[Sequence[int]]) -> str:
     return mode if isinstance(mode, str) else "matrix"
-
-
-def _mode(spec: Spec) -> tuple[str, Callable[[Sizes], Rule]]:
-    """Return the name of the timeline and what makes the rule."""
-    if not isinstance(spec.mode, str):
-        rows = spec.mode
-        return "cyclic", lambda sizes: Matrix.checked(sizes, rows)
-    if spec.mode not in MODES:
-        nearest = difflib.get_close_matches(spec.mode, MODES, n=1, cutoff=0.3)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"unknown mode {spec.mode!r}: choose {', '.join(MODES)} or give a staleness matrix{hint}")
-    return MODES[spec.mode]

@@ -24,21 +24,31 @@ class Sizes:
     """R: ranks that share what a worker computes."""
     pipeline_ranks: int = 1
     """D: ranks that the stages of one pipeline are spread over."""
+    updates_each: bool = False
+    """Whether each micro-batch is a training step of its own, M = R, while N of them are under way."""
 
     @cached_property
     def lanes(self) -> int:
-        """N R: micro-batches that are under way at once. Lane m mod N R has BatchNorm statistics of its own."""
+        """N R: micro-batches that are under way at once. Micro-batch m is in lane m mod N R, a row of every picture."""
         return self.workers * self.replicas
 
     @cached_property
     def turns(self) -> int:
-        """k N: micro-batches of a training step, without replicas. Timelines and rules count these."""
-        return self.workers * self.accumulate
+        """M / R: micro-batches of a training step, without replicas. Timelines and rules count these."""
+        return 1 if self.updates_each else self.workers * self.accumulate
 
     @cached_property
     def micro_batches(self) -> int:
-        """M = k N R: micro-batches of a training step."""
+        """M = k N R, or R: micro-batches of a training step."""
         return self.turns * self.replicas
+
+    @cached_property
+    def statistics(self) -> int:
+        """Sets of BatchNorm's running statistics: one a lane, or one a replica; micro-batch m has number m modulo them.
+
+        A set belongs to the same place in every training step, so that there are never more than M.
+        """
+        return min(self.lanes, self.micro_batches)
 
     def check(self) -> None:
         """Raise ValueError, with a value that works, unless each number is at least 1 and D divides S."""

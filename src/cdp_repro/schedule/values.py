@@ -5,6 +5,7 @@
 | `x2.m5` | input of stage 2 for micro-batch 5 (the output of stage 1) |
 | `s2.m5` | what the forward of stage 2 on micro-batch 5 has saved for its backward |
 | `d2.m5` | gradient of the output of stage 2 for micro-batch 5 |
+| `w2.m5` | what the gradients of the weights of stage 2 on micro-batch 5 still need, when that of its input is done |
 | `g2[4:6]` | sum of the parameter gradients of stage 2 over micro-batches 4 and 5, added in that order |
 | `g2[1:6:4]` | the same over micro-batches 1 and 5 |
 | `p2@v3` | parameters of stage 2 after 3 updates, theta[3] |
@@ -25,6 +26,7 @@ from typing import Final, NamedTuple
 INPUT: Final = "x"
 SAVED: Final = "s"
 OUTPUT_GRADIENT: Final = "d"
+WEIGHT_WORK: Final = "w"
 GRADIENTS: Final = "g"
 PARAMETERS: Final = "p"
 LENT_FORWARD: Final = "pf"
@@ -33,7 +35,7 @@ BUFFERS: Final = "b"
 # plain strings: a large program hashes millions of values, and hashing an enum member calls Python code
 
 _TEXT = re.compile(
-    r"(?P<kind>pf|pb|[xsdgpb])(?P<stage>\d+)"
+    r"(?P<kind>pf|pb|[xsdwgpb])(?P<stage>\d+)"
     r"(?:\.m(?P<micro_batch>\d+)|\.w(?P<worker>\d+)|\[(?P<start>\d+):(?P<stop>\d+)(?::(?P<stride>\d+))?\])?"
     r"(?:@v(?P<version>\d+))?(?:#(?P<part>\d+)/(?P<parts>\d+))?"
 )
@@ -41,6 +43,7 @@ _NAMED_BY = {
     INPUT: {"micro_batch"},
     SAVED: {"micro_batch"},
     OUTPUT_GRADIENT: {"micro_batch"},
+    WEIGHT_WORK: {"micro_batch"},
     GRADIENTS: {"start", "stop"},
     PARAMETERS: {"version"},
     LENT_FORWARD: {"micro_batch", "version"},
@@ -134,7 +137,7 @@ _fast = partial(tuple.__new__, Value)
 
 
 def micro_batch_value(kind: str, stage: int, micro_batch: int) -> Value:
-    """Return the INPUT, SAVED or OUTPUT_GRADIENT of a stage for a micro-batch."""
+    """Return the INPUT, SAVED, OUTPUT_GRADIENT or WEIGHT_WORK of a stage for a micro-batch."""
     return _fast((kind, stage, micro_batch, 0, 0, 1, 0, 1))
 
 

@@ -103,7 +103,7 @@ def _actions(path: Path) -> list[str]:
         return []
     events = json.loads(path.read_text())
     by_slot: dict[int, list[str]] = {}
-    compute = {Op.FORWARD.name.lower(), Op.BACKWARD.name.lower()}
+    compute = {op.name.lower() for op in Op if op.is_compute}
     for event in events["traceEvents"] if isinstance(events, dict) else events:
         if event.get("cat") in compute:
             by_slot.setdefault(event["args"]["slot"], []).append(event["name"])

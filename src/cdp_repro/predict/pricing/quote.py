@@ -25,7 +25,10 @@ from cdp_repro.predict.pricing import (
     price_fsdp2,
 )
 from cdp_repro.predict.pricing.calibration import measure_network, measure_stages
-from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, MODES, PLACEMENTS, Schedule, Spec
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, PLACEMENTS, Schedule, Spec
+
+PRICED_MODES = ("dp", "cdp_v1", "cdp_v2", "accumulation")
+"""Priced beside the mode of the run."""
 
 _FACTORS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
 """Multiples of the bandwidth in the figure."""
@@ -110,7 +113,7 @@ def prices_on_each(
 def _jobs(config: RunConfig) -> dict[str, Spec]:
     """Return the jobs to simulate, by name."""
     chosen = config.spec()
-    rules = {**{name: name for name in MODES}, config.mode.name: chosen.mode}
+    rules = {**{name: name for name in PRICED_MODES}, config.mode.name: chosen.mode}
     jobs = {
         f"{mode} {place}": _job(chosen, rule, place)
         for mode, rule in rules.items()

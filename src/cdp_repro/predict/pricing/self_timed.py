@@ -120,7 +120,7 @@ class _Reader:
         waits_for = tuple(
             waiting.popleft() for value in action.reads if (waiting := self._open.get((action.rank, value)))
         )
-        if action.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE):
+        if action.op.is_compute or action.op is Op.UPDATE:
             begins_step = action.op is Op.FORWARD and action.stage == 0 and action.micro_batch == self._next_step
             if begins_step:
                 self.starts.append(slot)
@@ -197,11 +197,14 @@ class _SelfTimedClock:
         """At the start of each training step: all times above, sorted, as ranks may take turns."""
         self.is_done = False
         """Whether all times grew by the same in the last two steps, or there is no use to go on."""
+        half = [seconds / 2 for seconds in cluster.backward_seconds]  # of a linear layer, each is one product of two
         self.seconds = {
             (op, stage): seconds
             for op, times in (
                 (Op.FORWARD, cluster.forward_seconds),
                 (Op.BACKWARD, cluster.backward_seconds),
+                (Op.BACKWARD_INPUT, half),
+                (Op.BACKWARD_WEIGHTS, half),
                 (Op.UPDATE, cluster.update_seconds),
             )
             for stage, seconds in enumerate(times)

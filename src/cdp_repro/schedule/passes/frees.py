@@ -28,8 +28,8 @@ def held_after(schedule: Schedule, step: int) -> dict[int, list[Value]]:
         for rank in holders:
             part = (rank + 1, len(holders)) if placement.is_sharded else (0, 1)
             held[rank] += [parameters(stage, v).divided(*part) for v in sorted(versions[rank])]
-        for lane in range(sizes.lanes):
-            held[placement.rank_of(first + lane, stage)].append(buffers(stage, lane))
+        for number in range(sizes.statistics):
+            held[placement.rank_of(first + number, stage)].append(buffers(stage, number))
     return held
 
 

@@ -12,6 +12,7 @@ from cdp_repro.schedule.values import (
     LENT_FORWARD,
     OUTPUT_GRADIENT,
     SAVED,
+    WEIGHT_WORK,
     Value,
     buffers,
     micro_batch_value,
@@ -30,14 +31,14 @@ def compute(schedule: Schedule, first_step: int, steps: int) -> Slots:
     activations of one micro-batch (for odd N: N/2 plus half a stage). Within each kind the order is that of the
     micro-batches, which is the order in which gradients are added.
     """
-    first = Op.BACKWARD if schedule.spec.slot_order == "backward_first" else Op.FORWARD
+    forwards_are_last = schedule.spec.slot_order == "backward_first"
     slots: Slots = []
     for slot, action in _timed(schedule, first_step, steps):
         while len(slots) <= slot:
             slots.append([])
         slots[slot].append(action)
     for actions in slots:
-        actions.sort(key=lambda action: (action.op is not first, action.micro_batch))
+        actions.sort(key=lambda action: ((action.op is Op.FORWARD) is forwards_are_last, action.micro_batch))
     return slots
 
 
@@ -52,11 +53,13 @@ def _timed(schedule: Schedule, first_step: int, steps: int) -> Iterator[tuple[in
                 for m in range(before + i * replicas, before + (i + 1) * replicas):
                     yield forward, _forward(schedule, m, stage)
                     yield backward, _backward(schedule, m, stage)
+                    if timeline.splits_backward:
+                        yield start + timeline.backward_weights(i, stage), _backward_weights(schedule, m, stage)
 
 
 def _forward(schedule: Schedule, m: int, stage: int) -> Action:
     rank, version = schedule.placement.rank_of(m, stage), schedule.rule.version(m, stage)
-    worker = buffers(stage, m % schedule.sizes.lanes)
+    worker = buffers(stage, m % schedule.sizes.statistics)
     inputs = (micro_batch_value(INPUT, stage, m),) if stage else ()
     is_last = stage == schedule.stages - 1
     output = micro_batch_value(OUTPUT_GRADIENT, stage, m) if is_last else micro_batch_value(INPUT, stage + 1, m)
@@ -66,11 +69,20 @@ def _forward(schedule: Schedule, m: int, stage: int) -> Action:
 
 
 def _backward(schedule: Schedule, m: int, stage: int) -> Action:
-    rank, version = schedule.placement.rank_of(m, stage), schedule.rule.version(m, stage)
+    rank, version = schedule.placement.rank_of(m, stage), schedule.rule.backward_version(m, stage)
     lent = parameters_read(schedule, LENT_BACKWARD, m, stage, rank, version)
     reads = (micro_batch_value(SAVED, stage, m), micro_batch_value(OUTPUT_GRADIENT, stage, m), lent)
     writes = (micro_batch_value(OUTPUT_GRADIENT, stage - 1, m),) if stage else ()
-    return Action(Op.BACKWARD, rank, stage, m, version, reads=reads, writes=writes)
+    if not schedule.timeline.splits_backward:
+        return Action(Op.BACKWARD, rank, stage, m, version, reads=reads, writes=writes)
+    writes = (*writes, micro_batch_value(WEIGHT_WORK, stage, m))
+    return Action(Op.BACKWARD_INPUT, rank, stage, m, version, reads=reads, writes=writes)
+
+
+def _backward_weights(schedule: Schedule, m: int, stage: int) -> Action:
+    rank, version = schedule.placement.rank_of(m, stage), schedule.rule.backward_version(m, stage)
+    reads = (micro_batch_value(WEIGHT_WORK, stage, m),)
+    return Action(Op.BACKWARD_WEIGHTS, rank, stage, m, version, reads=reads)
 
 
 def parameters_read(schedule: Schedule, kind: str, m: int, stage: int, rank: int, version: int) -> Value:

@@ -28,13 +28,14 @@ def add_boundary_messages(slots: Slots, schedule: Schedule) -> Slots:
 
 def _boundary(action: Action, schedule: Schedule) -> list[Action]:
     stage, m, rank_of = action.stage, action.micro_batch, schedule.placement.rank_of
-    if action.op is Op.BACKWARD:
-        wanted = [(micro_batch_value(OUTPUT_GRADIENT, stage - 1, m), rank_of(m, stage - 1))] if stage else []
-    else:
-        lanes = schedule.sizes.lanes
-        wanted = [(buffers(stage, m % lanes), rank_of(m + lanes, stage))]
+    wanted: list[tuple[Value, int]] = []
+    if action.op is Op.FORWARD:
         if stage < schedule.stages - 1:
-            wanted.insert(0, (micro_batch_value(INPUT, stage + 1, m), rank_of(m, stage + 1)))
+            wanted.append((micro_batch_value(INPUT, stage + 1, m), rank_of(m, stage + 1)))
+        statistics = schedule.sizes.statistics
+        wanted.append((buffers(stage, m % statistics), rank_of(m + statistics, stage)))
+    elif stage and action.op is not Op.BACKWARD_WEIGHTS:
+        wanted.append((micro_batch_value(OUTPUT_GRADIENT, stage - 1, m), rank_of(m, stage - 1)))
     return [end for value, rank in wanted if rank != action.rank for end in send(value, action.rank, rank)]
 
 

@@ -34,7 +34,7 @@ def join_collectives(
 
     found = replace_backwards(slots, chosen, accumulated)
     for actions in found:
-        ends = [a for a in actions if a.op is Op.BACKWARD and a.stage in chosen]
+        ends = [a for a in actions if a.op.gives_gradients and a.stage in chosen]
         for action in ends:
             members = step_members(schedule, action.micro_batch)
             if action.micro_batch >= members.stop - lanes:

@@ -12,7 +12,7 @@ from cdp_repro.schedule.values import GRADIENTS, Value, gradient_sum, parameters
 
 
 def summed(backward: Action, before: Value | None, after: Value) -> Action:
-    """Return a backward that adds its gradients to the sum `before`, if there is one, which becomes `after`."""
+    """Return a backward, or its second part, that adds its gradients to the sum `before`, which becomes `after`."""
     reads = backward.reads if before is None else (*backward.reads, before)
     return backward._replace(reads=reads, writes=(*backward.writes, after))
 
@@ -43,13 +43,13 @@ def update(schedule: Schedule, stage: int, version: int, rank: int) -> Action:
 
 
 def replace_backwards(slots: Slots, stages: Iterable[int], by: Callable[[Action], Iterable[Action]]) -> Slots:
-    """Put what `by` returns in the place of each backward of `stages`."""
+    """Put what `by` returns in the place of each action that gives gradients of `stages`."""
     chosen = frozenset(stages)
     return [
         [
             each
             for action in actions
-            for each in (by(action) if action.op is Op.BACKWARD and action.stage in chosen else (action,))
+            for each in (by(action) if action.op.gives_gradients and action.stage in chosen else (action,))
         ]
         for actions in slots
     ]
@@ -99,10 +99,10 @@ def update_before_reads(slots: Slots, schedule: Schedule, stages: Iterable[int])
 
 
 def _due(following: list[Action], schedule: Schedule, open_sums: dict[tuple[int, int], list[int]]) -> list[Action]:
-    """Return, and take out of `open_sums`, the updates that the forwards of the next slot ask for."""
+    """Return, and take out of `open_sums`, the updates that the computes of the next slot ask for."""
     found = []
     for action in following:
-        versions = open_sums.get((action.rank, action.stage)) if action.op is Op.FORWARD else None
+        versions = open_sums.get((action.rank, action.stage)) if action.op.is_compute else None
         while versions and versions[0] <= action.version:
             found.append(update(schedule, action.stage, versions.pop(0), action.rank))
     return found

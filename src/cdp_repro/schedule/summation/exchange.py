@@ -94,7 +94,7 @@ def _add_late(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots
                 continue
             pending = waiting.get(place)
             if pending is not None and (
-                action.op is Op.BACKWARD
+                action.op.gives_gradients
                 or (action.op is Op.UPDATE and action.version == step_version(pending, schedule))
             ):
                 found[-1].append(waiting.pop(place))

@@ -142,14 +142,14 @@ def _relay_totals(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> S
 
 
 def _first_reads(following: list[Action], totals: _Totals, stages: frozenset[int]) -> list[tuple[int, int, int]]:
-    """Return (stage, version, rank) of each update that a forward of the next slot asks for, in order of versions."""
+    """Return (stage, version, rank) of each update that a compute of the next slot asks for, in order of versions."""
     versions: dict[int, list[int]] = defaultdict(list)
     for stage, version in sorted(totals):
         versions[stage].append(version)
     return [
         (action.stage, version, action.rank)
         for action in following
-        if action.op is Op.FORWARD and action.stage in stages
+        if action.op.is_compute and action.stage in stages
         for version in versions.get(action.stage, ())
         if version <= action.version and action.rank not in totals[action.stage, version].updated
     ]

@@ -2,8 +2,21 @@
 
 from cdp_repro.schedule.timelines.cyclic import Cyclic
 from cdp_repro.schedule.timelines.flushing import Flushing, GPipe, OneForwardOneBackward
+from cdp_repro.schedule.timelines.ordered import Chimera, Interleaved, Ordered, ZeroBubble
 from cdp_repro.schedule.timelines.sequential import Sequential
 from cdp_repro.schedule.timelines.simultaneous import Simultaneous
 from cdp_repro.schedule.timelines.timeline import Timeline
 
-__all__ = ["Cyclic", "Flushing", "GPipe", "OneForwardOneBackward", "Sequential", "Simultaneous", "Timeline"]
+__all__ = [
+    "Chimera",
+    "Cyclic",
+    "Flushing",
+    "GPipe",
+    "Interleaved",
+    "OneForwardOneBackward",
+    "Ordered",
+    "Sequential",
+    "Simultaneous",
+    "Timeline",
+    "ZeroBubble",
+]

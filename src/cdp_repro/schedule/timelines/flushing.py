@@ -15,6 +15,8 @@ from cdp_repro.schedule.timelines.timeline import Timeline
 class Flushing(Timeline):
     """What GPipe and 1F1B have in common: chunks in units of S/D slots, and the flush."""
 
+    placements = ("single_device", "pipeline")
+
     @property
     def period(self) -> int:
         """2 (M + D - 1) S/D."""

@@ -1,4 +1,4 @@
-"""Gradient accumulation: one micro-batch at a time."""
+"""One micro-batch at a time: gradient accumulation on a device, naive model parallelism on several."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from cdp_repro.schedule.timelines.timeline import Timeline
 
 
 class Sequential(Timeline):
-    """A micro-batch begins when the one before has finished, in slot 2S i.
+    """A micro-batch begins when the one before has finished, in slot 2S i. On D ranks all but one idle: (D-1)/D.
 
     N = S = 2:
 
@@ -16,7 +16,7 @@ class Sequential(Timeline):
     """
 
     name = "sequential"
-    needs_one_device = True
+    placements = ("single_device", "pipeline")
 
     @property
     def period(self) -> int:

@@ -22,7 +22,7 @@ class Simultaneous(Timeline):
     @property
     def period(self) -> int:
         """2 S k."""
-        return 2 * self.sizes.stages * self.sizes.accumulate
+        return 2 * self.sizes.stages * (self.sizes.turns // self.sizes.workers)
 
     def forward(self, i: int, j: int) -> int:
         """Return j, after the micro-batches that the worker has computed before."""

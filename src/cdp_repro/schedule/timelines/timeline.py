@@ -21,8 +21,12 @@ class Timeline(ABC):
     name: ClassVar[str]
     has_exclusive_stages: ClassVar[bool] = True
     """Whether a stage has one user in each slot (and replica)."""
-    needs_one_device: ClassVar[bool] = False
-    """Whether it is only for a single device."""
+    splits_backward: ClassVar[bool] = False
+    """Whether a backward is two actions: the gradient of the stage's input, and those of its weights."""
+    placements: ClassVar[tuple[str, ...] | None] = None
+    """The placements that it is for, by name; None for all."""
+    layout: ClassVar[str] = "consecutive"
+    """How a pipeline spreads the stages over its ranks: `consecutive`, `looped` or `both_ways`."""
 
     @property
     @abstractmethod
@@ -35,7 +39,11 @@ class Timeline(ABC):
 
     @abstractmethod
     def backward(self, i: int, j: int) -> int:
-        """Return the slot of its backward."""
+        """Return the slot of its backward; of its first part, if it has two."""
+
+    def backward_weights(self, i: int, j: int) -> int:
+        """Return the slot of the second part, which gives the gradients of the weights, if it has two."""
+        return self.backward(i, j)
 
     def check(self, placement: str) -> None:  # noqa: B027 - most have nothing to check
         """Raise ValueError, with values that work, if the timeline cannot have these sizes on this placement."""

@@ -1,0 +1,136 @@
+"""A backward in two parts: first the gradient of the stage's input, later those of its parameters.
+
+The graph of a stage is a chain of operations from its input to its output, with parameters that join from the side:
+
+    input --> op 1 --> op 2 --> output          op 1 and op 2 are on the way to the input; what lies between them and
+               |        |                       their parameters is not.
+           weight 1  weight 2
+
+The first part runs the way to the input only, and keeps the gradients that came into each operation with parameters at
+its side. The second part starts from there, so that nothing is computed twice. A parameter that joins the way in more
+than one place has no single such operation; it takes its gradient in the first part.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from cdp_repro.engine.compute import Gradients, SavedForward, backward
+
+_Incoming: TypeAlias = tuple[Tensor | None, ...]
+
+
+@dataclass
+class WeightWork:
+    """What the gradients of the parameters still need."""
+
+    saved: SavedForward
+    grad_output: Tensor | None = None
+    """Where nothing has been done yet: the gradient of the stage's output."""
+    incoming: list[tuple[Node, frozenset[str], _Incoming]] = field(default_factory=list)
+    """Of each operation with parameters at its side: their names, and the gradients of its outputs."""
+    early: Gradients = field(default_factory=dict)
+    """The gradients that came with that of the input."""
+
+    def finish(self, sums: Gradients) -> None:
+        """Add the gradients of the parameters to `sums`, by name, as `backward` does."""
+        if self.grad_output is not None:
+            backward(self.saved, self.grad_output, sums)
+        for name, gradient in self.early.items():
+            sums[name] = sums[name].add_(gradient) if name in sums else gradient
+        parameters = self.saved.version.trainable
+        for node, names, gradients in self.incoming:
+            ends = [(GradientEdge(node, k), g) for k, g in enumerate(gradients) if g is not None]
+            wanted = {name: parameters[name] for name in names}
+            _accumulate([edge for edge, _ in ends], [g for _, g in ends], wanted, sums, retain=False)
+
+
+def backward_input(saved: SavedForward, grad_output: Tensor | None) -> tuple[Tensor | None, WeightWork]:
+    """Return the gradient of the stage's input, None if there is none, and what is left to do for its parameters.
+
+    `grad_output` is the gradient of the stage's output; None if the loss does not depend on it.
+    """
+    if saved.edge is None or grad_output is None or saved.input is None:
+        return None, WeightWork(saved, grad_output)
+    sides = _sides(saved.edge.node, saved)
+    uses = Counter(name for names in sides.values() for name in names)
+    parameters = saved.version.trainable
+    work = WeightWork(saved)
+    handles = [
+        node.register_prehook(_keeper(work, node, names))
+        for node, joining in sides.items()
+        if (names := frozenset(name for name in joining if uses[name] == 1))
+    ]
+    wanted = {name: parameters[name] for name, count in uses.items() if count > 1}
+    _accumulate([saved.edge], [grad_output], wanted, work.early, retain=True, also=saved.input)
+    for handle in handles:
+        handle.remove()
+    grad_input, saved.input.grad = saved.input.grad, None
+    return grad_input, work
+
+
+def _keeper(work: WeightWork, node: Node, names: frozenset[str]):  # type: ignore[no-untyped-def]  # torch's hook
+    def keep(gradients: _Incoming) -> None:
+        work.incoming.append((node, names, gradients))
+
+    return keep
+
+
+def _accumulate(
+    edges: list[GradientEdge],
+    gradients: list[Tensor],
+    parameters: Gradients,
+    sums: Gradients,
+    retain: bool,
+    also: Tensor | None = None,
+) -> None:
+    """Run autograd from `edges`; add the gradients of `parameters` to `sums`, by name."""
+    for name, parameter in parameters.items():
+        parameter.grad = sums.get(name)
+    inputs = [*([] if also is None else [also]), *parameters.values()]
+    torch.autograd.backward(edges, gradients, retain_graph=retain, inputs=inputs)
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            sums[name], parameter.grad = parameter.grad, None
+
+
+def _sides(root: Node, saved: SavedForward) -> dict[Node, set[str]]:
+    """Return the names of the parameters at the side of each operation on the way from the output to the input."""
+    names = {id(parameter): name for name, parameter in saved.version.trainable.items()}
+    reaches_input: dict[Node, bool] = {}
+    below: dict[Node, set[str]] = {}
+    """Of each operation: the parameters that it reaches."""
+    for node in _children_first(root):
+        variable = getattr(node, "variable", None)
+        children = [child for child, _ in node.next_functions if child is not None]
+        reaches_input[node] = variable is saved.input or any(reaches_input[child] for child in children)
+        below[node] = set() if id(variable) not in names else {names[id(variable)]}
+        below[node].update(*(below[child] for child in children))
+    found = {}
+    for node, is_on_the_way in reaches_input.items():
+        off = [child for child, _ in node.next_functions if child is not None and not reaches_input[child]]
+        if is_on_the_way and (joining := set().union(*(below[child] for child in off))):
+            found[node] = joining
+    return found
+
+
+def _children_first(root: Node) -> list[Node]:
+    """Return all operations of a graph, each after those that it leads to."""
+    found: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False)]
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            found.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
+    return found

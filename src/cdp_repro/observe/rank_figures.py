@@ -1,0 +1,53 @@
+"""Timelines of ranks, as the literature on pipelines draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.collections import PatchCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from cdp_repro.observe.figures import WORKER_COLOURS
+from cdp_repro.schedule import Action, Op, Slot
+
+_SHADES = {Op.FORWARD: 1.0, Op.BACKWARD: 0.55, Op.BACKWARD_INPUT: 0.55, Op.BACKWARD_WEIGHTS: 0.25}
+"""Opacity of what is computed."""
+
+SHOWN_SLOTS = 64
+"""A timeline is drawn so far."""
+
+
+def rank_timelines(timelines: Mapping[str, Sequence[Slot]], ranks: int) -> Figure:
+    """Draw each timeline: time by rank, a colour and a number a micro-batch; forwards full, backwards pale."""
+    shown = min(SHOWN_SLOTS, max(slot.number + 1 for slots in timelines.values() for slot in slots if slot.actions))
+    figure = Figure(figsize=(1.6 + 0.2 * shown, 0.6 + len(timelines) * (0.5 + 0.2 * ranks)), layout="constrained")
+    axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, (title, slots) in zip(axes, timelines.items(), strict=True):
+        _draw(axis, slots, shown)
+        axis.set_title(title, loc="left", fontsize="small")
+        axis.set(xlim=(0, shown), ylim=(ranks, 0), yticks=[])
+        axis.set_ylabel("rank", fontsize="x-small")
+        axis.tick_params(length=0, labelsize="x-small")
+    axes[-1].set_xlabel("time slot", fontsize="small")
+    kinds = {"forward": 1.0, "backward": 0.55, "gradients of weights, apart": 0.25}
+    figure.legend(
+        handles=[Patch(color=WORKER_COLOURS[0], alpha=alpha, label=name) for name, alpha in kinds.items()],
+        loc="outside lower center", ncols=3, frameon=False, fontsize="small",
+    )  # fmt: skip
+    return figure
+
+
+def _draw(axis: Axes, slots: Sequence[Slot], shown: int) -> None:
+    for slot in slots[:shown]:
+        for action in slot.actions:
+            if action.op.is_compute:
+                _draw_cell(axis, slot.number, action)
+
+
+def _draw_cell(axis: Axes, slot: int, action: Action) -> None:
+    colour = WORKER_COLOURS[action.micro_batch % len(WORKER_COLOURS)]
+    cell = Rectangle((slot, action.rank), 1, 1)
+    axis.add_collection(PatchCollection([cell], facecolor=colour, alpha=_SHADES[action.op], edgecolor="white"))
+    axis.text(slot + 0.5, action.rank + 0.5, str(action.micro_batch), ha="center", va="center", fontsize=5)

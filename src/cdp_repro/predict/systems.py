@@ -1,0 +1,184 @@
+"""Every system of the field on the same model, micro-batches and ranks: what `cdp-plan --systems` shows.
+
+Numbers are of a mini-batch of M micro-batches in the steady state. Systems that update after each micro-batch make M
+updates of it.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cdp_repro.config import ConfigError, RunConfig
+from cdp_repro.observe.text import format_bytes, table
+from cdp_repro.predict.cutting import CutModel, cut_model
+from cdp_repro.predict.pricing import price
+from cdp_repro.predict.pricing.quote import cluster_of, optimizer_states
+from cdp_repro.predict.simulate import simulate_slots, version_bytes
+from cdp_repro.schedule import Program, Schedule, Slot, Spec
+
+SYSTEMS = (
+    ("dp", "replicated"), ("cdp_v1", "replicated"), ("cdp_v2", "replicated"),
+    ("dp", "zero"), ("cdp_v1", "zero"), ("cdp_v2", "zero"),
+    ("naive", "pipeline"), ("gpipe", "pipeline"), ("one_f_one_b", "pipeline"), ("interleaved", "pipeline"),
+    ("zero_bubble", "pipeline"), ("chimera", "pipeline"), ("pipedream_2bw", "pipeline"), ("cdp_v2", "pipeline"),
+    ("pipedream", "pipeline"), ("ampnet", "pipeline"),
+)  # fmt: skip
+"""Mode and placement. On a pipeline `cdp_v1` is `pipedream_2bw`."""
+
+CHUNKS = 2
+"""Stages a rank of the interleaved pipeline; all others have one."""
+
+
+@dataclass(frozen=True)
+class System:
+    """What a mini-batch costs on one system."""
+
+    mode: str
+    placement: str
+    stages: int
+    ranks: int
+    idle_share: float
+    """Share, 0 to 1, of the slots of all ranks in which a rank computes nothing; a part of a backward has a slot."""
+    activation_bytes: int
+    """Of the rank that has most, at the peak."""
+    parameter_bytes: int
+    """Of the rank that has most, at the peak, with all versions."""
+    versions: int
+    """The most of one stage on one rank."""
+    messages: float
+    """Of all ranks, for a mini-batch."""
+    bytes_sent: float
+    """By a rank, on average, for a mini-batch."""
+    mean_staleness: float
+    """Updates of its stage that a forward misses, on average over micro-batches and stages."""
+    largest_staleness: int
+    seconds: float | None
+    """For a mini-batch, on the cluster that the configuration gives; None without one, or of other stages."""
+    slots: Sequence[Slot]
+    """The first two mini-batches."""
+
+
+def compare_systems(config: RunConfig) -> list[System]:
+    """Simulate the model of `config` on every system that can have its sizes.
+
+    D ranks, `ranks` or else `workers` of them, each run M = `workers` x `accumulate` micro-batches of a mini-batch.
+
+    Raises:
+        ConfigError: sizes that do not fit together, with values that work.
+    """
+    ranks, micro_batches = config.ranks or config.workers, config.workers * config.accumulate
+    if config.replicas > 1:
+        raise ConfigError(
+            [f"--systems compares single copies of a model, not replicas={config.replicas}: leave it out"]
+        )
+    if micro_batches % ranks:
+        raise ConfigError(
+            [f"{micro_batches} micro-batches (workers x accumulate) are no multiple of ranks={ranks}: use "
+             f"accumulate={-(-micro_batches // ranks)} workers={ranks}"]
+        )  # fmt: skip
+    whole = replace(config, stages=ranks, workers=ranks, accumulate=micro_batches // ranks, ranks=None)
+    cuts = {ranks: cut_model(whole)}
+    found = []
+    for mode, placement in SYSTEMS:
+        stages = ranks * CHUNKS if mode == "interleaved" else ranks
+        if stages not in cuts:
+            cuts[stages] = cut_model(replace(whole, stages=stages))
+        spec = _spec(mode, placement, ranks, stages, whole.accumulate)
+        if spec is not None:
+            found.append(_system(Schedule.of(spec, cuts[stages].costs.gradient_bytes), cuts[stages], whole))
+    return found
+
+
+def _spec(mode: str, placement: str, ranks: int, stages: int, accumulate: int) -> Spec | None:
+    """Return what a system is made from; None if it cannot have these sizes."""
+    each = mode in ("pipedream", "ampnet")
+    spec = Spec(mode, ranks, stages, placement, accumulate=1 if each else accumulate)
+    try:
+        Schedule.of(spec)
+    except ValueError:  # an odd number of ranks for Chimera
+        return None
+    return spec
+
+
+def _system(schedule: Schedule, cut: CutModel, config: RunConfig) -> System:
+    updates = config.workers * config.accumulate // schedule.micro_batches
+    warm = schedule.rule.longest + 2
+    steps = -(-warm // updates) * updates + updates
+    program = Program(schedule)
+    slots = program.slots(steps)[: steps * schedule.slots_per_step]
+    trace, size = simulate_slots(schedule, cut.costs, slots), version_bytes(schedule, cut.costs)
+    last = range((steps - updates) * schedule.slots_per_step, steps * schedule.slots_per_step)
+    rule = schedule.rule
+    delays = [delay for row in rule.matrix for delay in row]
+    return System(
+        schedule.mode,
+        schedule.spec.placement,
+        schedule.stages,
+        schedule.ranks,
+        trace.idle_share(schedule.slots_per_step),
+        trace.activation_peak_bytes_per_device,
+        max(
+            sum(number * size(record.rank, stage) for stage, number in enumerate(record.versions))
+            for record in trace.records
+        ),
+        trace.versions_kept,
+        sum(message.slot in last for message in trace.messages),
+        sum(message.bytes for message in trace.messages if message.slot in last) / schedule.ranks,
+        sum(delays) / len(delays),
+        rule.longest,
+        _seconds(program, cut, config, updates),
+        program.slots(2 * updates),
+    )
+
+
+def _seconds(program: Program, cut: CutModel, config: RunConfig, updates: int) -> float | None:
+    given = config.cluster.forward_seconds
+    if not config.price or (given is not None and len(given) != program.schedule.stages):
+        return None
+    cluster = cluster_of(config, cut)
+    return updates * price(program, cut.costs, cluster, optimizer_states(config.optim)).step_seconds
+
+
+def systems_text(systems: Sequence[System], config: RunConfig) -> str:
+    """Return the comparison as a table."""
+    columns = ["mode", "placement", "idle", "activations", "parameters", "versions", "messages", "sent", "staleness"]
+    rows = [tuple(columns + (["seconds"] if config.price else []))]
+    for each in systems:
+        staleness = f"{each.mean_staleness:.2f}, at most {each.largest_staleness}" if each.largest_staleness else "0"
+        row = [
+            each.mode, each.placement, f"{each.idle_share:.3f}", format_bytes(each.activation_bytes),
+            format_bytes(each.parameter_bytes), str(each.versions), f"{each.messages:g}",
+            format_bytes(each.bytes_sent), staleness,
+        ]  # fmt: skip
+        seconds = ["-" if each.seconds is None else f"{each.seconds:.4g}"]
+        rows.append(tuple(row + (seconds if config.price else [])))
+    ranks, micro_batches = systems[0].ranks, config.workers * config.accumulate
+    notes = (
+        f"{config.model.name} on {ranks} ranks, a mini-batch of {micro_batches} micro-batches of "
+        f"{config.batch_size // micro_batches} samples\n"
+        "idle: share of the slots of all ranks; activations, parameters (all versions): the rank that has most;\n"
+        "messages: of all ranks; sent: by a rank; staleness: updates that a forward misses, mean over all\n"
+        f"interleaved has {CHUNKS} stages a rank, all others one"
+    )
+    return f"{notes}\n\n{table(rows)}\n"
+
+
+def write_systems(systems: Sequence[System], folder: Path) -> list[Path]:
+    """Write the table as CSV and all timelines as one picture, SVG and PNG."""
+    from cdp_repro.observe.figures import save_figure
+    from cdp_repro.observe.rank_figures import rank_timelines
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / name for name in ("systems.csv", "systems.svg", "systems.png")]
+    names = [name for name in System.__dataclass_fields__ if name != "slots"]
+    with written[0].open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        writer.writerows([getattr(each, name) for name in names] for each in systems)
+    figure = rank_timelines({f"{each.mode}, {each.placement}": each.slots for each in systems}, systems[0].ranks)
+    for path in written[1:]:
+        save_figure(figure, path)
+    return written

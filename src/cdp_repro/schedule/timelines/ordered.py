@@ -1,0 +1,204 @@
+"""Pipelines whose ranks each have an order of their own: interleaved, zero-bubble, and in two directions.
+
+A rank begins what comes next in its order as soon as it can. The order says all; the slots follow from it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TypeVar
+
+from cdp_repro.schedule.actions import Op
+from cdp_repro.schedule.timelines.timeline import Timeline
+
+Task = tuple[Op, int, int]
+"""What is computed: its kind, the micro-batch i of the training step, and the stage j."""
+
+_Item = TypeVar("_Item")
+
+
+class Ordered(Timeline):
+    """A subclass gives `order`. With a flush at the end of each training step."""
+
+    placements = ("single_device", "pipeline")
+
+    @abstractmethod
+    def order(self, rank: int) -> Iterable[Task]:
+        """Return what a rank computes in a training step, in its order."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that have an order."""
+        return self.sizes.pipeline_ranks
+
+    @property
+    def period(self) -> int:
+        """The slots from the first forward to the last backward."""
+        return 1 + max(self._slots.values())
+
+    def forward(self, i: int, j: int) -> int:
+        """Return the slot that follows from the orders."""
+        return self._slots[Op.FORWARD, i, j]
+
+    def backward(self, i: int, j: int) -> int:
+        """Return the slot that follows from the orders."""
+        return self._slots[Op.BACKWARD_INPUT if self.splits_backward else Op.BACKWARD, i, j]
+
+    def backward_weights(self, i: int, j: int) -> int:
+        """Return the slot that follows from the orders."""
+        return self._slots[Op.BACKWARD_WEIGHTS, i, j]
+
+    @cached_property
+    def _slots(self) -> dict[Task, int]:
+        """The slot of each task: after the one before it in the order of its rank, and after what it needs."""
+        orders: list[list[Task]] = [list(self.order(rank))[::-1] for rank in range(self.ranks)]
+        free = [0] * self.ranks
+        found: dict[Task, int] = {}
+        while any(orders):
+            before = len(found)
+            for rank, left in enumerate(orders):
+                while left and ((needed := self._needed(left[-1])) is None or needed in found):
+                    slot = max(free[rank], -1 if needed is None else found[needed] + 1)
+                    found[left.pop()], free[rank] = slot, slot + 1
+            if len(found) == before:
+                raise ValueError(f"the orders of {self.name} wait for each other: {[o[-1] for o in orders if o]}")
+        return found
+
+    def _needed(self, task: Task) -> Task | None:
+        """Return the task whose result another one takes; None of the first of a micro-batch."""
+        op, i, j = task
+        if op is Op.FORWARD:
+            return (op, i, j - 1) if j else None
+        if op is Op.BACKWARD_WEIGHTS:
+            return Op.BACKWARD_INPUT, i, j
+        return (op, i, j + 1) if j < self.sizes.stages - 1 else (Op.FORWARD, i, j)
+
+
+class Interleaved(Ordered):
+    """Stage j on rank j mod D: a micro-batch passes each rank v = S/D times (Narayanan et al. 2021).
+
+    D micro-batches at a time go through a rank's first stage, then through its second, and so on. Rank r runs
+    2(D-1-r) + (v-1)D forwards before its first backward, then one after each. A chunk of the pipeline is 1/v of one
+    without interleaving, and so is the bubble: the idle share is (D-1)/(vM + D-1). D = v = M = 2 (stage.micro-batch):
+
+        slot    0    1    2    3    4    5    6    7    8    9
+        rank 0  F0.0 F0.1 F2.0 F2.1      B2.0      B2.1 B0.0 B0.1
+        rank 1       F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1
+    """
+
+    name = "interleaved"
+    layout = "looped"
+
+    def check(self, placement: str) -> None:  # noqa: ARG002 - the same for all
+        """Raise ValueError unless D divides M."""
+        ranks, turns = self.ranks, self.sizes.turns
+        if turns % ranks:
+            lower = turns // ranks * ranks
+            works = " or ".join(f"workers={value}" for value in (lower, lower + ranks) if value)
+            raise ValueError(
+                f"mode=interleaved runs micro-batches in groups of one a rank: {turns} of them are not a multiple of "
+                f"ranks={ranks}: use {works} with ranks={ranks} and accumulate=1"
+            )
+
+    def order(self, rank: int) -> Iterable[Task]:
+        """Return first the forwards that fill the pipeline, then backwards and forwards in turn."""
+        chunks = self.sizes.stages // self.ranks
+        forwards = [(Op.FORWARD, i, chunk * self.ranks + rank) for i, chunk in self._passes(range(chunks))]
+        backwards = [(Op.BACKWARD, i, chunk * self.ranks + rank) for i, chunk in self._passes(range(chunks)[::-1])]
+        return _one_of_each(forwards, backwards, 2 * (self.ranks - 1 - rank) + (chunks - 1) * self.ranks)
+
+    def _passes(self, chunks: Sequence[int]) -> Iterable[tuple[int, int]]:
+        """Yield the micro-batch and the chunk of each pass through a rank."""
+        for first in range(0, self.sizes.turns, self.ranks):
+            for chunk in chunks:
+                for i in range(first, first + self.ranks):
+                    yield i, chunk
+
+
+class ZeroBubble(Ordered):
+    """1F1B with each backward in two: first the gradient of the input, which others wait for, then of the weights.
+
+    Rank r puts the latter off by r micro-batches, so that they fill what was idle at the end (ZB-H1 of Qi et al. 2023);
+    no rank keeps more than D micro-batches. With three equal parts the idle share is (D-1)/(3M + D-1) for M >= D.
+    D = M = 3 (I: gradient of the input, W: of the weights):
+
+        slot    0  1  2  3  4  5  6  7  8  9  10
+        rank 0  F  F  F        I  W  I  W  I  W
+        rank 1     F  F     I  F  I  W  I  W  W
+        rank 2        F  I  F  I  F  I  W  W  W
+    """
+
+    name = "zero_bubble"
+    splits_backward = True
+
+    def order(self, rank: int) -> Iterable[Task]:
+        """Return the order of 1F1B with the gradients of weights behind; a rank's stages run as one."""
+        turns, chunk = self.sizes.turns, self.sizes.stages // self.ranks
+        stages = range(rank * chunk, (rank + 1) * chunk)
+        forwards = [[(Op.FORWARD, i, j) for j in stages] for i in range(turns)]
+        backwards = [
+            [(Op.BACKWARD_INPUT, i, j) for j in stages[::-1]]
+            + ([(Op.BACKWARD_WEIGHTS, i - rank, j) for j in stages[::-1]] if i >= rank else [])
+            for i in range(turns)
+        ]
+        rest = [(Op.BACKWARD_WEIGHTS, i, j) for i in range(max(0, turns - rank), turns) for j in stages[::-1]]
+        return [task for tasks in _one_of_each(forwards, backwards, self.ranks - 1 - rank) for task in tasks] + rest
+
+
+class Chimera(Ordered):
+    """Two pipelines over the same ranks: even micro-batches go from rank 0 to D-1, odd ones back (Li and Hoefler 2021).
+
+    Each rank takes what is due first if either direction ran alone on the cyclic timeline, without waiting for its
+    slot. One direction computes where the other would idle: the idle share is (D-2)/(2M + D-2) for M >= D. Each rank
+    holds two stages. D = M = 4, micro-batches 0 to 3:
+
+        slot    0  1  2  3  4  5  6  7  8  9
+        rank 0  F0 F2    F1 B1 F3 B3 B0    B2
+        rank 1     F0 F1 F2 F3 B1 B0 B3 B2
+        rank 2     F1 F0 F3 F2 B0 B1 B2 B3
+        rank 3  F1 F3    F0 B0 F2 B2 B1    B3
+    """
+
+    name = "chimera"
+    layout = "both_ways"
+    has_exclusive_stages = False
+
+    @property
+    def ranks(self) -> int:
+        """A rank a stage, on one device, too."""
+        return self.sizes.stages
+
+    def check(self, placement: str) -> None:
+        """Raise ValueError unless D = S is even, M is even and R is 1."""
+        stages, ranks, turns = self.sizes.stages, self.sizes.pipeline_ranks, self.sizes.turns
+        if stages % 2:
+            raise ValueError(f"mode=chimera pairs its ranks, not stages={stages}: use stages={stages + 1}")
+        if placement == "pipeline" and ranks != stages:
+            raise ValueError(f"mode=chimera has a stage a rank in each direction: use ranks={stages}, not {ranks}")
+        if turns % 2:
+            raise ValueError(
+                f"mode=chimera sends one half of the micro-batches each way, not {turns}: use workers={turns + 1}"
+            )
+        if self.sizes.replicas > 1:
+            raise ValueError(f"mode=chimera has two copies of each stage, not replicas={self.sizes.replicas} of two: "
+                             "use replicas=1")  # fmt: skip
+
+    def order(self, rank: int) -> Iterable[Task]:
+        """Return what is due first: forwards in slot 2q + p, backwards in 2q + 2D-1-p, q micro-batches in each way."""
+        last = self.sizes.stages - 1
+        tasks = []
+        for i in range(self.sizes.turns):
+            j = last - rank if i % 2 else rank
+            begin = 2 * (i // 2)
+            tasks += [(begin + j, (Op.FORWARD, i, j)), (begin + 2 * last + 1 - j, (Op.BACKWARD, i, j))]
+        return [task for _, task in sorted(tasks, key=lambda timed: (timed[0], timed[1][0] is Op.FORWARD, timed[1][1]))]
+
+
+def _one_of_each(forwards: Sequence[_Item], backwards: Sequence[_Item], ahead: int) -> list[_Item]:
+    """Return forwards and backwards in turn, with so many forwards more before the first backward."""
+    found = list(forwards[:ahead])
+    for place, backward in enumerate(backwards):
+        found += [*forwards[ahead + place : ahead + place + 1], backward]
+    return found
