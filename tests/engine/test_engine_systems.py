@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from reference import SGD
 from reference import train as reference_train
-from small_runs import check_same, make_batches, mixed_stages, ranks_of, same, train, train_each
+from small_runs import check_same, flat, make_batches, make_engine, mixed_stages, ranks_of, same, train, train_each
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -21,6 +21,9 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from cdp_repro import Engine
+from cdp_repro.predict.profiling import profile_stages
+from cdp_repro.predict.simulate import simulate
+from cdp_repro.schedule import Program, Schedule
 
 SYNCHRONOUS = {
     2: [
@@ -253,3 +256,51 @@ def test_a_backward_in_two_parts_gives_the_same_gradients_whatever_the_graph_of_
     assert parts[0] == whole[0]
     same(parts[1], whole[1])
     same(parts[2], whole[2])
+
+
+# ------------------------------------------------------------------------------------------ executed is simulated
+
+TRACED = [("naive", 2, 2), ("gpipe", 3, 2), ("interleaved", 2, 4), ("zero_bubble", 3, 2), ("chimera", 2, 2),
+          ("pipedream", 2, 2), ("ampnet", 2, 2)]  # fmt: skip
+TRACED_STEPS = 3
+
+
+def traced(cases):
+    found = []
+    for mode, n, s in cases:
+        ranks = {"ranks": 2} if n != 2 else {}
+        engine = Engine(
+            linear_tanh(s), F.cross_entropy, sgd, mode, "pipeline", workers=n, traced_steps=TRACED_STEPS + 4, **ranks
+        )
+        for _ in engine.run(make_batches(TRACED_STEPS, engine.schedule.micro_batches)):
+            pass
+        found.append(engine.trace())
+    return found
+
+
+def test_bytes_versions_messages_and_idle_slots_are_those_of_the_simulation(tmp_path):
+    executed = run_ranks(traced, 2, TRACED, folder=tmp_path)[0]
+    for (mode, n, s), trace in zip(TRACED, executed, strict=True):
+        ranks = {"ranks": 2} if n != 2 else {}
+        schedule = Schedule.build(mode, n, s, "pipeline", **ranks)
+        ((inputs, targets),) = make_batches(1, 1)
+        costs = profile_stages(linear_tanh(s), F.cross_entropy, inputs, targets)
+        simulated = simulate(Program(schedule), costs, TRACED_STEPS)
+        assert trace.records == simulated.records, mode
+        assert trace.messages == simulated.messages, mode
+        assert trace.idle_share(schedule.slots_per_step) == simulated.idle_share(schedule.slots_per_step)
+
+
+# --------------------------------------------------------------------------------------------------------- resumed
+
+
+@pytest.mark.parametrize("mode", ["zero_bubble", "chimera", "interleaved", "pipedream", "ampnet"])
+def test_a_checkpoint_in_the_middle_changes_nothing(mode):
+    batches = make_batches(9, 4 if mode not in ("pipedream", "ampnet") else 1)
+    whole, first, second = (make_engine(mode, "single_device", 4, 4) for _ in range(3))
+    losses = [result.losses for result in whole.run(batches)]
+    found = [result.losses for result in first.run(batches[:4])]
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    found += [result.losses for result in second.run(batches[4:])]
+    assert found == losses
+    same(flat(second.state_dict()), flat(whole.state_dict()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
@@ -10,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from cdp_repro.observe.figures import WORKER_COLOURS
-from cdp_repro.schedule import Action, Op, Slot
+from cdp_repro.schedule import Op, Slot
 
 _SHADES = {Op.FORWARD: 1.0, Op.BACKWARD: 0.55, Op.BACKWARD_INPUT: 0.55, Op.BACKWARD_WEIGHTS: 0.25}
 """Opacity of what is computed."""
@@ -40,14 +41,14 @@ def rank_timelines(timelines: Mapping[str, Sequence[Slot]], ranks: int) -> Figur
 
 
 def _draw(axis: Axes, slots: Sequence[Slot], shown: int) -> None:
+    cells: dict[tuple[str, float], list[Rectangle]] = defaultdict(list)
     for slot in slots[:shown]:
         for action in slot.actions:
             if action.op.is_compute:
-                _draw_cell(axis, slot.number, action)
-
-
-def _draw_cell(axis: Axes, slot: int, action: Action) -> None:
-    colour = WORKER_COLOURS[action.micro_batch % len(WORKER_COLOURS)]
-    cell = Rectangle((slot, action.rank), 1, 1)
-    axis.add_collection(PatchCollection([cell], facecolor=colour, alpha=_SHADES[action.op], edgecolor="white"))
-    axis.text(slot + 0.5, action.rank + 0.5, str(action.micro_batch), ha="center", va="center", fontsize=5)
+                colour = WORKER_COLOURS[action.micro_batch % len(WORKER_COLOURS)]
+                cells[colour, _SHADES[action.op]].append(Rectangle((slot.number, action.rank), 1, 1))
+                where = slot.number + 0.5, action.rank + 0.5
+                label = axis.text(*where, str(action.micro_batch), ha="center", va="center", fontsize=5)
+                label.set_in_layout(False)  # they are inside of the axes
+    for (colour, alpha), rectangles in cells.items():
+        axis.add_collection(PatchCollection(rectangles, facecolor=colour, alpha=alpha, edgecolor="white"))

@@ -108,7 +108,7 @@ def _system(schedule: Schedule, cut: CutModel, config: RunConfig) -> System:
     warm = schedule.rule.longest + 2
     steps = -(-warm // updates) * updates + updates
     program = Program(schedule)
-    slots = program.slots(steps)[: steps * schedule.slots_per_step]
+    slots = program.slots(steps + updates)[: steps * schedule.slots_per_step]  # what comes next is not the drain
     trace, size = simulate_slots(schedule, cut.costs, slots), version_bytes(schedule, cut.costs)
     last = range((steps - updates) * schedule.slots_per_step, steps * schedule.slots_per_step)
     rule = schedule.rule

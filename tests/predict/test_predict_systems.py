@@ -1,0 +1,90 @@
+"""All systems beside each other."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from cdp_repro.config import ConfigError
+from cdp_repro.config.compose import compose_config
+from cdp_repro.predict.systems import SYSTEMS, compare_systems, systems_text, write_systems
+
+SIZES = ["model=mlp", "model.depth=7", "model.hidden=16", "batch_size=64"]
+
+
+def compared(*overrides):
+    config = compose_config([*SIZES, *overrides], check_device=False)
+    return config, {(each.mode, each.placement): each for each in compare_systems(config)}
+
+
+def test_idle_shares_staleness_and_versions_are_those_of_the_closed_forms():
+    d, m = 4, 8
+    _, found = compared(f"workers={d}", "accumulate=2")
+    assert [*found] == [*SYSTEMS]
+    expected = {
+        "naive": (d - 1) / d, "gpipe": (d - 1) / (m + d - 1), "one_f_one_b": (d - 1) / (m + d - 1),
+        "interleaved": (d - 1) / (2 * m + d - 1), "zero_bubble": (d - 1) / (3 * m + d - 1),
+        "chimera": (d - 2) / (2 * m + d - 2), "pipedream": 0, "pipedream_2bw": 0, "ampnet": 0, "cdp_v2": 0,
+    }  # fmt: skip
+    for mode, idle in expected.items():
+        assert found[mode, "pipeline"].idle_share == pytest.approx(idle), mode
+    late = {
+        mode: (found[mode, "pipeline"].mean_staleness, found[mode, "pipeline"].largest_staleness) for mode in expected
+    }
+    assert late["pipedream"] == late["ampnet"] == ((d - 1) / 2, d - 1)
+    assert late["pipedream_2bw"] == (1, 1) and late["gpipe"] == (0, 0)
+    assert late["cdp_v2"] == (sum(d - 1 - j for j in range(d)) / (d * m), 1)
+    versions = {mode: found[mode, "pipeline"].versions for mode in expected}
+    assert (versions["pipedream"], versions["ampnet"], versions["cdp_v2"], versions["gpipe"]) == (d, 1, 2, 1)
+
+
+def test_messages_and_bytes_are_of_a_mini_batch_whatever_a_step_is():
+    d, m = 2, 4
+    _, found = compared(f"workers={d}", "accumulate=2")
+    boundary = 2 * m * (d - 1)
+    for mode in ("naive", "gpipe", "one_f_one_b", "zero_bubble", "pipedream_2bw", "cdp_v2", "pipedream", "ampnet"):
+        assert found[mode, "pipeline"].messages == boundary, mode
+    assert found["interleaved", "pipeline"].messages == 2 * m * (2 * d - 1)
+    sent = {found[mode, "pipeline"].bytes_sent for mode in ("gpipe", "pipedream", "cdp_v2")}
+    assert len(sent) == 1
+
+
+def test_systems_that_cannot_have_the_sizes_are_left_out():
+    _, found = compared("workers=3", "batch_size=60")
+    assert ("chimera", "pipeline") not in found and ("interleaved", "pipeline") in found
+
+
+def test_a_cluster_gives_seconds():
+    config, found = compared("workers=2", "price=true", "cluster.flops_per_second=1e6", "cluster.latency_seconds=0")
+    seconds = {
+        mode: found[mode, "pipeline"].seconds for mode in ("naive", "gpipe", "zero_bubble", "cdp_v2", "pipedream")
+    }
+    assert seconds["naive"] > seconds["gpipe"] > seconds["zero_bubble"]
+    assert seconds["cdp_v2"] == pytest.approx(seconds["pipedream"], rel=0.05)
+    assert "seconds" in systems_text([*found.values()], config)
+
+
+def test_text_and_files(tmp_path):
+    config, found = compared("workers=2")
+    systems = [*found.values()]
+    shown = systems_text(systems, config)
+    assert all(mode in shown for mode, _ in found) and "seconds" not in shown
+    written = write_systems(systems, tmp_path / "new")
+    assert [path.name for path in written] == ["systems.csv", "systems.svg", "systems.png"]
+    rows = list(csv.DictReader(written[0].open()))
+    assert [(row["mode"], row["placement"]) for row in rows] == [*found]
+    assert all(path.stat().st_size > 10_000 for path in written[1:])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["replicas=2"], "not replicas=2: leave it out"),
+        (["workers=3", "placement=pipeline", "stages=4", "ranks=2", "mode=dp", "batch_size=60"],
+         "3 micro-batches .* are no multiple of ranks=2: use accumulate=2 workers=2"),
+    ],
+)  # fmt: skip
+def test_sizes_that_cannot_be_compared_are_refused(overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        compared(*overrides)
