@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from cdp_repro.engine.batches import Feed
-from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version, backward
+from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version
 from cdp_repro.engine.ledger import Ledger
 from cdp_repro.engine.loan import Loan
 from cdp_repro.engine.losses import Losses
@@ -211,11 +211,13 @@ class Executor:
     def _backward(self, action: Action) -> Action:
         read = {value.kind: value for value in action.reads}
         saved: SavedForward = self._take(read[SAVED])
+        version = saved.version
         if saved.loan is not None:
             version, _ = self._parameters(action, read, LENT_BACKWARD)
             saved.loan.renew(version.tensors)
         sums: Gradients = self._take(read[GRADIENTS]) if GRADIENTS in read else {}
-        grad_input = backward(saved, self._take(read[OUTPUT_GRADIENT]), sums)
+        grad_output = self._take(read[OUTPUT_GRADIENT])
+        grad_input = self._compute[action.stage].backward(saved, grad_output, sums, version)
         if saved.loan is not None:
             saved.loan.give_back()
         for value in action.writes:
