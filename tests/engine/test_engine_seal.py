@@ -260,3 +260,25 @@ def test_a_run_that_is_left_unfinished_when_python_ends_says_nothing(end, code, 
         [sys.executable, "-c", UNFINISHED.format(end=end)], capture_output=True, text=True, check=False, timeout=120
     )
     assert (done.returncode, done.stdout, done.stderr) == (code, "0\n", told)
+
+
+def continue_on_ranks(state):
+    """Load a checkpoint into an engine that has not run, whose stages another engine has had."""
+    stages = linears()
+    first = make_engine(stages=stages, placement="replicated")
+    train(first)
+    second = make_engine(stages=stages, placement="replicated")
+    second.load_state_dict(copy.deepcopy(state))
+    return train(second)
+
+
+def test_stages_and_states_go_from_one_engine_to_the_next(tmp_path):
+    engine = make_engine()
+    train(engine)
+    state = copy.deepcopy(engine.state_dict())
+    expected = train(engine)
+    assert run_ranks(continue_on_ranks, 2, state, folder=tmp_path)[0] == expected
+    again = make_engine(stages=[*engine.model()])
+    again.load_state_dict(state)
+    assert train(again) == expected
+    train(make_engine(stages=[*engine.model()]))

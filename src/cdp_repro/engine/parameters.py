@@ -160,7 +160,7 @@ class StageState:
         if self._optimizer is not None:
             self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]["state"]))
         self._rates = self._rates_now()
-        self.seal.close()
+        self.seal.open()
         return found
 
     @property

@@ -31,7 +31,7 @@ class Seal:
         self._parameters = dict(parameters)
         self._marks: list[tuple[int, int]] = []
         self._refuse_hooks()
-        self._mark()
+        self.open()
 
     def _mark(self) -> None:
         self._marks = [_mark_of(parameter) for parameter in self._parameters.values()]
