@@ -301,6 +301,57 @@ def test_a_mini_batch_that_its_micro_batches_do_not_divide(mode):
         train(Engine(linears(), F.cross_entropy, sgd, mode, accumulate=2), make_batches(rows=15))
 
 
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        (
+            (torch.zeros(0, 4), torch.zeros(0)),
+            r"is empty; it needs a multiple of its 3 micro-batches .* e\.g\. 3 samples",
+        ),
+        ((torch.zeros(10, 4), torch.zeros(10)), r"9 would be.*drop_last=True"),
+        (torch.zeros(9, 4), r"two tensors, \(inputs \[B, \.\.\.\], targets \[B\]\), not \(a tensor \[9, 4\]\)"),
+        (
+            (torch.zeros(9, 4), torch.zeros(9), torch.zeros(9)),
+            r"not \(a tensor \[9, 4\], a tensor \[9\], a tensor \[9\]\)",
+        ),
+        ((torch.zeros(9, 4), [0] * 9), r"not \(a tensor \[9, 4\], a list\)"),
+        ({"inputs": torch.zeros(9, 4)}, r"not \(a dict\); what needs more is an object with the methods inputs"),
+    ],
+)
+def test_batches_that_are_none(batch, told):
+    engine = Engine(linears(), F.cross_entropy, sgd)
+    with pytest.raises(ValueError, match=told):
+        train(engine, [batch])
+    assert len(train(engine)) == 3, "nothing has happened yet"
+
+
+@pytest.mark.parametrize(
+    ("stages", "told"),
+    [
+        (nn.Linear(4, 4), r"stages is a Linear, not a list: give \[module\] for one stage"),
+        (nn.Sequential(*linears()), r"a Sequential, not a list: .*or \[\*module\] for a stage of each of its 3 parts"),
+        (F.relu, r"stages is a function, not a list"),
+        ((each for each in linears()), r"stages is a generator, not a list"),
+        ([nn.Linear(4, 4), F.relu], r"stage 1 is a function, not a module: call it in the forward of an nn\.Module"),
+    ],
+)
+def test_stages_that_are_no_list_of_modules(stages, told):
+    with pytest.raises(ValueError, match=told):
+        Engine(stages, F.cross_entropy, sgd)
+
+
+def test_stages_in_a_module_list():
+    assert len(train(Engine(nn.ModuleList(linears()), F.cross_entropy, sgd))) == 3
+
+
+@pytest.mark.parametrize(("state", "lacks"), [({}, "stages, step"), ({"step": 1}, "stages")])
+def test_a_state_that_is_none(state, lacks):
+    engine = Engine(linears(), F.cross_entropy, sgd)
+    with pytest.raises(ValueError, match=rf"the state lacks {lacks}: give what state_dict\(\) returned"):
+        engine.load_state_dict(state)
+    assert len(train(engine)) == 3, "the engine is as it was"
+
+
 def test_sizes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"stages=3 is not a multiple of workers=2: use stages=2 or stages=4"):
         Engine(linears(), F.cross_entropy, sgd, workers=2)

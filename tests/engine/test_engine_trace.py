@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cdp_repro import Engine
-from cdp_repro.engine.compute import StageCompute, Version, backward
+from cdp_repro.engine.compute import StageCompute, Version
 from cdp_repro.engine.memory import ActivationMeter
 from cdp_repro.engine.team import Team
 from cdp_repro.engine.tracing import Tracer
@@ -29,22 +29,22 @@ def sgd(params):
 
 def metered_costs(stages, loss_fn, inputs, targets):
     """Run one micro-batch through all stages, forward then backward; return what each takes and releases."""
-    meter, saved, taken, released = ActivationMeter(), [], [], []
+    meter, computes, saved, taken, released = ActivationMeter(), [], [], [], []
     x = inputs.clone()
     for number, stage in enumerate(stages):
         is_last = number == len(stages) - 1
         parameters = {n: p.data.clone().requires_grad_(p.requires_grad) for n, p in stage.named_parameters()}
         buffers = {n: b.clone() for n, b in stage.named_buffers()}
         before = meter.live_bytes
-        compute = StageCompute(stage, loss_fn if is_last else None)
-        x, left = compute.forward(Version(0, parameters), buffers, x, targets.clone() if is_last else None, meter)
+        computes.append(StageCompute(stage, loss_fn if is_last else None))
+        x, left = computes[-1].forward(Version(0, parameters), buffers, x, targets.clone() if is_last else None, meter)
         x.requires_grad_(left.edge is not None)
         saved.append(left)
         taken.append(meter.live_bytes - before)
     x = left = gradient = None
-    for _ in stages:
+    for compute in reversed(computes):
         before = meter.live_bytes
-        gradient = backward(saved.pop(), gradient, {})
+        gradient = compute.backward(saved.pop(), gradient, {})
         released.append(before - meter.live_bytes)
     assert meter.live_bytes == 0
     return StageCosts(
@@ -258,7 +258,7 @@ def test_released_exactly_at_the_backward():
     one = 5 * (4 + 8) * 4
     for left in (3, 2, 1):
         assert meter.live_bytes == left * one
-        backward(kept.pop(0), None, {})
+        compute.backward(kept.pop(0), None, {})
     assert meter.live_bytes == 0
 
 

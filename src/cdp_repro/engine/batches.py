@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from cdp_repro.engine.ending import Ending
 
 
+@runtime_checkable
 class MiniBatch(Protocol):
     """The data of one training step, cut into M = kNR micro-batches."""
 
@@ -28,13 +29,19 @@ class TensorMiniBatch:
     """A mini-batch held as two tensors; micro-batch i is the i-th slice."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, micro_batches: int, device: torch.device) -> None:
+        if not len(inputs):
+            raise ValueError(
+                f"a mini-batch is empty; it needs a multiple of its {micro_batches} micro-batches "
+                f"(accumulate x workers x replicas), e.g. {micro_batches} samples"
+            )
         if len(inputs) != len(targets):
             raise ValueError(f"a mini-batch has {len(inputs)} inputs but {len(targets)} targets; it needs one for each")
         if len(inputs) % micro_batches:
             nearest = max(1, len(inputs) // micro_batches) * micro_batches
             raise ValueError(
                 f"a mini-batch of {len(inputs)} is not divisible by its {micro_batches} micro-batches "
-                f"(accumulate x workers x replicas); {nearest} would be"
+                f"(accumulate x workers x replicas); {nearest} would be. "
+                "The last batch of a DataLoader is left out by drop_last=True"
             )
         self._inputs, self._targets = inputs, targets
         self._micro_batches, self._device = micro_batches, device
@@ -50,6 +57,18 @@ class TensorMiniBatch:
     def _slice(self, tensor: Tensor, micro_batch: int) -> Tensor:
         size = len(tensor) // self._micro_batches
         return tensor[micro_batch * size : (micro_batch + 1) * size].to(self._device, copy=True)
+
+
+def tensors_of(batch: Any) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets of a mini-batch; raise ValueError if they are not two tensors with rows."""
+    parts = batch if isinstance(batch, (tuple, list)) else [batch]
+    if len(parts) == 2 and all(isinstance(part, Tensor) and part.ndim for part in parts):
+        return parts[0], parts[1]
+    found = (f"a tensor {[*part.shape]}" if isinstance(part, Tensor) else f"a {type(part).__name__}" for part in parts)
+    raise ValueError(
+        f"a mini-batch is two tensors, (inputs [B, ...], targets [B]), not ({', '.join(found)}); what needs more "
+        "is an object with the methods inputs(micro_batch) and targets(micro_batch)"
+    )
 
 
 class Feed:

@@ -11,6 +11,9 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+_Places = list[tuple[MutableMapping[str, Tensor], str, str]]
+"""Registry of a part of the module, key in it, and name of the tensor in the whole module."""
+
 
 class Binding:
     """The places of a module's parameters and buffers, by the names of `named_parameters` and `named_buffers`.
@@ -19,25 +22,80 @@ class Binding:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._places: list[tuple[MutableMapping[str, Tensor], str, str]] = []
+        self._parameters: _Places = []
+        self._buffers: _Places = []
+        self._with_buffers = [part for part in module.modules() if part._buffers]
         names: dict[int, str] = {}
         for prefix, part in module.named_modules():
-            for registry in (part._parameters, part._buffers):
+            for places, registry in ((self._parameters, part._parameters), (self._buffers, part._buffers)):
                 for key, tensor in registry.items():
                     if tensor is not None:
                         name = names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
-                        self._places.append((registry, key, name))
+                        places.append((registry, key, name))
 
     @contextmanager
     def bound(self, parameters: Mapping[str, Tensor], buffers: MutableMapping[str, Tensor]) -> Iterator[None]:
         """Put the tensors in place for the body; a buffer that the body replaces is replaced in `buffers`."""
-        before = [registry[key] for registry, key, _ in self._places]
-        for registry, key, name in self._places:
-            registry[key] = parameters[name] if name in parameters else buffers[name]
-        try:
-            yield
-        finally:
-            for (registry, key, name), tensor in zip(self._places, before, strict=True):
-                if name in buffers:
+        with _in_place(self._parameters, parameters):
+            before = _assign(self._buffers, buffers)
+            try:
+                yield
+            finally:
+                for (registry, key, name), tensor in zip(self._buffers, before, strict=True):
                     buffers[name] = registry[key]
-                registry[key] = tensor
+                    registry[key] = tensor
+
+    @contextmanager
+    def bound_again(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
+        """Put the tensors in place for a body that may run the module once more, and must not change `buffers`.
+
+        It works on copies of the buffers, made of those that it asks for: mostly none.
+        """
+        copies: dict[Tensor, Tensor] = {}
+        own = [part._buffers for part in self._with_buffers]
+        with _in_place(self._parameters, parameters):
+            before = _assign(self._buffers, buffers)
+            try:
+                for part in self._with_buffers:
+                    part.__dict__["_buffers"] = _CopiedWhenRead(part._buffers, copies)
+                yield
+            finally:
+                for part, registered in zip(self._with_buffers, own, strict=True):
+                    part.__dict__["_buffers"] = registered
+                for (registry, key, _), tensor in zip(self._buffers, before, strict=True):
+                    registry[key] = tensor
+
+
+class _CopiedWhenRead(dict[str, Tensor | None]):
+    """The buffers of a part of a module, each copied when it is first read; `copies` are shared by all parts."""
+
+    def __init__(self, buffers: Mapping[str, Tensor | None], copies: dict[Tensor, Tensor]) -> None:
+        super().__init__(buffers)
+        self._copies = copies
+
+    def __getitem__(self, key: str) -> Tensor | None:
+        tensor = super().__getitem__(key)
+        if tensor is None:
+            return None
+        if tensor not in self._copies:
+            self._copies[tensor] = tensor.clone()
+        return self._copies[tensor]
+
+
+def _assign(places: _Places, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """Put tensors in their places; return what was there."""
+    before = [registry[key] for registry, key, _ in places]
+    for registry, key, name in places:
+        registry[key] = tensors[name]
+    return before
+
+
+@contextmanager
+def _in_place(places: _Places, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put tensors in their places for the body."""
+    before = _assign(places, tensors)
+    try:
+        yield
+    finally:
+        for (registry, key, _), tensor in zip(places, before, strict=True):
+            registry[key] = tensor

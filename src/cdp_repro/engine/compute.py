@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from cdp_repro.engine.binding import Binding
+from cdp_repro.engine.checkpointing import RefusingReentrant, all_reached
 from cdp_repro.engine.loan import Loan
 from cdp_repro.engine.memory import ActivationMeter
 
@@ -45,6 +46,8 @@ class SavedForward:
     """The stage's input if it takes a gradient (a leaf), else None."""
     edge: GradientEdge | None
     """Where the gradient of the output enters the graph; None if nothing in the stage takes a gradient."""
+    buffers: Mapping[str, Tensor]
+    """The buffers that it has read."""
     loan: Loan | None = None
     """Where the parameters are, if the backward brings them."""
 
@@ -70,6 +73,7 @@ class StageCompute:
         self._loss_fn = loss_fn
         self._autocast = autocast
         self._stashes = stashes
+        self._has_run = False
 
     def forward(
         self,
@@ -88,7 +92,7 @@ class StageCompute:
         """
         if loan is None and not self._stashes:
             loan = Loan(version.tensors, is_copy=False)
-        leaf = inputs if inputs.requires_grad else None
+        leaf, buffers_before = inputs if inputs.requires_grad else None, dict(buffers)
         if meter is not None and leaf is not None:
             meter.hold(leaf)
         with ExitStack() as stack:
@@ -106,10 +110,58 @@ class StageCompute:
                 output = self._loss_fn(output, targets)
                 if output.ndim:
                     raise ValueError(f"loss_fn must return a scalar, the mean over the micro-batch; got {output.shape}")
+        if not self._has_run:
+            self._has_run = True
+            self._refuse_reentrant_checkpointing(version, buffers_before, inputs, output)
         edge = get_gradient_edge(output) if output.requires_grad else None
         if meter is not None and self._loss_fn is None:
             meter.hold(output)
-        return output.detach(), SavedForward(version, leaf, edge, loan)
+        return output.detach(), SavedForward(version, leaf, edge, buffers_before, loan)
+
+    def _refuse_reentrant_checkpointing(
+        self, version: Version, buffers: Mapping[str, Tensor], inputs: Tensor, output: Tensor
+    ) -> None:
+        """Raise ValueError if the stage checkpoints activations in the way that cannot run.
+
+        Parameters that `output` does not depend on are a sign of it. As some networks have such, a second forward then
+        looks for the call itself; nothing of that forward remains.
+        """
+        if all_reached(output, version.trainable.values()):
+            return
+        with self._autocast(), self._binding.bound_again(version.tensors, buffers), RefusingReentrant():
+            self._module(inputs)
+
+    def restored(self, saved: SavedForward, lent: Version | None) -> AbstractContextManager[None]:
+        """Return a context with the parameters and buffers of a forward in place, for what its backward recomputes."""
+        return self._binding.bound_again((lent or saved.version).tensors, saved.buffers)
+
+    def backward(
+        self, saved: SavedForward, grad_output: Tensor | None, sums: Gradients, lent: Version | None = None
+    ) -> Tensor | None:
+        """Return the gradient of the stage's input, None if there is none; add those of its parameters to `sums`.
+
+        `grad_output` is the gradient of the stage's output; None if the loss does not depend on it. `sums` are by name;
+        parameters that the loss does not depend on are left out, as torch leaves their `.grad` at None. Autograd
+        accumulates: it adds in place, and takes a first gradient over as it is where nobody else holds it.
+
+        The parameters of the forward, which `lent` holds where they have been given back since, are in place: what
+        activation checkpointing recomputes reads them, and copies of the buffers, which it must not update twice.
+        """
+        parameters = saved.version.trainable
+        inputs = [*parameters.values()] if saved.input is None else [saved.input, *parameters.values()]
+        if saved.edge is None or grad_output is None or not inputs:
+            return None
+        for name, parameter in parameters.items():
+            parameter.grad = sums.get(name)
+        with self.restored(saved, lent):
+            torch.autograd.backward((saved.edge,), (grad_output,), inputs=inputs)
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                sums[name], parameter.grad = parameter.grad, None
+        if saved.input is None:
+            return None
+        grad_input, saved.input.grad = saved.input.grad, None
+        return grad_input
 
 
 def _saving(meter: ActivationMeter | None, loan: Loan | None) -> AbstractContextManager[object]:
@@ -126,26 +178,3 @@ def _saving(meter: ActivationMeter | None, loan: Loan | None) -> AbstractContext
         return packed if loan is None or isinstance(packed, Tensor) else loan.unpack(packed)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-def backward(saved: SavedForward, grad_output: Tensor | None, sums: Gradients) -> Tensor | None:
-    """Return the gradient of the stage's input, None if there is none; add those of its parameters to `sums`, by name.
-
-    `grad_output` is the gradient of the stage's output; None if the loss does not depend on it. Parameters that
-    the loss does not depend on are left out, as torch leaves their `.grad` at None. Autograd accumulates: it adds in
-    place, and takes a first gradient over as it is where nobody else holds it.
-    """
-    parameters = saved.version.trainable
-    inputs = [*parameters.values()] if saved.input is None else [saved.input, *parameters.values()]
-    if saved.edge is None or grad_output is None or not inputs:
-        return None
-    for name, parameter in parameters.items():
-        parameter.grad = sums.get(name)
-    torch.autograd.backward((saved.edge,), (grad_output,), inputs=inputs)
-    for name, parameter in parameters.items():
-        if parameter.grad is not None:
-            sums[name], parameter.grad = parameter.grad, None
-    if saved.input is None:
-        return None
-    grad_input, saved.input.grad = saved.input.grad, None
-    return grad_input

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypedDict, Unpack
@@ -9,7 +10,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from cdp_repro.engine.batches import Feed, MiniBatch, TensorMiniBatch
+from cdp_repro.engine.batches import Feed, MiniBatch, TensorMiniBatch, tensors_of
 from cdp_repro.engine.compute import LossFn, StageCompute, Version
 from cdp_repro.engine.ending import Ending
 from cdp_repro.engine.executor import Executor, Settings, StepResult
@@ -18,6 +19,7 @@ from cdp_repro.engine.mailbox import Mailbox, connect
 from cdp_repro.engine.messages import Layout, layouts_of
 from cdp_repro.engine.parameters import Buffers, OptimizerFactory, StageState, average, check_buffers
 from cdp_repro.engine.positions import Positions
+from cdp_repro.engine.seal import Seal
 from cdp_repro.engine.shards import Shards
 from cdp_repro.engine.team import Team
 from cdp_repro.engine.tracing import Tracer
@@ -70,7 +72,8 @@ class Engine:
         choices: the other fields of `Spec`: accumulate, replicas, slot_order, ...
 
     Raises:
-        ValueError: sizes that do not fit, parameters shared by two stages, another number of processes than ranks.
+        ValueError: stages that are no list of modules, sizes that do not fit, parameters that are shared by two stages
+            or have hooks, an optimizer with a learning-rate scheduler, another number of processes than ranks.
         ScheduleError: a staleness that the timeline cannot serve.
     """
 
@@ -91,8 +94,7 @@ class Engine:
         program: Program | None = None,
         **choices: Unpack[Choices],
     ) -> None:
-        if not stages:
-            raise ValueError("stages=[]: at least 1 stage is needed")
+        check_stages(stages)
         refuse_shared_parameters(stages)
         count = len(stages)
         if program is None:
@@ -105,7 +107,9 @@ class Engine:
         self.team = Team(self.schedule.ranks, self._device, str(self.schedule))
         self.learning_rate_factor = learning_rate_factor
         self._loss_fn, self._autocast = loss_fn, autocast
-        self._stages = nn.Sequential(*stages).to(self._device)
+        self._stages = nn.Sequential(*stages)
+        self._stages.zero_grad()  # nothing of another engine's is in the way
+        self._stages.to(self._device)
         self._parameter_layouts = [Layout.of(dict(stage.named_parameters())) for stage in self._stages]
         self._shards = self._cut_stages() if self.schedule.placement.is_sharded else []
         self._states = {
@@ -113,6 +117,10 @@ class Engine:
             for number in range(count)
             if self.team.rank in self.schedule.placement.holders(number)
         }
+        self._seals = [
+            self._states[number].seal if self._holds(number) else Seal(dict(stage.named_parameters()))
+            for number, stage in enumerate(self._stages)
+        ]
         self._compute = [
             StageCompute(stage, loss_fn if number == count - 1 else None, autocast, self.schedule.rule.stashes)
             for number, stage in enumerate(self._stages)
@@ -174,13 +182,20 @@ class Engine:
         finished; after a `break` nobody sees their losses. Several ranks end after the same step, whichever has begun
         most: one that has left goes on with its batches until all have. A later call goes on where this one ended;
         where calls are cut changes no number. If `batches` raises, the pipeline drains before the error is passed on.
+
+        Raises:
+            ValueError: a parameter was changed, or got a hook, outside the engine; a batch that cannot be cut.
         """
         if self._undrained is not None:
             raise RuntimeError(f"the engine cannot run: {self._undrained}")
+        for seal in self._seals:
+            seal.check()
         feed = Feed(map(self._as_mini_batch, batches), self.step, Ending(self.team, self._runs))
         self._runs += 1
         if self.team.size > 1:
             self._connect(feed)
+        for seal in self._seals:
+            seal.close()
         results = self._results(feed)
         self._stages.train()
         self._undrained = "it is in the middle of another run; exhaust or close that iterator first"
@@ -189,6 +204,8 @@ class Engine:
                 for result in results:  # noqa: UP028 - `yield from` would close `results` at a `break`, too
                     yield result
             except GeneratorExit:
+                if sys.is_finalizing():  # Python ends: nobody will see what a drain would compute
+                    raise
                 feed.close()
                 for _ in results:
                     pass
@@ -252,10 +269,9 @@ class Engine:
         self._next_slot += program.length(first_step, feed.begun)
 
     def _as_mini_batch(self, batch: tuple[Tensor, Tensor] | MiniBatch) -> MiniBatch:
-        if isinstance(batch, (tuple, list)):
-            inputs, targets = batch
-            return TensorMiniBatch(inputs, targets, self.schedule.micro_batches, self._device)
-        return batch
+        if isinstance(batch, MiniBatch):
+            return batch
+        return TensorMiniBatch(*tensors_of(batch), self.schedule.micro_batches, self._device)
 
     def model(self) -> nn.Sequential:
         """Return the model with theta[step] and buffers averaged over workers; all ranks must ask for it together.
@@ -270,6 +286,8 @@ class Engine:
             mean = average(self._buffers_of_workers(number)) if list(stage.buffers()) else {}
             for name, buffer in stage.named_buffers():
                 buffer.copy_(mean[name])
+        for seal in self._seals:
+            seal.open()
         return self._stages
 
     def _whole_parameters(self, number: int) -> Mapping[str, Tensor]:
@@ -384,6 +402,11 @@ class Engine:
             ValueError: it is of another model, mode or optimizer; the engine is as it was.
         """
         self._require_drained()
+        if missing := {"step", "stages"} - state.keys():
+            raise ValueError(
+                f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned; where there are "
+                "several ranks, what it returned on rank 0, on every rank"
+            )
         step, stages, schedule = state["step"], state["stages"], self.schedule
         if len(stages) != schedule.stages:
             raise ValueError(f"the checkpoint has {len(stages)} stages, this engine {schedule.stages}")
@@ -418,6 +441,25 @@ class Engine:
     def _require_drained(self) -> None:
         if self._undrained is not None:
             raise RuntimeError(f"the pipeline is not drained: {self._undrained}")
+
+
+def check_stages(stages: Sequence[nn.Module]) -> None:
+    """Raise ValueError unless the stages are modules in a list."""
+    if not isinstance(stages, (Sequence, nn.ModuleList)):
+        parts = (
+            f", or [*module] for a stage of each of its {len(stages)} parts"
+            if isinstance(stages, nn.Sequential)
+            else ""
+        )
+        raise ValueError(f"stages is a {type(stages).__name__}, not a list: give [module] for one stage{parts}")
+    if not stages:
+        raise ValueError("stages=[]: at least 1 stage is needed")
+    for number, stage in enumerate(stages):
+        if not isinstance(stage, nn.Module):
+            raise ValueError(
+                f"stage {number} is a {type(stage).__name__}, not a module: call it in the forward of an nn.Module of "
+                "its own, or of the stage before it"
+            )
 
 
 def refuse_shared_parameters(stages: Sequence[nn.Module]) -> None:

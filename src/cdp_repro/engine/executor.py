@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from cdp_repro.engine.batches import Feed
-from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version, backward
+from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version
 from cdp_repro.engine.ledger import Ledger
 from cdp_repro.engine.loan import Loan
 from cdp_repro.engine.losses import Losses
@@ -225,7 +225,8 @@ class Executor:
         read = {value.kind: value for value in action.reads}
         saved, version = self._saved(action, read)
         sums: Gradients = self._take(read[GRADIENTS]) if GRADIENTS in read else {}
-        grad_input = backward(saved, self._take(read[OUTPUT_GRADIENT]), sums)
+        grad_output = self._take(read[OUTPUT_GRADIENT])
+        grad_input = self._compute[action.stage].backward(saved, grad_output, sums, version)
         if saved.loan is not None:
             saved.loan.give_back()
         for value in action.writes:
@@ -236,7 +237,9 @@ class Executor:
     def _backward_input(self, action: Action) -> Action:
         read = {value.kind: value for value in action.reads}
         saved, version = self._saved(action, read)
-        grad_input, work = backward_input(saved, self._take(read[OUTPUT_GRADIENT]))
+        grad_input, work = backward_input(
+            self._compute[action.stage], saved, self._take(read[OUTPUT_GRADIENT]), version
+        )
         for value in action.writes:
             self.values[value] = work if value.kind == WEIGHT_WORK else grad_input
         return self._in_ledger(action, version)

@@ -32,6 +32,9 @@ class Loan:
     def __init__(self, tensors: Mapping[str, Tensor], is_copy: bool = True) -> None:
         """`is_copy`: they are here for the time of the forward only, and again for that of the backward."""
         self._is_copy = is_copy
+        self._tensors: Mapping[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+        """By storage."""
         self.renew(tensors)
 
     def pack(self, tensor: Tensor) -> _Borrowed | None:

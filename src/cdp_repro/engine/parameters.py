@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cdp_repro.engine.compute import Gradients, Version
 from cdp_repro.engine.messages import TensorLayout
+from cdp_repro.engine.seal import Seal
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -27,7 +28,10 @@ class StageState:
         self._parameters = dict(parameters)
         trainable = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
         self._optimizer = optimizer(trainable) if trainable else None
-        self._base_rates = [group["lr"] for group in self._optimizer.param_groups] if self._optimizer else []
+        self._base_rates = [group["lr"] for group in self._groups]
+        self._rates = self._rates_now()
+        self._refuse_other_rates()
+        self.seal = Seal(self._parameters)
         self._spares_gradients: bool | None = None
         """Whether the optimizer leaves gradients as they are; None until it has been seen."""
 
@@ -66,6 +70,8 @@ class StageState:
         `in_place`: nobody reads `version` any more, so that its tensors become the next. `gradients_are_ours`: nobody
         else needs the sum, so that the optimizer may write into it.
         """
+        self._refuse_other_rates()
+        self.seal.check()
         copies = not gradients_are_ours and not self._spares_gradients
         for name, parameter in self._parameters.items():
             gradient = gradients.get(name)
@@ -73,14 +79,31 @@ class StageState:
             if not in_place:
                 parameter.data = parameter.data.clone()  # the optimizer writes here; the old version stays as it is
         if self._optimizer is not None:
-            for group, base_rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):
+            for group, base_rate in zip(self._groups, self._base_rates, strict=True):
                 group["lr"] = base_rate * learning_rate_factor
+            self._rates = self._rates_now()
             before = self._gradient_counters()
             self._optimizer.step()
             if not gradients_are_ours:
                 self._note_gradients(spared=before == self._gradient_counters())
-            self._optimizer.zero_grad()
+        self.seal.close()
         return self.newest(version.number + 1)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups if self._optimizer else []
+
+    def _rates_now(self) -> list[float]:
+        return [float(group["lr"]) for group in self._groups]
+
+    def _refuse_other_rates(self) -> None:
+        """Raise ValueError if somebody else has set a learning rate since the last update, or will."""
+        if self._rates_now() != self._rates or any("initial_lr" in group for group in self._groups):
+            raise ValueError(
+                "the learning rate of the optimizer is set from outside, e.g. by a torch.optim.lr_scheduler: it would "
+                "meet any of the training steps that are under way. Give the engine the factor on the rate in each "
+                "step instead: Engine(..., learning_rate_factor=lambda step: 0.1 ** (step // 1000))"
+            )
 
     def _gradient_counters(self) -> list[int]:
         """Return autograd's counters of how often each gradient was written to."""
@@ -100,8 +123,7 @@ class StageState:
     def optimized(self) -> list[str]:
         """Names of the optimizer's parameters, in its order."""
         names = {parameter: name for name, parameter in self._parameters.items()}
-        groups = self._optimizer.param_groups if self._optimizer else []
-        return [names[parameter] for group in groups for parameter in group["params"]]
+        return [names[parameter] for group in self._groups for parameter in group["params"]]
 
     def state_dict(self, versions: Mapping[int, Version]) -> dict[str, Any]:
         """Return the optimizer's state and the tensors of `versions`, named by version and parameter."""
@@ -137,6 +159,8 @@ class StageState:
             found[number] = self.newest(number)
         if self._optimizer is not None:
             self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]["state"]))
+        self._rates = self._rates_now()
+        self.seal.open()
         return found
 
     @property

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cdp_repro.engine.compute import Gradients, LossFn, SavedForward, StageCompute, Version, backward
+from cdp_repro.engine.compute import Gradients, LossFn, SavedForward, StageCompute, Version
 from cdp_repro.engine.memory import ActivationMeter
 
 Autocast = Callable[[], AbstractContextManager[object]]
@@ -67,7 +67,8 @@ class Rehearsal:
     def backward(self) -> tuple[Tensor | None, Gradients]:
         """Run the latest stage backward; return the gradients of its input and of its parameters."""
         gradients: Gradients = {}
-        self._gradient = backward(self._saved.pop(), self._gradient, gradients)
+        compute = self._compute[len(self._saved) - 1]
+        self._gradient = compute.backward(self._saved.pop(), self._gradient, gradients)
         return self._gradient, gradients
 
 

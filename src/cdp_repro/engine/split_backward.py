@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from cdp_repro.engine.compute import Gradients, SavedForward, backward
+from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version
 
 _Incoming: TypeAlias = tuple[Tensor | None, ...]
 
@@ -30,7 +30,10 @@ _Incoming: TypeAlias = tuple[Tensor | None, ...]
 class WeightWork:
     """What the gradients of the parameters still need."""
 
+    compute: StageCompute
     saved: SavedForward
+    version: Version
+    """The parameters that the backward reads."""
     grad_output: Tensor | None = None
     """Where nothing has been done yet: the gradient of the stage's output."""
     incoming: list[tuple[Node, frozenset[str], _Incoming]] = field(default_factory=list)
@@ -41,34 +44,39 @@ class WeightWork:
     def finish(self, sums: Gradients) -> None:
         """Add the gradients of the parameters to `sums`, by name, as `backward` does."""
         if self.grad_output is not None:
-            backward(self.saved, self.grad_output, sums)
+            self.compute.backward(self.saved, self.grad_output, sums, self.version)
         for name, gradient in self.early.items():
             sums[name] = sums[name].add_(gradient) if name in sums else gradient
         parameters = self.saved.version.trainable
         for node, names, gradients in self.incoming:
             ends = [(GradientEdge(node, k), g) for k, g in enumerate(gradients) if g is not None]
             wanted = {name: parameters[name] for name in names}
-            _accumulate([edge for edge, _ in ends], [g for _, g in ends], wanted, sums, retain=False)
+            with self.compute.restored(self.saved, self.version):
+                _accumulate([edge for edge, _ in ends], [g for _, g in ends], wanted, sums, retain=False)
 
 
-def backward_input(saved: SavedForward, grad_output: Tensor | None) -> tuple[Tensor | None, WeightWork]:
+def backward_input(
+    compute: StageCompute, saved: SavedForward, grad_output: Tensor | None, version: Version
+) -> tuple[Tensor | None, WeightWork]:
     """Return the gradient of the stage's input, None if there is none, and what is left to do for its parameters.
 
-    `grad_output` is the gradient of the stage's output; None if the loss does not depend on it.
+    `grad_output` is the gradient of the stage's output; None if the loss does not depend on it. `version` are the
+    parameters that the backward reads.
     """
     if saved.edge is None or grad_output is None or saved.input is None:
-        return None, WeightWork(saved, grad_output)
+        return None, WeightWork(compute, saved, version, grad_output)
     sides = _sides(saved.edge.node, saved)
     uses = Counter(name for names in sides.values() for name in names)
     parameters = saved.version.trainable
-    work = WeightWork(saved)
+    work = WeightWork(compute, saved, version)
     handles = [
         node.register_prehook(_keeper(work, node, names))
         for node, joining in sides.items()
         if (names := frozenset(name for name in joining if uses[name] == 1))
     ]
     wanted = {name: parameters[name] for name, count in uses.items() if count > 1}
-    _accumulate([saved.edge], [grad_output], wanted, work.early, retain=True, also=saved.input)
+    with compute.restored(saved, version):
+        _accumulate([saved.edge], [grad_output], wanted, work.early, retain=True, also=saved.input)
     for handle in handles:
         handle.remove()
     grad_input, saved.input.grad = saved.input.grad, None

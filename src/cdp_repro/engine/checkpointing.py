@@ -1,0 +1,48 @@
+"""Activation checkpointing inside a stage (`torch.utils.checkpoint`): the form of it that cannot run is found.
+
+With `use_reentrant=False` the forward makes its graph as ever, and drops only what the graph saves; the backward runs
+the function once more to get it back, on the tensors that `StageCompute.backward` puts in place. With
+`use_reentrant=True` the forward makes no graph, so that no gradient would ever come to the version of a parameter.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+
+def all_reached(output: Tensor, parameters: Iterable[Tensor]) -> bool:
+    """Return whether the graph of `output` leads to every parameter."""
+    unseen = [] if output.grad_fn is None else [output.grad_fn]
+    seen, missing = {*unseen}, {id(parameter) for parameter in parameters}
+    while unseen and missing:
+        node = unseen.pop()
+        missing.discard(id(getattr(node, "variable", None)))  # of the node that accumulates a parameter's gradient
+        following = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= following
+        unseen += following
+    return not missing
+
+
+class RefusingReentrant(TorchFunctionMode):
+    """In this context, torch's functions raise ValueError inside reentrant checkpointing."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(frame.f_code is CheckpointFunction.forward.__code__ for frame, _ in traceback.walk_stack(None)):
+            raise ValueError(
+                "a stage checkpoints activations with use_reentrant=True: its backward would compute with parameters "
+                "of another version, and give them no gradient. Use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        return func(*args, **(kwargs or {}))

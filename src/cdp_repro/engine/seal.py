@@ -1,0 +1,91 @@
+"""What users write around a training loop and what would do nothing here: refused, with the way that works.
+
+A parameter of a stage is not what its forward reads: that is a version of it. Several training steps are under way at
+once, and none of their gradients ever stands in `parameter.grad` between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+_OPTIMIZER = (
+    "the optimizer that the engine is given sees it: in optimizer.register_step_pre_hook, or its step(), "
+    "parameter.grad is the mean over the training step's micro-batches, for the parameters of one stage"
+)
+
+
+class Seal:
+    """Some parameters that the engine alone may change.
+
+    `close` notes how they are and `check` whether they still are so. While it is closed, whatever reads
+    `parameter.grad` raises RuntimeError.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raise ValueError if one of them has a hook."""
+        self._parameters = dict(parameters)
+        self._marks: list[tuple[int, int]] = []
+        self._refuse_hooks()
+        self.open()
+
+    def _mark(self) -> None:
+        self._marks = [_mark_of(parameter) for parameter in self._parameters.values()]
+
+    def close(self) -> None:
+        """Take the parameters as they are for those of the engine."""
+        for parameter in self._parameters.values():
+            if parameter.requires_grad:
+                parameter.grad = _no_gradient(parameter.shape, parameter.dtype, parameter.device)
+        self._mark()
+
+    def open(self) -> None:
+        """Take the parameters as they are for those of the engine, and let others use `parameter.grad`."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._mark()
+
+    def check(self) -> None:
+        """Raise ValueError if somebody has changed a parameter since, or put a hook on one."""
+        self._refuse_hooks()
+        for (name, parameter), mark in zip(self._parameters.items(), self._marks, strict=True):
+            if _mark_of(parameter) != mark:
+                raise ValueError(
+                    f"the parameter {name} {tuple(parameter.shape)} was changed outside the engine, which keeps "
+                    "several versions of it: change them all in the dict that engine.state_dict() returns, and give it "
+                    "to engine.load_state_dict(); or change the stage before it is given to Engine()"
+                )
+
+    def _refuse_hooks(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"the parameter {name} {tuple(parameter.shape)} has a hook, which would never run: gradients go to "
+                    f"the version that the forward has read. Remove the hook; {_OPTIMIZER}"
+                )
+
+
+def _mark_of(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return what changes when a parameter is written to, or gets other data."""
+    return parameter._version, parameter.data_ptr()
+
+
+class _NoGradient(Tensor):
+    """Stands in `parameter.grad`; any use of it raises RuntimeError."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "the gradient of a stage's parameter is asked for, e.g. by clip_grad_norm_, an optimizer or a gradient "
+            f"scaler in the loop over engine.run(): between two results there is none. Where {_OPTIMIZER}"
+        )
+
+
+@lru_cache
+def _no_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return one of the given shape, as `parameter.grad` must have, without memory."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape).as_subclass(_NoGradient)
