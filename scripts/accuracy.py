@@ -16,6 +16,8 @@ from cdp_repro.studies.catalog import STUDIES
 
 if __name__ == "__main__":
     names = [
-        study.name for study in STUDIES.values() if study.kind in ("accuracy", "tuning") and "paper" not in study.name
+        study.name
+        for study in STUDIES.values()
+        if study.kind in ("accuracy", "tuning", "delay-tuning", "delay") and "paper" not in study.name
     ]
     sys.exit(main(names, sys.argv[1:], script=__file__))

@@ -14,7 +14,7 @@ SMALL = [("mlp", (1, 8, 8)), ("resnet8", (1, 8, 8)), ("test_vit", (3, 32, 32)), 
 
 
 def test_builtin_names():
-    assert BUILTIN_MODELS == ("mlp", "resnet8", "resnet20", "resnet18", "resnet50", "vit_b_16")
+    assert BUILTIN_MODELS == ("mlp", "gpt", "resnet8", "resnet20", "resnet18", "resnet50", "vit_b_16")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_unknown_names_get_the_nearest_ones(name, nearest):
 
 
 def test_hopeless_names_get_the_built_in_ones():
-    with pytest.raises(ModelError, match=r"unknown model '\?\?'; built-in models: mlp, resnet8"):
+    with pytest.raises(ModelError, match=r"unknown model '\?\?'; built-in models: mlp, gpt, resnet8"):
         build_model("??", input_shape=(3, 32, 32), classes=10)
 
 

@@ -142,6 +142,11 @@ class Baseline(ABC):
         return sum(optimizer.bytes for optimizer in self._optimizers.values())
 
     @property
+    def delay_bytes(self) -> int:
+        """0: nothing is read late."""
+        return 0
+
+    @property
     def max_lead(self) -> int:
         """Training steps by which one rank can at most be ahead of another."""
         return 2

@@ -17,6 +17,7 @@ from cdp_repro.cli.console import console_logging, exit_code_of, help_text, spli
 from cdp_repro.config import ConfigError, RunConfig, load_config
 from cdp_repro.config.compose import compose_config, expand_sweep
 from cdp_repro.config.keys import RESUME_KEYS, settings_of
+from cdp_repro.config.task import task_of
 from cdp_repro.launch import launch
 from cdp_repro.launch.signals import StopRequest
 from cdp_repro.launch.train_process import train_in_process
@@ -33,6 +34,8 @@ Train a network on the timeline of data parallelism (mode=dp) or of cyclic data 
   cdp-train mode=cdp_v1 dataset=cifar10            CIFAR-10 from data/ (dataset.root=/else/where)
   cdp-train mode='[[1,1],[1,0]]' workers=2         any staleness matrix that the timeline can serve
   cdp-train experiment=paper/cifar10_resnet18      the paper's set-up
+  cdp-train dataset=text model=gpt optim=adamw     a language model on Python's own library (dataset.root=FILE)
+  cdp-train mode=cdp_v1 delay=error_feedback       a method that makes up for stale reads
   cdp-train --multirun mode=dp,cdp_v1,cdp_v2 seed=0,1,2
   cdp-train mode=cdp_v2 placement=pipeline         in processes of its own, or under torchrun and srun
   cdp-train resume=runs/my-run                     go on from the newest checkpoint, bitwise
@@ -159,10 +162,11 @@ def _cells(root: Path, overrides: Sequence[str]) -> dict[Path, list[str]]:
 
 
 def _summary_text(summary: dict[str, Any]) -> str:
+    task = task_of(summary["dataset"])
     lines = [
         "",
         f"{summary['model']} on {summary['dataset/description']}, mode {summary['mode']}, {summary['workers']} workers",
-        f"  test top-1            {summary['eval/top1_percent']:.2f} % after {summary['epochs']} epochs",
+        f"  {task.name:<21} {task.score_text(summary)} after {summary['epochs']} epochs",
     ]
     peak = summary.get("memory/activation_peak_bytes_total")
     baseline = summary["memory/activation_peak_bytes_simulated_dp"]

@@ -21,7 +21,7 @@ from cdp_repro.config.keys import leaves, nested
 from cdp_repro.models import BUILTIN_MODELS
 from cdp_repro.models.timm_models import is_timm_model, timm_model_names
 
-GROUPS = ("mode", "dataset", "model", "placement", "optim", "experiment")
+GROUPS = ("mode", "dataset", "model", "placement", "optim", "delay", "experiment")
 
 
 def compose_config(overrides: Sequence[str], check_device: bool = True) -> RunConfig:

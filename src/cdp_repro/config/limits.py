@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from cdp_repro.baselines import BASELINES
 from cdp_repro.config.errors import nearest
 from cdp_repro.config.schema import RunConfig
 from cdp_repro.data.order import check_divisible
+from cdp_repro.engine.clipping import clips_globally, knows_norms_in_time, refusal
+from cdp_repro.engine.delay import DELAYS
 from cdp_repro.schedule import MODES, PIPELINE_SCHEDULES, PLACEMENTS, SLOT_ORDERS, Program
 
 PARTITIONS = ("flops", "parameters", "activations", "time")
 
 _CHOICES = {
     "mode.name": (*MODES, "matrix"),
-    "optim.name": ("sgd", "adamw"),
+    "optim.name": ("sgd", "adamw", "nadamw", "muon"),
+    "delay.name": tuple(DELAYS),
+    "dataset.tokens": ("bytes", "characters"),
     "optim.schedule": ("constant", "step", "cosine"),
     "placement.name": tuple(PLACEMENTS),
     "baseline": (None, *BASELINES),
@@ -34,6 +39,7 @@ _MINIMA = {
          "evaluation_batch_size", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps",
          "optim.step_epochs", "dataset.channels", "dataset.image_size",
          "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden", "model.depth",
+         "model.width", "model.heads", "model.context",
          "cluster.devices_per_host", "cluster.bandwidth_bytes_per_second"), 1,
     ),
     **dict.fromkeys(
@@ -43,7 +49,7 @@ _MINIMA = {
 }  # fmt: skip
 
 _OPTIONAL_MINIMA = {
-    "stages": 1, "ranks": 1,
+    "stages": 1, "ranks": 1, "delay.strength": 0,
     "cluster.between_hosts_latency_seconds": 0, "cluster.between_hosts_bandwidth_bytes_per_second": 1,
     "cluster.flops_per_second": 1,
 }  # fmt: skip
@@ -71,6 +77,11 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
         value = _value(config, key)
         if value is not None and not (value >= least and math.isfinite(value)):
             yield key, f"{key}={value}: must be a finite number, {least} or more"
+    if config.optim.clip_norm is not None and not 0 < config.optim.clip_norm < math.inf:
+        yield (
+            "optim.clip_norm",
+            f"optim.clip_norm={config.optim.clip_norm}: must be a finite number above 0, such as 1.0",
+        )
     for key in ("model.dropout", "optim.beta1", "optim.beta2"):
         value = _value(config, key)
         if not 0 <= value < 1:
@@ -86,6 +97,9 @@ def inconsistent(config: RunConfig) -> Iterable[str]:
             check(config)
         except ValueError as error:
             yield str(error)
+    yield from _wrong_with_optimizer(config)
+    yield from _wrong_with_delay(config)
+    yield from _wrong_with_text(config)
     if config.baseline is not None:
         yield from _wrong_with_baseline(config)
     if config.price:
@@ -121,6 +135,57 @@ def _wrong_with_cluster(config: RunConfig) -> Iterable[str]:
                 f"cluster.{name}={seconds}: must be {stages} finite numbers, 0 or more, one a stage, e.g. "
                 f"{[0.01] * stages}"
             )
+
+
+def _wrong_with_optimizer(config: RunConfig) -> Iterable[str]:
+    optim = config.optim
+    if optim.nesterov and not optim.momentum:
+        yield "optim.nesterov=true needs momentum, not optim.momentum=0: use optim.momentum=0.9"
+    if optim.name == "muon" and (config.baseline is not None or _is_sharded(config)):
+        where = f"baseline={config.baseline}" if config.baseline else "collectives=true on placement=zero"
+        yield f"optim=muon needs whole matrices, which {where} does not give it: use optim=adamw"
+    if optim.clip_norm is None:
+        return
+    if config.baseline is not None:
+        yield f"baseline={config.baseline} knows no optim.clip_norm={optim.clip_norm}: use optim.clip_norm=null"
+        return
+    with suppress(ValueError):  # of the schedule, which is reported by itself
+        schedule = config.schedule()
+        if clips_globally(schedule) and not knows_norms_in_time(Program(schedule)):
+            yield f"optim.{refusal(schedule)}"
+
+
+def _is_sharded(config: RunConfig) -> bool:
+    return config.collectives and config.placement.name == "zero" and config.workers > 1
+
+
+def _wrong_with_delay(config: RunConfig) -> Iterable[str]:
+    delay = config.delay
+    if delay.name == "none":
+        return
+    if config.baseline is not None:
+        yield f"baseline={config.baseline} reads nothing late for delay={delay.name} to make up for: use delay=none"
+    elif _is_sharded(config):
+        yield (
+            f"delay={delay.name} keeps the last steps of whole stages, but collectives=true on placement=zero holds "
+            "shards of them, and reads nothing late: use delay=none"
+        )
+    if delay.name == "prediction" and config.optim.name == "sgd" and not config.optim.momentum:
+        yield (
+            "delay=prediction expects the next step to be like the last, as momentum makes it, but optim.momentum=0: "
+            "use optim.momentum=0.9, or delay=error_feedback"
+        )
+
+
+def _wrong_with_text(config: RunConfig) -> Iterable[str]:
+    if config.task.is_text and config.model.name != "gpt":
+        yield f"dataset=text has tokens, which model={config.model.name} cannot read: use model=gpt"
+    if config.model.name == "gpt" and not config.task.is_text:
+        yield f"model=gpt reads tokens, not the images of dataset={config.dataset.name}: use dataset=text"
+    model = config.model
+    if model.name == "gpt" and model.heads > 0 and model.width % model.heads:
+        works = max(1, round(model.width / model.heads)) * model.heads
+        yield f"model.width={model.width} is not divisible by model.heads={model.heads}: use model.width={works}"
 
 
 def _wrong_with_baseline(config: RunConfig) -> Iterable[str]:

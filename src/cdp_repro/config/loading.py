@@ -45,8 +45,11 @@ def without_effect(config: RunConfig) -> list[str]:
         found.append(f"optim.step_epochs={config.optim.step_epochs} is not reached in epochs={config.epochs}")
     if config.collectives and config.processes == 1:
         found.append("collectives=true has no effect on one rank")
-    if config.channels_last and config.model.name == "mlp":
-        found.append("channels_last=true has no effect on model=mlp")
+    if config.channels_last and config.model.name in ("mlp", "gpt"):
+        found.append(f"channels_last=true has no effect on model={config.model.name}")
+    by_share = config.delay.name != "error_feedback" or config.delay.strength is None
+    if config.delay.name != "none" and by_share and config.schedule().rule.longest == 0:
+        found.append(f"delay={config.delay.name} has no effect with mode={config.mode.name}, which reads nothing late")
     return found
 
 

@@ -1,17 +1,22 @@
-"""Number types of a run, and its loss."""
+"""How a run computes: number types, loss, and what makes up for stale reads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from cdp_repro.config.schema import RunConfig
+from cdp_repro.config.schema import DelayConfig, RunConfig
+from cdp_repro.engine.delay import DELAYS, DelayFactory
 
-loss_fn = F.cross_entropy
-"""(logits [B, classes], class numbers [B]) -> scalar mean over the micro-batch."""
+
+def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats of [B, ..., classes] logits and [B, ...] class numbers: a scalar."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def parameter_dtype(config: RunConfig) -> torch.dtype:
@@ -24,3 +29,9 @@ def autocast(config: RunConfig, device_type: str) -> Callable[[], AbstractContex
     if config.precision == "bf16":
         return lambda: torch.autocast(device_type, torch.bfloat16)
     return nullcontext
+
+
+def delay_factory(config: DelayConfig) -> DelayFactory:
+    """Return what makes, for a stage, the method against stale reads."""
+    method = DELAYS[config.name]
+    return method if config.strength is None else partial(method, strength=config.strength)

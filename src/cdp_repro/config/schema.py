@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cdp_repro.config.task import Task, task_of
 from cdp_repro.schedule import MODES, Schedule, Spec
 
 
@@ -36,13 +37,15 @@ class DatasetConfig:
     image_size: int = 8
     """Height and width of an image, in pixels."""
     classes: int = 10
-    """Number of classes."""
+    """Number of classes; of `text`: of different tokens."""
     recommended_epochs: int = 1
     """Default of `epochs`."""
     recommended_batch_size: int = 64
     """Default of `batch_size`."""
     root: str | None = None
-    """Folder of the files."""
+    """Folder of the files; of `text`: a UTF-8 file, or a folder of them, unless set Python's own library."""
+    tokens: str = "bytes"
+    """Of `text`: `bytes` of UTF-8, or `characters`."""
     download: bool = False
     """Fetch CIFAR-10 from its home page if it is not in `root`."""
     train_samples: int = 1024
@@ -62,9 +65,15 @@ class ModelConfig:
     hidden: int = 64
     """Of `mlp`: width of the hidden layers."""
     depth: int = 6
-    """Of `mlp`: number of hidden layers."""
+    """Of `mlp`: number of hidden layers; of `gpt`: of blocks."""
     dropout: float = 0.0
-    """Of `mlp` and timm's models: dropout probability."""
+    """Of `mlp`, `gpt` and timm's models: dropout probability."""
+    width: int = 96
+    """Of `gpt`: values for each token between blocks; a multiple of `heads`."""
+    heads: int = 4
+    """Of `gpt`: attention heads of a block."""
+    context: int = 128
+    """Of `gpt`: tokens of a sequence."""
 
 
 @dataclass
@@ -81,17 +90,23 @@ class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
     name: str = "sgd"
-    """Set by optim=...: `sgd` or `adamw`."""
+    """Set by optim=...: `sgd`, `adamw`, `nadamw` (Adam with Nesterov momentum and decoupled decay) or `muon` (for the
+    matrices and filters inside the network; AdamW for the rest)."""
     lr: float = 0.1
     """Learning rate at the start of the schedule (after the warm-up)."""
     momentum: float = 0.9
-    """Of `sgd`."""
+    """Of `sgd` and `muon`."""
+    nesterov: bool = False
+    """Of `sgd`: step along the gradient and the momentum that it makes, in place of the momentum alone."""
     beta1: float = 0.9
-    """Of `adamw`: decay of the mean of gradients, per step."""
+    """Of `adamw`, `nadamw`, and of the rest with `muon`: decay of the mean of gradients, per step."""
     beta2: float = 0.999
-    """Of `adamw`: decay of the mean of squared gradients, per step."""
+    """Of the same: decay of the mean of squared gradients, per step."""
     weight_decay: float = 0.0
-    """Decoupled with `adamw`, a part of the gradient with `sgd`."""
+    """Decoupled, but with `sgd` a part of the gradient."""
+    clip_norm: float | None = None
+    """Largest norm of the mean gradient of a training step: over all stages with `dp`, `cdp_v1` and `accumulation`;
+    of each stage by itself with `cdp_v2`, whose last stages are read before the norm of all is known."""
     schedule: str = "constant"
     """`constant`, `step` (times `gamma` every `step_epochs`) or `cosine` (to 0 at the end)."""
     warmup_epochs: float = 0.0
@@ -100,6 +115,17 @@ class OptimConfig:
     """Of `step`: epochs between two steps."""
     gamma: float = 0.1
     """Of `step`: factor of a step."""
+
+
+@dataclass
+class DelayConfig:
+    """What makes up for stale reads."""
+
+    name: str = "none"
+    """Set by delay=...: `none`, `error_feedback` (steps are corrected by the change from the last one), `prediction`
+    (stale reads see parameters moved on by the last step) or `compensation` (gradients corrected to first order)."""
+    strength: float | None = None
+    """Of `error_feedback`: c, unless set the share of a stage's reads that are stale. Of `compensation`: lambda."""
 
 
 @dataclass
@@ -137,6 +163,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    delay: DelayConfig = field(default_factory=DelayConfig)
     workers: int = 4
     """N: micro-batches that are under way at once."""
     stages: int | None = None
@@ -160,7 +187,7 @@ class RunConfig:
     slot_order: str = "paper"
     """`paper`: forwards before backwards in a slot; `backward_first`: frees memory first, lower peak."""
     batch_size: int = 64
-    """Samples in a mini-batch, i.e. of all workers together."""
+    """Samples (images, sequences) in a mini-batch, i.e. of all workers together."""
     epochs: int = 1
     """Passes over the training set; each drops the rest that fills no whole mini-batch."""
     seed: int = 0
@@ -218,9 +245,15 @@ class RunConfig:
         return self.schedule().ranks if self.baseline is None else self.workers
 
     @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of an image."""
-        return self.dataset.channels, self.dataset.image_size, self.dataset.image_size
+    def task(self) -> Task:
+        """What the samples are, and how a model is judged on them."""
+        return task_of(self.dataset.name)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Channels, height and width of an image; the tokens of a sequence."""
+        image = self.dataset.channels, self.dataset.image_size, self.dataset.image_size
+        return (self.model.context,) if self.task.is_text else image
 
     @property
     def torch_device(self) -> torch.device:

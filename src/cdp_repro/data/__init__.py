@@ -10,7 +10,7 @@ from cdp_repro.data.order import steps_per_epoch
 
 __all__ = ["DATASETS", "Dataset", "DatasetError", "MiniBatch", "load_dataset", "steps_per_epoch"]
 
-DATASETS = ("digits", "cifar10", "imagenet", "synthetic")
+DATASETS = ("digits", "cifar10", "imagenet", "synthetic", "text")
 
 
 def load_dataset(
@@ -24,12 +24,15 @@ def load_dataset(
     test_samples: int = 256,
     seed: int = 0,
     loader_workers: int = 2,
+    context: int = 128,
+    tokens: str = "bytes",
 ) -> Dataset:
     """Load one of `DATASETS`.
 
     Args:
         name: one of `DATASETS`.
-        root: folder of `cifar10` (default `data`) or of `imagenet` (default `data/imagenet`).
+        root: folder of `cifar10` (default `data`) or of `imagenet` (default `data/imagenet`); file or folder of `text`
+            (default: sources of Python's library).
         image_size: height and width in pixels of `imagenet` (default 224) and `synthetic` (default 32).
         download: fetch `cifar10` into `root` where it is not there yet.
         classes: number of classes of `synthetic`.
@@ -37,6 +40,8 @@ def load_dataset(
         test_samples: number of test images of `synthetic`.
         seed: seed of the images of `synthetic`; the other data sets are the same for every seed.
         loader_workers: processes that decode image files; 0 decodes in the calling process.
+        context: tokens of a sequence of `text`.
+        tokens: `bytes` or `characters`, of `text`.
 
     Raises:
         ValueError: unknown name, or a size that makes no sense.
@@ -65,5 +70,9 @@ def load_dataset(
             image_size=image_size or 32,
             seed=seed,
         )
+    if name == "text":
+        from cdp_repro.data.text_dataset import load_text
+
+        return load_text(None if root is None else Path(root), context=context, tokens=tokens)
     nearest = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.0)[0]
     raise ValueError(f"unknown dataset {name!r}; did you mean {nearest!r}? Known: {', '.join(DATASETS)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -17,7 +17,8 @@ class DatasetError(ValueError):
 
 
 class MiniBatch(batches.MiniBatch, Protocol):
-    """The mini-batch of one training step: images [B/N, channels, height, width], class numbers [B/N] (int64).
+    """The mini-batch of one training step: images [B/N, channels, height, width], class numbers [B/N] (int64); of text
+    tokens and their successors, [B/N, context] each (int64).
 
     Micro-batches may be asked for in any order, any number of times, and are always the same.
     """
@@ -33,21 +34,21 @@ def read_all(step: int, worker: int) -> bool:  # noqa: ARG001 - a rule with anot
 
 
 class Dataset(ABC):
-    """Images with one class each, in a training and a test set.
+    """Samples, in a training and a test set: images with one class each, or sequences of tokens.
 
     Attributes:
         name: the key of `load_dataset`.
         description: what the data is, in the words a table of results needs.
-        classes: number of classes.
-        input_shape: (channels, height, width) of one image as the model sees it.
-        train_size: number of training images.
-        test_size: number of test images.
+        classes: number of classes; of text the different tokens.
+        input_shape: (channels, height, width) of one image as the model sees it; of text (context,).
+        train_size: number of training samples.
+        test_size: number of test samples.
     """
 
     name: str
     description: str
     classes: int
-    input_shape: tuple[int, int, int]
+    input_shape: tuple[int, ...]
     train_size: int
     test_size: int
 
@@ -85,6 +86,10 @@ class Dataset(ABC):
 
         Shapes: [n, channels, height, width] in `dtype` and [n] int64, n <= `batch_size`.
         """
+
+    def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return an evaluation as it is logged, from `eval/top1_percent`, `eval/top5_percent` and `eval/loss`."""
+        return {**means}
 
     @abstractmethod
     def fingerprint(self) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,57 @@ class Version:
 
     number: int
     tensors: Mapping[str, Tensor]
+    step: Mapping[str, Tensor] = field(default_factory=dict)
+    """By name: the optimizer's step that made it, by which stale reads look ahead; empty where they do not."""
+    _ahead: WeakValueDictionary[int, Version] = field(default_factory=WeakValueDictionary)
+    """What micro-batches under way have read ahead, by steps."""
+    _waiting: list[Callable[[], None]] = field(default_factory=list)
+    """What fills the version when it is first read; nothing if it is there."""
+
+    @classmethod
+    def later(cls, number: int, make: Callable[[], Version]) -> Version:
+        """Return a version that is made when it is first read."""
+        tensors: dict[str, Tensor] = {}
+        step: dict[str, Tensor] = {}
+
+        def fill() -> None:
+            made = make()
+            tensors.update(made.tensors)
+            step.update(made.step)
+
+        return cls(number, tensors, step, _waiting=[fill])
+
+    def ready(self) -> None:
+        """Make the version if it is not there yet."""
+        if self._waiting:
+            self._waiting.pop()()
 
     @property
     def trainable(self) -> dict[str, Tensor]:
         """The tensors that receive gradients, by name."""
         return {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
+
+    def read_in(self, step: int) -> Version:
+        """Return the parameters as the micro-batches of a training step read them: this version, which may be stale.
+
+        Where stale reads look ahead, theta - s step, with s = `step` - number. Micro-batches share the copy, which
+        lives as long as one of them needs it.
+        """
+        self.ready()
+        ahead = step - self.number
+        if not ahead or not self.step:
+            return self
+        found = self._ahead.get(ahead)
+        if found is None:
+            found = self._ahead[ahead] = Version(self.number, {name: self._moved(name, ahead) for name in self.tensors})
+        return found
+
+    def _moved(self, name: str, steps: int) -> Tensor:
+        """Return a parameter, moved on by so many steps like the last; as it is, if it has none."""
+        tensor = self.tensors[name]
+        if name not in self.step:
+            return tensor
+        return tensor.detach().sub(self.step[name], alpha=steps).requires_grad_(tensor.requires_grad)
 
 
 @dataclass(frozen=True)

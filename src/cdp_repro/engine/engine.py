@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from cdp_repro.engine.batches import Feed, MiniBatch, TensorMiniBatch, tensors_of
+from cdp_repro.engine.clipping import clipping
 from cdp_repro.engine.compute import LossFn, StageCompute, Version
+from cdp_repro.engine.delay import DelayFactory, Uncorrected
 from cdp_repro.engine.ending import Ending
 from cdp_repro.engine.executor import Executor, Settings, StepResult
 from cdp_repro.engine.losses import Losses
@@ -66,6 +68,11 @@ class Engine:
         seed: of what the stages draw in training (dropout), with step, micro-batch and stage.
         learning_rate_factor: step -> factor on the optimizer's learning rate in the update that makes
             theta[step + 1] (a schedule).
+        delay: makes what makes up for stale reads on a stage, from the staleness of its micro-batches, e.g.
+            `ErrorFeedback` of `engine.delay`. Stages must be held whole.
+        clip_norm: largest norm of the mean gradient of a training step, over all stages where no micro-batch reads a
+            new version before all gradients are there, as in "dp" and "cdp_v1"; else, as in "cdp_v2", of each stage
+            by itself.
         autocast: makes the context in which forwards run, e.g. `lambda: torch.autocast("cpu", torch.bfloat16)`.
         traced_steps: training steps, from the first on, whose actions and live activation bytes are recorded.
         program: runs in place of the one that mode, placement, workers and `choices` give, which then say nothing.
@@ -89,6 +96,8 @@ class Engine:
         device: torch.device | str = "cpu",
         seed: int = 0,
         learning_rate_factor: Callable[[int], float] = lambda _: 1.0,
+        delay: DelayFactory = Uncorrected,
+        clip_norm: float | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         traced_steps: int = 0,
         program: Program | None = None,
@@ -112,6 +121,8 @@ class Engine:
         self._stages.to(self._device)
         self._parameter_layouts = [Layout.of(dict(stage.named_parameters())) for stage in self._stages]
         self._shards = self._cut_stages() if self.schedule.placement.is_sharded else []
+        self._delay = delay
+        self._clipping = None if clip_norm is None else clipping(clip_norm, program, self.team)
         self._states = {
             number: self._state_of(number, optimizer)
             for number in range(count)
@@ -133,6 +144,7 @@ class Engine:
             self._compute,
             Losses(self.schedule, self.team.rank, self.team.control),
             Settings(self._device, seed, learning_rate_factor),
+            self._clipping,
             self._tracer,
             self._positions,
         )
@@ -149,8 +161,14 @@ class Engine:
     def _state_of(self, number: int, optimizer: OptimizerFactory) -> StageState:
         """Return what this rank holds of a stage: all, or its pieces of the parameters."""
         whole = dict(self._stages[number].named_parameters())
+        delay = self._delay([row[number] for row in self.schedule.rule.matrix])
         if not self._shards:
-            return StageState(whole, optimizer)
+            return StageState(whole, optimizer, delay, self._clipping)
+        if delay.name != Uncorrected.name:
+            raise ValueError(
+                f"delay={delay.name} keeps the last steps of whole stages, but {self.schedule} holds shards of them by "
+                "collectives, and reads nothing stale: use delay=none"
+            )
         shards, trainable = self._shards[number], [p for p in whole.values() if p.requires_grad]
         pieces = {name: nn.Parameter(piece, whole[name].requires_grad) for name, piece in shards.pieces(whole).items()}
         return StageState(pieces, shards.optimizer(optimizer, trainable))
@@ -351,8 +369,13 @@ class Engine:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of the optimizers' states on this rank."""
+        """Bytes of the optimizers' states on this rank, without `delay_bytes`."""
         return sum(state.optimizer_bytes for state in self._states.values())
+
+    @property
+    def delay_bytes(self) -> int:
+        """Bytes of what is kept on this rank to make up for stale reads."""
+        return sum(state.delay_bytes for state in self._states.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on: versions, optimizers, buffers, the step number.

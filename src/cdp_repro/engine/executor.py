@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from cdp_repro.engine.batches import Feed
+from cdp_repro.engine.clipping import Clipping
 from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version
 from cdp_repro.engine.ledger import Ledger
 from cdp_repro.engine.loan import Loan
@@ -83,6 +84,7 @@ class Executor:
         compute: Sequence[StageCompute],
         losses: Losses,
         settings: Settings,
+        clipping: Clipping | None,
         tracer: Tracer,
         positions: Positions,
     ) -> None:
@@ -95,6 +97,7 @@ class Executor:
         """None until it is known what messages look like, and on a single device."""
         self._states, self._compute, self._losses = states, compute, losses
         self._settings, self._tracer, self._positions = settings, tracer, positions
+        self._clipping = clipping
         self._micro_batches, self._last_stage, self._ranks = schedule.micro_batches, schedule.stages - 1, schedule.ranks
         self._finishing = program.finishing
         self._done: Counter[int] = Counter()
@@ -139,6 +142,10 @@ class Executor:
         begin = self._tracer.now() if traced else 0.0
         with profiler.record_function(action.label) if profiler._is_profiler_enabled else nullcontext():
             executed = self._handlers[action.op](action)
+        if self._clipping is not None and action.op in (Op.BACKWARD, Op.ADD):
+            for value in action.writes:
+                if value.kind == GRADIENTS:
+                    self._clipping.enter(value, self.values[value])
         for value in action.frees:
             if value not in action.writes:  # buffers are read and written under one name
                 self._drop(value)
@@ -169,6 +176,10 @@ class Executor:
         for value, content in self.values.items():
             if isinstance(content, Arrival):
                 self.values[value] = _received(value, content)
+            elif isinstance(content, Version):
+                content.ready()
+        if self._clipping is not None:
+            self._clipping.flush()
         if self.mailbox is not None:
             self.mailbox.flush()
         self._losses.flush()
@@ -281,6 +292,9 @@ class Executor:
         self._count(Op.UPDATE, action.version - 1)
         return action._replace(version=self.values[after].number)
 
+    def _step_of(self, micro_batch: int) -> int:
+        return micro_batch // self._micro_batches
+
     def _count(self, op: Op, step: int) -> None:
         """Note an action of a step; with the last of those that finish a step on this rank, its result is ready."""
         if op is not self._finishing[0]:
@@ -295,6 +309,8 @@ class Executor:
         assert self.mailbox is not None and action.value is not None
         (read,) = action.reads
         content = self._take(read) if read in action.frees and read.kind != PARAMETERS else self._read(read)
+        if isinstance(content, Version):
+            content = content.read_in(self._step_of(action.value.number))
         size = self.mailbox.send(action.value, action.peer, _as_message(content), _tag(content))
         if size and self._tracer.active:
             self._tracer.sent(action, size)
@@ -327,7 +343,7 @@ class Executor:
         """Return the parameters that a forward or backward reads: the rank's own, or a copy that is lent to it."""
         if lent not in read:
             version: Version = self._read(read[PARAMETERS])
-            return version, None
+            return version.read_in(self._step_of(action.micro_batch)), None
         tensors, came = self._take(read[lent])
         for name, requires_grad in self._compute[action.stage].parameters:
             tensors[name].requires_grad_(requires_grad)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cdp_repro.engine.clipping import Clipping
 from cdp_repro.engine.compute import Gradients, Version
+from cdp_repro.engine.delay import Uncorrected, delay_bytes, last_steps
 from cdp_repro.engine.messages import TensorLayout
 from cdp_repro.engine.seal import Seal
 
@@ -24,7 +26,14 @@ class StageState:
     with the parameters that it was made from, which are therefore always up to date.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: OptimizerFactory) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: OptimizerFactory,
+        delay: Uncorrected | None = None,
+        clipping: Clipping | None = None,
+    ) -> None:
+        """`delay` makes up for the stale reads of the stage."""
         self._parameters = dict(parameters)
         trainable = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
         self._optimizer = optimizer(trainable) if trainable else None
@@ -32,6 +41,8 @@ class StageState:
         self._rates = self._rates_now()
         self._refuse_other_rates()
         self.seal = Seal(self._parameters)
+        self._delay = delay or Uncorrected([0])
+        self._clipping = clipping
         self._spares_gradients: bool | None = None
         """Whether the optimizer leaves gradients as they are; None until it has been seen."""
 
@@ -43,10 +54,15 @@ class StageState:
     @property
     def optimizer_bytes(self) -> int:
         """Bytes that the optimizer keeps for the stage's parameters, such as momentum."""
-        return optimizer_bytes(self._optimizer)
+        return optimizer_bytes(self._optimizer) - self.delay_bytes
 
-    def newest(self, number: int) -> Version:
-        """Return the parameters as they are now, as a version."""
+    @property
+    def delay_bytes(self) -> int:
+        """Bytes of the last steps that are kept to make up for stale reads."""
+        return delay_bytes(self._optimizer)
+
+    def newest(self, number: int, age: int = 0) -> Version:
+        """Return the parameters as they are now, as a version; `age`: how many steps the optimizer's state is ahead."""
         # `.data`, not `.detach()`: a version counter of its own, so that autograd sees that a version never changes
         return Version(
             number,
@@ -54,7 +70,15 @@ class StageState:
                 name: parameter.data.requires_grad_(parameter.requires_grad)
                 for name, parameter in self._parameters.items()
             },
+            self._step_before(age),
         )
+
+    def _step_before(self, age: int) -> dict[str, Tensor]:
+        """Return by name, where stale reads look ahead, the step that made the version `age` versions ago."""
+        if not self._delay.reads_ahead or self._optimizer is None:
+            return {}
+        steps = {name: last_steps(self._optimizer, parameter) for name, parameter in self._parameters.items()}
+        return {name: found[age] for name, found in steps.items() if age < len(found)}
 
     def update(
         self,
@@ -68,10 +92,28 @@ class StageState:
         """Return the version after `version`, the newest, made with the sum of a training step's gradients.
 
         `in_place`: nobody reads `version` any more, so that its tensors become the next. `gradients_are_ours`: nobody
-        else needs the sum, so that the optimizer may write into it.
+        else needs the sum, so that the optimizer may write into it. Where gradients are clipped by a norm that may
+        not be known yet, the version that is returned is made when somebody reads it.
         """
         self._refuse_other_rates()
         self.seal.check()
+        number = version.number + 1
+        if self._clipping is None:
+            self._step(gradients, learning_rate_factor, in_place, gradients_are_ours)
+            return self.newest(number)
+        clip = self._clipping.clipped
+
+        def make() -> Version:
+            version.ready()  # the optimizer makes one step after the other
+            self._step(clip(version.number, gradients), learning_rate_factor, in_place, gradients_are_ours=True)
+            return self.newest(number)
+
+        return Version.later(number, make) if self._clipping.is_late else make()
+
+    def _step(
+        self, gradients: Gradients, learning_rate_factor: float, in_place: bool, gradients_are_ours: bool
+    ) -> None:
+        """Let the optimizer write the next version."""
         copies = not gradients_are_ours and not self._spares_gradients
         for name, parameter in self._parameters.items():
             gradient = gradients.get(name)
@@ -83,11 +125,11 @@ class StageState:
                 group["lr"] = base_rate * learning_rate_factor
             self._rates = self._rates_now()
             before = self._gradient_counters()
-            self._optimizer.step()
+            self._delay.step(self._optimizer)
             if not gradients_are_ours:
                 self._note_gradients(spared=before == self._gradient_counters())
+            self._optimizer.zero_grad()
         self.seal.close()
-        return self.newest(version.number + 1)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -152,20 +194,22 @@ class StageState:
 
     def load_state_dict(self, state: dict[str, Any], versions: Iterable[int]) -> dict[int, Version]:
         """Take over a copy of what `state_dict` returned and `check_state` accepts; return `versions` of it."""
-        found = {}
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]["state"]))
+        newest, found = max(state["versions"]), {}
         for number in sorted(versions):
             for name, parameter in self._parameters.items():
                 parameter.data = state["versions"][number][name].detach().to(parameter, copy=True)
-            found[number] = self.newest(number)
-        if self._optimizer is not None:
-            self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]["state"]))
+            found[number] = self.newest(number, newest - number)
         self._rates = self._rates_now()
         self.seal.open()
         return found
 
     @property
     def _optimizer_class(self) -> str | None:
-        return type(self._optimizer).__name__ if self._optimizer else None
+        """Name of the optimizer's class, and of what makes up for stale reads."""
+        method = f" with {self._delay.name}" if self._delay.kept_steps else ""
+        return f"{type(self._optimizer).__name__}{method}" if self._optimizer else None
 
 
 Buffers = dict[str, Tensor]

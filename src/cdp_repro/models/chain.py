@@ -31,3 +31,9 @@ def cut(model: nn.Sequential, ranges: Sequence[range]) -> list[nn.Sequential]:
             f"one block, in order, and together they cover 0..{len(blocks) - 1} once"
         )
     return [nn.Sequential(OrderedDict(blocks[index] for index in run)) for run in ranges]
+
+
+def hidden_matrices(stages: Sequence[nn.Sequential]) -> frozenset[nn.Parameter]:
+    """Return the matrices and filters of all blocks but the first, which meets the input, and the last, the head."""
+    blocks = [block for stage in stages for block in stage][1:-1]
+    return frozenset(parameter for block in blocks for parameter in block.parameters() if parameter.ndim >= 2)

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from cdp_repro.models.gpt import build_gpt
 from cdp_repro.models.mlp import build_mlp
 from cdp_repro.models.resnet import build_small_resnet, build_torchvision_resnet
 from cdp_repro.models.spec import ModelError, ModelSpec
@@ -18,6 +19,7 @@ from cdp_repro.models.timm_models import build_timm_model, is_timm_model, timm_m
 _BUILDERS: Mapping[str, Callable[[ModelSpec], nn.Sequential]] = MappingProxyType(
     {
         "mlp": build_mlp,
+        "gpt": build_gpt,
         "resnet8": partial(build_small_resnet, name="resnet8", blocks_per_group=1),
         "resnet20": partial(build_small_resnet, name="resnet20", blocks_per_group=3),
         "resnet18": partial(build_torchvision_resnet, name="resnet18"),
@@ -33,12 +35,14 @@ BUILTIN_MODELS = tuple(_BUILDERS)
 def build_model(
     name: str,
     *,
-    input_shape: tuple[int, int, int],
+    input_shape: tuple[int, ...],
     classes: int,
     seed: int = 0,
     hidden: int = 64,
     depth: int = 6,
     dropout: float = 0.0,
+    width: int = 96,
+    heads: int = 4,
 ) -> nn.Sequential:
     """Build a model as a chain of named blocks; it may be cut into stages between any two of them.
 
@@ -47,27 +51,33 @@ def build_model(
 
     Args:
         name: one of `BUILTIN_MODELS`, or any timm model that exposes `blocks` and is a plain chain around them.
-        input_shape: (channels, height, width) of one image, in pixels. ResNets get the stem of the CIFAR-10 set-up of
-            the CDP paper up to 64 px (3x3, stride 1, no max-pool) and torchvision's above.
-        classes: number of logits.
+        input_shape: (channels, height, width) of one image, in pixels; for `gpt` (tokens,) of a sequence. ResNets get
+            the stem of the CIFAR-10 set-up of the CDP paper up to 64 px (3x3, stride 1, no max-pool) and torchvision's
+            above.
+        classes: number of logits; for `gpt` the different tokens.
         seed: seed of the initial weights.
         hidden: width of the hidden layers, `mlp` only.
-        depth: number of hidden layers, `mlp` only.
-        dropout: probability of zeroing an activation, in [0, 1); `mlp` and timm models (drop_rate, and proj_drop_rate
-            where the model has it).
+        depth: number of hidden layers of `mlp`, of blocks of `gpt`.
+        dropout: probability of zeroing an activation, in [0, 1); `mlp`, `gpt` and timm models (drop_rate, and
+            proj_drop_rate where the model has it).
+        width: values for each token between blocks, `gpt` only.
+        heads: attention heads of a block, `gpt` only; a divisor of `width`.
 
     Returns:
-        Blocks in forward order, in training mode: [B, channels, height, width] -> logits [B, classes].
+        Blocks in forward order, in training mode: [B, channels, height, width] -> logits [B, classes]; `gpt`: from
+        tokens [B, T] to logits [B, T, classes].
 
     Raises:
         ModelError: unknown name (with the nearest ones), a timm model that cannot be cut, sizes that do not fit.
     """
-    spec = ModelSpec(input_shape=input_shape, classes=classes, hidden=hidden, depth=depth, dropout=dropout)
+    spec = ModelSpec(input_shape, classes, hidden, depth, dropout, width, heads)
     builder = _BUILDERS.get(name)
     if builder is None:
         if not is_timm_model(name):
             raise ModelError(_unknown(name))
         builder = partial(build_timm_model, name=name)
+    if len(input_shape) == 1 and name != "gpt":
+        raise ModelError(f"{name} reads images, not sequences of {input_shape[0]} tokens: use model=gpt")
     device = "meta" if torch.get_default_device().type == "meta" else "cpu"
     with torch.random.fork_rng(devices=[]), torch.device(device):
         # Not torch.manual_seed, which also reseeds the GPUs.

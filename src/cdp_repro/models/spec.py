@@ -13,23 +13,28 @@ class ModelError(ValueError):
 class ModelSpec:
     """The sizes a model is built for, checked."""
 
-    input_shape: tuple[int, int, int]
-    """Channels, height and width of one image, in pixels."""
+    input_shape: tuple[int, ...]
+    """Channels, height and width of one image, in pixels; of text the tokens of a sequence."""
     classes: int
-    """Number of logits."""
+    """Number of logits; of text for each token."""
     hidden: int = 64
     """Width of the hidden layers (mlp only)."""
     depth: int = 6
-    """Number of hidden layers (mlp only)."""
+    """Number of hidden layers (mlp) or blocks (gpt)."""
     dropout: float = 0.0
-    """Probability that dropout zeroes an activation (mlp and timm models)."""
+    """Probability that dropout zeroes an activation (mlp, gpt and timm models)."""
+    width: int = 96
+    """Values for each token between blocks (gpt only)."""
+    heads: int = 4
+    """Attention heads of a block (gpt only)."""
 
     def __post_init__(self) -> None:
-        if len(self.input_shape) != 3 or min(self.input_shape) < 1:
+        if len(self.input_shape) not in (1, 3) or min(self.input_shape) < 1:
             raise ModelError(
-                f"input_shape={self.input_shape} is not (channels, height, width), each at least 1, such as (3, 32, 32)"
+                f"input_shape={self.input_shape} is neither (channels, height, width) nor (tokens,), each at least 1, "
+                "such as (3, 32, 32) or (128,)"
             )
-        for name in ("classes", "hidden", "depth"):
+        for name in ("classes", "hidden", "depth", "width", "heads"):
             if getattr(self, name) < 1:
                 raise ModelError(f"{name}={getattr(self, name)} is too small: use at least 1")
         if not 0.0 <= self.dropout < 1.0:

@@ -65,6 +65,8 @@ def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None) -> Cut
         hidden=config.model.hidden,
         depth=config.model.depth,
         dropout=config.model.dropout,
+        width=config.model.width,
+        heads=config.model.heads,
     )
     model.to(dtype=parameter_dtype(config))
     if config.channels_last:
@@ -101,9 +103,9 @@ def _block_costs(config: RunConfig, model: nn.Sequential) -> Sequence[float]:
 
 
 def sample(config: RunConfig, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch of zeros, ([B/N, channels, height, width], [B/N]), for profiling."""
-    size = config.batch_size // config.micro_batches
-    inputs = torch.zeros(size, *config.input_shape, dtype=parameter_dtype(config), device=device)
-    if config.channels_last:
+    """Return a micro-batch of zeros for profiling: inputs [B/N, ...] and their targets."""
+    size, task = config.batch_size // config.micro_batches, config.task
+    inputs = torch.zeros(size, *config.input_shape, dtype=task.input_dtype(parameter_dtype(config)), device=device)
+    if config.channels_last and not task.is_text:
         inputs = inputs.to(memory_format=torch.channels_last)
-    return inputs, torch.zeros(size, dtype=torch.long, device=device)
+    return inputs, torch.zeros(*inputs.shape if task.is_text else (size,), dtype=torch.long, device=device)

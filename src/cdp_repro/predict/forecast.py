@@ -11,6 +11,7 @@ from cdp_repro.config import RunConfig
 from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.cutting import CutModel, cut_model
 from cdp_repro.predict.simulate import simulate_slots, version_bytes
+from cdp_repro.predict.training_state import training_state
 from cdp_repro.schedule import SLOT_ORDERS, Program, Schedule, Slot
 from cdp_repro.schedule.grid import text_grid
 from cdp_repro.trace import Trace, write_actions_csv, write_comms_csv, write_memory_csv, write_perfetto
@@ -79,7 +80,7 @@ def plan_text(plan: Plan, width: int) -> str:
     workers = f"{config.workers} workers" + (f" x {config.accumulate} accumulated" if config.accumulate > 1 else "")
     workers += f" x {config.replicas} replicas" if config.replicas > 1 else ""
     head = (
-        f"{config.model.name}, images {'x'.join(map(str, config.input_shape))}, mini-batch {config.batch_size} = "
+        f"{config.model.name}, {config.task.shape_text(config.input_shape)}, mini-batch {config.batch_size} = "
         f"{workers} x {config.batch_size // config.micro_batches}, {config.placement.name}"
     )
     parts = [head, _stage_table(plan)]
@@ -147,10 +148,19 @@ def _comparison(plan: Plan) -> str:
                 str(len(trace.messages)),
             )
         )
+    shown, state = table(rows), _state(plan)
     if plan.other_order.program.schedule.timeline.name != "cyclic":
-        return table(rows)
+        return f"{shown}\n{state}"
     n = plan.config.workers
-    return f"{table(rows)}\nequal stages would give (N+1)/2N = {(n + 1) / (2 * n):.3f} in paper order"
+    return f"{shown}\nequal stages would give (N+1)/2N = {(n + 1) / (2 * n):.3f} in paper order\n{state}"
+
+
+def _state(plan: Plan) -> str:
+    """The line that says what a device keeps beside versions."""
+    config, schedule = plan.config, plan.chosen.program.schedule
+    optimizer, delay = training_state(config, plan.cut, schedule).most_on_a_rank(schedule)
+    found = f"beside them optim={config.optim.name} keeps {format_bytes(optimizer)} on the device with most"
+    return found + (f", delay={config.delay.name} {format_bytes(delay)}" if config.delay.name != "none" else "")
 
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:

@@ -15,8 +15,9 @@ from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.cutting import CutModel, cut_model
 from cdp_repro.predict.pricing import price
-from cdp_repro.predict.pricing.quote import cluster_of, optimizer_states
+from cdp_repro.predict.pricing.quote import cluster_of
 from cdp_repro.predict.simulate import simulate_slots, version_bytes
+from cdp_repro.predict.training_state import optimizer_states
 from cdp_repro.schedule import Program, Schedule, Slot, Spec
 
 SYSTEMS = (

@@ -151,13 +151,13 @@ def differing(one: Row, other: Row) -> list[str]:
     return sorted(key for key in keys if one.config.get(key) != other.config.get(key))
 
 
-def compared(group: Group, reference: Group, key: str) -> Difference | None:
+def compared(group: Group, reference: Group, key: str, varied: Sequence[str] = ()) -> Difference | None:
     """Return how a number of the summary differs between two groups, seed by seed.
 
     Raises:
-        RowError: they differ in more than the mode and the learning rate, which the table shows.
+        RowError: they differ in more than the mode, the learning rate and `varied`, which the table shows.
     """
-    others = set(differing(group.rows[0], reference.rows[0])) - {"mode.name", "mode.staleness", "optim.lr"}
+    others = set(differing(group.rows[0], reference.rows[0])) - {"mode.name", "mode.staleness", "optim.lr", *varied}
     if others:
         raise RowError(
             f"{group.rows[0].source} and {reference.rows[0].source} would be compared, but differ in "

@@ -8,6 +8,7 @@ from itertools import product
 from cdp_repro.baselines import BASELINES
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS
 from cdp_repro.studies.cost_settings import EXECUTED_WORKERS, PLACEMENT_NAMES
+from cdp_repro.studies.delay_studies import DELAY_STUDIES
 from cdp_repro.studies.study import Cell, Study
 
 PAPER_MODES = ("dp", "cdp_v1", "cdp_v2")
@@ -111,6 +112,7 @@ STUDIES = {
             ),
             varied=("optim.lr",),
         ),
+        *DELAY_STUDIES,
         Study("memory", "memory", "Live activations over a training step, executed", _memory()),
         Study("costs", "costs", "What each setting costs, executed", _costs()),
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cdp_repro.config.keys import RUN_KEYS, settings_of
+from cdp_repro.config.task import task_of
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import COMMAND, RunDirectory
 from cdp_repro.schedule import Op
@@ -31,10 +32,11 @@ def collect(run_dir: Path, study: str) -> Row:
     if summary.get("status") != "finished":
         state = summary.get("status", "unfinished")
         raise RowError(f"{run_dir} is {state}: finish it by cdp-train resume={run_dir}, and collect it then")
-    missing = [key for key in ("version/code", "dataset/fingerprint", "eval/top1_percent") if key not in summary]
+    config = settings_of(run.config())
+    metric = task_of(config["dataset.name"]).metric
+    missing = [key for key in ("version/code", "dataset/fingerprint", metric) if key not in summary]
     if missing:
         raise RowError(f"{run.summary_path} lacks {', '.join(missing)}: it is of an older version; train again")
-    config = settings_of(run.config())
     epochs = _epochs(read_metrics(run.metrics_path))
     if len(epochs.get("epoch", ())) != config["epochs"]:
         raise RowError(
@@ -56,7 +58,20 @@ def collect(run_dir: Path, study: str) -> Row:
 
 def _own(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the summary without paths and without entries that repeat the configuration."""
-    said = {"config", "command", "run_dir", "status", "mode", "placement", "stages", "replicas", "baseline", "model"}
+    said = {
+        "config",
+        "command",
+        "run_dir",
+        "status",
+        "mode",
+        "placement",
+        "stages",
+        "replicas",
+        "baseline",
+        "model",
+        "optim",
+        "delay",
+    }
     said |= {"workers", "dataset", "seed", "epochs", "stages/blocks"}
     return {key: value for key, value in summary.items() if key not in said}
 

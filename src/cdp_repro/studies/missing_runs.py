@@ -28,6 +28,7 @@ from typing import IO
 import torch
 
 from cdp_repro.config.keys import RESUME_KEYS
+from cdp_repro.config.task import task_of
 from cdp_repro.launch.signals import StopRequest
 from cdp_repro.launch.train_process import train_in_process
 from cdp_repro.observe.run_directory import COMMAND, CONFIG, RunDirectory, RunDirectoryError
@@ -164,7 +165,8 @@ def _complete(run: Run, options: Options, stop: StopRequest, label: str) -> str 
                 return None if stop.signal is not None else _failure(name, code, log_path(directory))
             row = collect(directory, run.study)
             write_row(row, options.results / ROWS)
-            logger.info("%s %s, test top-1 %.2f %%", label, verb, row.summary["eval/top1_percent"])
+            task = task_of(row.config["dataset.name"])
+            logger.info("%s %s, %s %s", label, verb, task.name, task.score_text(row.summary))
     except (RowError, RunDirectoryError, json.JSONDecodeError, OSError) as error:
         return f"{name}: {error}"
     return None

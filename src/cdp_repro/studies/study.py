@@ -50,13 +50,17 @@ class Study:
 
     name: str
     kind: str
-    """`accuracy`, `tuning`, `memory` or `costs`: which part of the report it is for."""
+    """`accuracy`, `tuning`, `delay-tuning`, `delay`, `memory` or `costs`: which part of the report it is for."""
     title: str
     cells: tuple[Cell, ...]
     reference: str | None = None
     """The study whose data parallelism this one is compared with, if it has none of its own."""
     varied: tuple[str, ...] = ()
     """Settings beyond the usual that tell its groups apart."""
+    margin: float | None = None
+    """Of a verdict of equivalence, in the unit of the differences; None: the study gives none."""
+    tuning: str | None = None
+    """The study that chose the learning rates of this one, setting by setting."""
 
     def runs(self) -> Iterator[tuple[Cell, int]]:
         """Yield every cell with every seed, seed by seed, so that a part of them makes a table of few seeds."""

@@ -9,7 +9,7 @@ from typing import Any
 from cdp_repro.baselines import baseline_class
 from cdp_repro.baselines.baseline import Baseline
 from cdp_repro.config import ConfigError, RunConfig
-from cdp_repro.config.numerics import autocast, loss_fn
+from cdp_repro.config.numerics import autocast, delay_factory, loss_fn
 from cdp_repro.config.program_file import read_program_file
 from cdp_repro.data import Dataset, load_dataset, steps_per_epoch
 from cdp_repro.engine.engine import Engine
@@ -19,7 +19,7 @@ from cdp_repro.training.optim import learning_rate_factor, optimizer_factory
 
 
 def load_data(config: RunConfig) -> Dataset:
-    """Load the data set and check that its classes, image size and number of images fit the configuration."""
+    """Load the data set and check that its classes, shape and number of samples fit the configuration."""
     wanted = config.dataset
     dataset = load_dataset(
         wanted.name,
@@ -31,6 +31,8 @@ def load_data(config: RunConfig) -> Dataset:
         test_samples=wanted.test_samples,
         seed=config.seed,
         loader_workers=wanted.loader_workers,
+        context=config.model.context,
+        tokens=wanted.tokens,
     )
     if dataset.classes != wanted.classes:
         raise ConfigError(
@@ -40,18 +42,23 @@ def load_data(config: RunConfig) -> Dataset:
             ]
         )
     if dataset.input_shape != config.input_shape:
-        raise ConfigError([f"images are {dataset.input_shape}, the configuration says {config.input_shape}"])
+        raise ConfigError(
+            [f"{config.task.sample}s are {dataset.input_shape}, the configuration says {config.input_shape}"]
+        )
     if dataset.train_size < config.batch_size:
         largest = dataset.train_size // config.micro_batches * config.micro_batches
         works = f"at most batch_size={largest}" if largest else f"at most workers={dataset.train_size}"
         raise ConfigError(
-            [f"batch_size={config.batch_size} is more than the {dataset.train_size} training images: use {works}"]
+            [
+                f"batch_size={config.batch_size} is more than the {dataset.train_size} training {config.task.sample}s: "
+                f"use {works}"
+            ]
         )
     return dataset
 
 
 def reading_rule(config: RunConfig, engine: Engine | Baseline) -> Callable[[int, int], bool]:
-    """Return (step, micro-batch) -> whether this rank reads its images: it runs the first stage of the model on it."""
+    """Return (step, micro-batch) -> whether this rank reads its inputs: it runs the first stage of the model on it."""
     if isinstance(engine, Baseline):
         return lambda _, micro_batch: engine.reads_inputs(micro_batch)
     placement = config.schedule().placement
@@ -76,11 +83,11 @@ def program_of(path: str, spec: Spec) -> Program:
 def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | Baseline:
     """Return the engine, or the library's in its place, that trains a model cut into stages; all ranks must call it.
 
-    `train_size` is the number of training images, from which the learning-rate schedule counts its epochs.
+    `train_size` is the number of training samples, from which the learning-rate schedule counts its epochs.
     """
     device = config.torch_device
     epoch = steps_per_epoch(train_size, config.batch_size)
-    model = cut.stages, loss_fn, optimizer_factory(config.optim)
+    model = cut.stages, loss_fn, optimizer_factory(config.optim, cut.stages)
     common: dict[str, Any] = {
         "workers": config.workers,
         "device": device,
@@ -101,6 +108,8 @@ def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | 
         ranks=spec.ranks,
         pipeline_schedule=spec.pipeline_schedule,
         collectives=spec.collectives,
+        delay=delay_factory(config.delay),
+        clip_norm=config.optim.clip_norm,
         program=None if config.program is None else program_of(config.program, spec),
         traced_steps=config.traced_steps,
         **common,

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over samples of a test set; scores of parts of it add up."""
+    """Sums over the targets of a test set; scores of parts of it add up."""
 
     correct1: float = 0.0
     correct5: float = 0.0
     loss: float = 0.0
-    samples: int = 0
+    targets: int = 0
 
     def __add__(self, other: Score) -> Score:
         return Score(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
@@ -26,9 +26,9 @@ class Score:
     def means(self) -> dict[str, float]:
         """Return `eval/top1_percent`, `eval/top5_percent` and `eval/loss` (mean cross-entropy)."""
         return {
-            "eval/top1_percent": 100 * self.correct1 / self.samples,
-            "eval/top5_percent": 100 * self.correct5 / self.samples,
-            "eval/loss": self.loss / self.samples,
+            "eval/top1_percent": 100 * self.correct1 / self.targets,
+            "eval/top5_percent": 100 * self.correct5 / self.targets,
+            "eval/loss": self.loss / self.targets,
         }
 
 
@@ -37,14 +37,15 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor]],
     autocast: Callable[[], AbstractContextManager[object]],
 ) -> Score:
-    """Return the score of the model on all samples of the batches."""
+    """Return the score of the model on all batches: logits [B, ..., classes] for targets [B, ...]."""
     score = Score()
     model.eval()
     with torch.no_grad():
         for inputs, targets in batches:
             with autocast():
                 logits = model(inputs)
-            logits = logits if logits.dtype == torch.float64 else logits.float()
+            logits = (logits if logits.dtype == torch.float64 else logits.float()).flatten(0, -2)
+            targets = targets.flatten()
             hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
             loss = F.cross_entropy(logits, targets, reduction="sum").item()
             score += Score(hits[:, 0].sum().item(), hits.any(1).sum().item(), loss, len(targets))

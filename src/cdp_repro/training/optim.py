@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from cdp_repro.config.schema import OptimConfig
+from cdp_repro.models.chain import hidden_matrices
+from cdp_repro.training.muon import muon_with_adamw
 
 
-def optimizer_factory(config: OptimConfig) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """Return the function that makes the optimizer of one stage from its parameters."""
+def optimizer_factory(
+    config: OptimConfig, stages: Sequence[nn.Sequential]
+) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """Return the function that makes the optimizer of one of the `stages` from its parameters."""
+    betas, decay = (config.beta1, config.beta2), config.weight_decay
     if config.name == "sgd":
         return lambda parameters: torch.optim.SGD(
-            parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+            parameters, lr=config.lr, momentum=config.momentum, weight_decay=decay, nesterov=config.nesterov
         )
-    return lambda parameters: torch.optim.AdamW(
-        parameters, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
-    )
+    if config.name == "nadamw":
+        return lambda parameters: torch.optim.NAdam(
+            parameters, lr=config.lr, betas=betas, weight_decay=decay, decoupled_weight_decay=True
+        )
+    adamw: dict[str, Any] = {"lr": config.lr, "betas": betas, "weight_decay": decay}
+    if config.name == "muon":
+        # steps of the size of AdamW's, so that one learning rate suits both
+        muon = {"lr": config.lr, "momentum": config.momentum, "weight_decay": decay, "adjust_lr_fn": "match_rms_adamw"}
+        hidden = hidden_matrices(stages)
+        return lambda parameters: muon_with_adamw(parameters, hidden, muon, adamw)
+    return lambda parameters: torch.optim.AdamW(parameters, **adamw)
 
 
 def learning_rate_factor(config: OptimConfig, steps_per_epoch: int, epochs: int) -> Callable[[int], float]:

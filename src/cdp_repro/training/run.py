@@ -213,6 +213,8 @@ class _Run:
             "dataset": config.dataset.name,
             **{f"dataset/{key}": value for key, value in self._data.items()},
             "model": config.model.name,
+            "optim": config.optim.name,
+            "delay": config.delay.name,
             "seed": config.seed,
             "epochs": config.epochs,
             "step": self._engine.step,

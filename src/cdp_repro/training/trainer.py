@@ -83,7 +83,7 @@ class Trainer:
 
         Args:
             config: The run.
-            dataset: Its images.
+            dataset: Its samples.
             engine: Trains; it has taken no step yet.
             metrics: The log of rank 0; None on other ranks, which write nothing.
             checkpoints: The checkpoints to resume from.
@@ -164,9 +164,10 @@ class Trainer:
                     raise Interrupted(signal, self._engine.step, self._checkpoints.directory.parent)
 
     def _measure_parameters(self) -> None:
-        """Note, on rank 0, the bytes of all parameter versions, and of optimizers, of the rank that holds most."""
+        """Note, on rank 0, the bytes of parameter versions, optimizers and last steps on the rank with most of each."""
         self._parameter_bytes = max(self._team.gather(self._engine.parameter_bytes), default=0)
         self._optimizer_bytes = max(self._team.gather(self._engine.optimizer_bytes), default=0)
+        self._delay_bytes = max(self._team.gather(self._engine.delay_bytes), default=0)
 
     def _train_segment(self, stop: StopRequest, progress: Progress) -> None:
         """Train up to the next end of an epoch or checkpoint, or until a stop is requested."""
@@ -252,7 +253,8 @@ class Trainer:
             )
             own = islice(batches, self._team.rank, None, self._team.size)
             score = evaluate(self._engine.model(), own, autocast(self._config, self._device.type))
-            self.position.evaluation = self._team.share(sum(self._team.gather(score), start=Score())).means()
+            means = self._team.share(sum(self._team.gather(score), start=Score())).means()
+            self.position.evaluation = self._dataset.metrics(means)
             values |= self.position.evaluation
         if not self._is_main:
             return
@@ -311,10 +313,12 @@ class Trainer:
             summary["train/loss"] = position.epoch_loss
         summary["memory/parameter_bytes_per_device"] = self._parameter_bytes
         summary["memory/optimizer_bytes_per_device"] = self._optimizer_bytes
+        summary["memory/delay_bytes_per_device"] = self._delay_bytes
         if self._step_seconds:
             seconds = statistics.median(self._step_seconds)
             summary["time/step_seconds_median"] = seconds
-            summary["throughput/images_per_second"] = self._config.batch_size / seconds
+            units = self._config.batch_size * self._config.task.units(self._config.input_shape)
+            summary[f"throughput/{self._config.task.unit}_per_second"] = units / seconds
         if self._device.type == "cuda":
             summary["memory/cuda_allocator_peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
         return summary

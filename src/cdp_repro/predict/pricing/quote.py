@@ -11,8 +11,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from cdp_repro.config import RunConfig
-from cdp_repro.config.schema import OptimConfig
 from cdp_repro.observe.text import format_bytes, table
+from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.cutting import CutModel, cut_model
 from cdp_repro.predict.pricing import (
     Cluster,
@@ -25,6 +25,7 @@ from cdp_repro.predict.pricing import (
     price_fsdp2,
 )
 from cdp_repro.predict.pricing.calibration import measure_network, measure_stages
+from cdp_repro.predict.training_state import kept_steps, optimizer_states
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, PLACEMENTS, Schedule, Spec
 
 PRICED_MODES = ("dp", "cdp_v1", "cdp_v2", "accumulation")
@@ -94,7 +95,7 @@ def prices_on_each(
     states = optimizer_states(config.optim)
     jobs = _jobs(config)
     different = [job for number, job in enumerate(jobs.values()) if job not in [*jobs.values()][:number]]
-    run = partial(estimate_on_each, costs=cut.costs, clusters=clusters, optimizer_states=states)
+    run = partial(_estimate, config=config, costs=cut.costs, clusters=clusters)
     if processes > 1 and any(is_extrapolated(job, clusters[0]) for job in different):
         with ProcessPoolExecutor(processes, mp_context=get_context("forkserver")) as pool:
             estimates = [*pool.map(run, different)]
@@ -108,6 +109,12 @@ def prices_on_each(
             prices["dp fsdp2"] = price_fsdp2(cut.costs, cluster, config.micro_batches, states)
         found.append(prices)
     return found
+
+
+def _estimate(job: Spec, config: RunConfig, costs: StageCosts, clusters: Sequence[Cluster]) -> list[Price]:
+    """Return the price of a job on each cluster; its stages keep as many last steps as the one that keeps most."""
+    states = optimizer_states(config.optim) + max(kept_steps(config, Schedule.of(job)))
+    return estimate_on_each(job, costs, clusters, states)
 
 
 def _jobs(config: RunConfig) -> dict[str, Spec]:
@@ -142,18 +149,14 @@ def _job(chosen: Spec, mode: str | tuple[tuple[int, ...], ...], placement: str) 
     return replace(chosen, mode=mode, placement=placement, ranks=ranks, collectives=by_library)
 
 
-def optimizer_states(optim: OptimConfig) -> int:
-    """Return how many values the optimizer keeps for each parameter."""
-    return 2 if optim.name == "adamw" else int(optim.momentum > 0)
-
-
 def quote_text(quote: Quote) -> str:
     """Return the cluster and a row for each price as text."""
     config, cluster = quote.config, quote.cluster
     seconds = zip(cluster.forward_seconds, cluster.backward_seconds, strict=True)
     head = [
-        f"{config.model.name}, images {'x'.join(map(str, config.input_shape))}, {config.stage_count} stages, "
-        f"mini-batch {config.batch_size} = {config.micro_batches} x {config.batch_size // config.micro_batches}",
+        f"{config.model.name}, {config.task.shape_text(config.input_shape)}, "
+        f"{config.stage_count} stages, mini-batch {config.batch_size} = {config.micro_batches} x "
+        f"{config.batch_size // config.micro_batches}",
         f"stages, forward + backward [s]: {', '.join(f'{f:.4g} + {b:.4g}' for f, b in seconds)}",
         f"links: {_link_text(cluster.within_host)} within a host of {cluster.devices_per_host}, "
         f"{_link_text(cluster.between_hosts)} between hosts, for each device in each direction",
@@ -165,10 +168,11 @@ def quote_text(quote: Quote) -> str:
         )
         head.append(f"the library's collectives, over a ring on these links: {factors}")
     columns = (
-        "mode", "where", "devices", "step [s]", "images/s", "idle", "activations/device", "parameters+optimizer/device",
-        "sent/device", "between hosts", "by",
+        "mode", "where", "devices", "step [s]", f"{config.task.unit}/s", "idle", "activations/device",
+        "parameters+optimizer/device", "sent/device", "between hosts", "by",
     )  # fmt: skip
-    rows = [columns, *(_row(name, price, config.batch_size) for name, price in quote.prices.items())]
+    units = config.batch_size * config.task.units(config.input_shape)
+    rows = [columns, *(_row(name, price, units) for name, price in quote.prices.items())]
     notes = "one training step; activations, parameters+optimizer: the device with most; sent: the mean device"
     return "\n".join(head) + f"\n\n{table(rows)}\n{notes}\n"
 
@@ -177,14 +181,14 @@ def _link_text(link: Link) -> str:
     return f"{link.latency_seconds * 1e6:.4g} us and {link.bandwidth_bytes_per_second:.4g} bytes/s"
 
 
-def _row(name: str, price: Price, batch_size: int) -> tuple[str, ...]:
+def _row(name: str, price: Price, units: int) -> tuple[str, ...]:
     mode, place = name.split()
     return (
         mode,
         place,
         str(price.devices),
         f"{price.step_seconds:.4g}" + (f" .. {price.at_most_seconds:.4g}" if price.at_most_seconds else ""),
-        f"{batch_size / price.step_seconds:.4g}" if price.step_seconds else "-",
+        f"{units / price.step_seconds:.4g}" if price.step_seconds else "-",
         f"{100 * price.idle_share:.1f} %",
         format_bytes(price.activation_bytes),
         format_bytes(price.state_bytes),

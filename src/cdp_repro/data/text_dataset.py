@@ -1,0 +1,202 @@
+"""Text as sequences of tokens, bytes or characters: any UTF-8 file, or a folder of them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cdp_repro.data.dataset import Dataset, DatasetError, MiniBatch, read_all
+from cdp_repro.data.order import micro_batch_indices
+
+VALIDATION_PART = 10
+"""The last 1/10 of the tokens is for validation: a tail, so that no sentence is in both parts."""
+
+LIBRARY = ("asyncio", "collections", "email", "http", "json", "logging", "urllib")
+"""Packages of Python's standard library that are the default text, about 1.4 MB: on every machine without a download,
+in the version of its Python, which the fingerprint tells apart."""
+
+TOKENS = ("bytes", "characters")
+
+
+def load_text(root: Path | None, *, context: int, tokens: str) -> TextDataset:
+    """Return the text of a file, or of all files of a folder in the order of their names, cut into sequences.
+
+    Args:
+        root: the file or folder; None for Python's own library.
+        context: tokens of a sequence.
+        tokens: one of `TOKENS`.
+
+    Raises:
+        DatasetError: there is no such file, one is empty or not UTF-8, or the text is too short for the context.
+    """
+    if root is None:
+        found = _library()
+        description = f"sources of Python's library ({', '.join(LIBRARY)})"
+    else:
+        found = _files(root)
+        description = f"text of {root.name}" + (f", {len(found)} files" if root.is_dir() else "")
+    text = "\n".join(_read(path) for path in found)
+    dataset = TextDataset(f"{description}, {tokens}", text, context=context, tokens=tokens)
+    shortest = min(len(dataset.train_tokens), len(dataset.test_tokens))
+    if shortest <= context:
+        works = f"model.context={shortest - 1} or less" if shortest > 1 else "a longer text"
+        raise DatasetError(
+            f"{root or 'the text'} has {len(dataset.train_tokens)} {tokens} for training and "
+            f"{len(dataset.test_tokens)} for validation, but model.context={context} needs at least {context + 1} of "
+            f"each: use {works}"
+        )
+    return dataset
+
+
+def _library() -> list[Path]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    found = [path for name in LIBRARY for path in sorted((folder / name).rglob("*.py")) if path.stat().st_size]
+    if not found:
+        raise DatasetError(f"this Python has no sources of its library in {folder}: give dataset.root=FILE")
+    return found
+
+
+def _files(root: Path) -> list[Path]:
+    if root.is_file():
+        return [root]
+    found = sorted(
+        path
+        for path in root.rglob("*")
+        if path.is_file()
+        and path.stat().st_size
+        and not any(part.startswith(".") for part in path.relative_to(root).parts)
+    )
+    if not found:
+        state = "is a folder without text" if root.is_dir() else "does not exist"
+        raise DatasetError(f"dataset.root={root} {state}: give a UTF-8 file, or a folder of them")
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error.strerror or error}; give another dataset.root=") from error
+    if not raw:
+        raise DatasetError(f"{path} is empty: give a file with text")
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise DatasetError(
+            f"{path} is not UTF-8 text: byte {error.start} is {raw[error.start]:#04x}; convert it, e.g. by iconv -t "
+            "utf-8, or remove it from the folder"
+        ) from error
+    if "\0" in text:
+        raise DatasetError(f"{path} is binary: it holds the byte 0 at {text.index(chr(0))}; give a file with text")
+    return text
+
+
+class TextDataset(Dataset):
+    """Sequences of `context` tokens, and for each token the one that follows it; they do not overlap."""
+
+    name = "text"
+
+    def __init__(self, description: str, text: str, *, context: int, tokens: str) -> None:
+        """Cut a text into tokens: bytes, or characters, which are numbered in the order of their code points."""
+        self.description = description
+        self.input_shape = (context,)
+        if tokens == "bytes":
+            self._vocabulary: Sequence[int] = [1] * 256
+            numbers = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        else:
+            characters = sorted(set(text))
+            number = {character: index for index, character in enumerate(characters)}
+            self._vocabulary = [len(character.encode()) for character in characters]
+            numbers = torch.tensor([number[character] for character in text], dtype=torch.int32)
+        self.classes = len(self._vocabulary)
+        cut = len(numbers) - len(numbers) // VALIDATION_PART
+        self.train_tokens, self.test_tokens = numbers[:cut], numbers[cut:]
+        self.train_size = (len(self.train_tokens) - 1) // context
+        self.test_size = (len(self.test_tokens) - 1) // context
+        self._text, self._tokens = text, tokens
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def train_batches(
+        self,
+        steps: Iterable[int],
+        *,
+        batch_size: int,
+        workers: int,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,  # noqa: ARG002 - tokens are numbers of classes
+        channels_last: bool = False,  # noqa: ARG002 - and have no channels
+        is_read: Callable[[int, int], bool] = read_all,  # noqa: ARG002 - they are gathered when they are asked for
+    ) -> Iterator[MiniBatch]:
+        """See `Dataset.train_batches`."""
+        order = micro_batch_indices(
+            steps, train_size=self.train_size, batch_size=batch_size, workers=workers, seed=seed
+        )
+        tokens, _ = self._parts(device)
+        return (_TextMiniBatch(step, indices.to(device), tokens, self.input_shape[0]) for step, indices in order)
+
+    def test_batches(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,  # noqa: ARG002 - as above
+        channels_last: bool = False,  # noqa: ARG002 - as above
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `Dataset.test_batches`; [n, context] int64 each."""
+        _, tokens = self._parts(device)
+        for first in range(0, self.test_size, batch_size):
+            sequences = torch.arange(first, min(first + batch_size, self.test_size), device=device)
+            yield tuple(_sequences(tokens, sequences, self.input_shape[0], shift) for shift in (0, 1))  # type: ignore[misc]
+
+    def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return the loss as `eval/nats_per_token` and `eval/bits_per_byte`, and the share of tokens guessed."""
+        context = self.input_shape[0]
+        predicted = self.test_tokens[1 : self.test_size * context + 1].long()
+        size = torch.tensor(self._vocabulary)[predicted].sum().item()
+        loss = means["eval/loss"]
+        return {
+            **{key: value for key, value in means.items() if key != "eval/loss"},
+            "eval/nats_per_token": loss,
+            "eval/bits_per_byte": loss / math.log(2) * len(predicted) / size,
+        }
+
+    def fingerprint(self) -> str:
+        """Return a hash of the text and of how it is cut."""
+        digest = hashlib.blake2b(repr((self.name, self._tokens, self.input_shape)).encode(), digest_size=8)
+        digest.update(self._text.encode())
+        return digest.hexdigest()
+
+    def _parts(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._on_device:
+            self._on_device[device] = self.train_tokens.to(device), self.test_tokens.to(device)
+        return self._on_device[device]
+
+
+@dataclass(frozen=True, eq=False)
+class _TextMiniBatch:
+    """`MiniBatch` over tokens; indices [workers, batch_size / workers] of sequences lie on the device of the tokens."""
+
+    step: int
+    indices: Tensor
+    tokens: Tensor
+    context: int
+
+    def inputs(self, worker: int) -> Tensor:
+        return _sequences(self.tokens, self.indices[worker], self.context, 0)
+
+    def targets(self, worker: int) -> Tensor:
+        return _sequences(self.tokens, self.indices[worker], self.context, 1)
+
+
+def _sequences(tokens: Tensor, numbers: Tensor, context: int, shift: int) -> Tensor:
+    """Return the sequences of some numbers, [n, context] int64, moved on by `shift` tokens."""
+    places = numbers[:, None] * context + torch.arange(shift, context + shift, device=tokens.device)
+    return tokens[places].long()

@@ -1,0 +1,166 @@
+"""Gradients scaled down so that their norm is at most a limit, over a stage or over all stages.
+
+The norm over all stages is known when the last sum of a training step is complete: on the cyclic timeline that of stage
+0, in slot 2c((t+1)M - 1) + 2S-1. Where no micro-batch reads theta[t+1] before (`dp`, `cdp_v1`), an update can wait for
+it until somebody reads what it makes. With `cdp_v2` the last stages are read earlier, so that each stage is clipped by
+its own norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cdp_repro.engine.compute import Gradients
+from cdp_repro.engine.team import Team
+from cdp_repro.engine.transfers import Outgoing, Transfer
+from cdp_repro.schedule import Op, Program, Schedule, Value
+from cdp_repro.schedule.values import GRADIENTS, PARAMETERS
+
+_EPSILON = 1e-6
+"""As in `torch.nn.utils.clip_grad_norm_`: a norm of 0 is divided by."""
+
+_FIRST_TAG = 8
+"""Of the messages of stage 0; those of a stage have a tag of their own."""
+
+
+def clips_globally(schedule: Schedule) -> bool:
+    """Whether no micro-batch reads a new version before all sums of the step that makes it are complete."""
+    rule = schedule.rule
+    return rule.longest == 0 or min(map(min, rule.matrix)) >= 1
+
+
+def knows_norms_in_time(program: Program) -> bool:
+    """Whether each sum is complete, on the rank that tells the others, before anybody reads what the step makes.
+
+    Two ranks that exchange gradients add them as late as each needs them, and collectives complete sums on no rank in
+    particular: there a rank would wait for a sum that it adds later itself.
+    """
+    schedule = program.schedule
+    told: dict[int, dict[int, tuple[int, int]]] = {}
+    for slot in program.slots(schedule.rule.longest + 3):
+        for action in slot.actions:
+            for value in action.reads:
+                if value.kind == PARAMETERS and value.number:
+                    known = told.get(value.number - 1, {}).values()
+                    here = [k for k, rank in known if k < slot.number or rank == action.rank]
+                    if len(here) < schedule.stages:
+                        return False
+            for value in action.writes:
+                step = completed_step(value, schedule) if action.op in (Op.BACKWARD, Op.ADD) else None
+                if step is not None and teller(schedule, step, value.stage) == action.rank:
+                    told.setdefault(step, {})[value.stage] = slot.number, action.rank
+    return True
+
+
+def completed_step(value: Value, schedule: Schedule) -> int | None:
+    """Return the training step whose whole sum a value is; None if it is anything else."""
+    if value.kind != GRADIENTS or value.parts > 1:
+        return None
+    step, rest = divmod(value.number, schedule.micro_batches)
+    return step if not rest and len(value.members) == schedule.micro_batches else None
+
+
+def teller(schedule: Schedule, step: int, stage: int) -> int:
+    """Return the rank that completes the sum of a stage: that of the last micro-batch, if it holds the stage."""
+    return schedule.holder_read((step + 1) * schedule.micro_batches - 1, stage)
+
+
+class Clipping:
+    """Clips each stage by its own norm, to at most `limit`."""
+
+    is_late = False
+    """Whether a factor may be unknown when a stage is updated, so that the update has to wait."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+
+    def clipped(self, step: int, gradients: Gradients) -> Gradients:
+        """Return the mean gradients of a stage in a training step, by name, times min(1, limit / norm): copies."""
+        factor = (self._limit / (self._norm(step, gradients) + _EPSILON)).clamp(max=1)
+        return {name: gradient * factor.to(gradient) for name, gradient in gradients.items()}
+
+    def _norm(self, step: int, gradients: Gradients) -> Tensor:  # noqa: ARG002 - of a stage, whatever the step
+        return _squares(gradients).sqrt()
+
+    def enter(self, total: Value, gradients: Gradients) -> None:
+        """Learn of a sum that this rank has added."""
+
+    def flush(self) -> None:
+        """Wait until nothing is under way."""
+
+
+class GlobalClipping(Clipping):
+    """Clips all stages by the norm over all of them.
+
+    The rank that completes the sum of a stage tells the others its square. As losses are, these messages are no part of
+    the program: any that a rank waits for was sent in an earlier slot than the one in which it waits.
+    """
+
+    is_late = True
+
+    def __init__(self, limit: float, schedule: Schedule, team: Team) -> None:
+        super().__init__(limit)
+        self._schedule, self._team = schedule, team
+        self._squares: dict[int, dict[int, Tensor]] = {}
+        """By training step and stage, on the CPU in float64."""
+        self._outgoing = Outgoing()
+        self._lag = schedule.rule.longest + 4
+        """Steps by which one rank can be ahead of another."""
+
+    def enter(self, total: Value, gradients: Gradients) -> None:
+        """See `Clipping.enter`; tell the others, if the sum is whole and this rank is the one that tells."""
+        step = completed_step(total, self._schedule)
+        if step is None or teller(self._schedule, step, total.stage) != self._team.rank:
+            return
+        square = _squares(gradients).to("cpu", torch.float64).reshape(1)
+        self._squares.setdefault(step, {})[total.stage] = square
+        self._outgoing.let_go(before=step - self._lag)
+        for rank in range(self._team.size):
+            if rank != self._team.rank:
+                sent = dist.isend(square, rank, group=self._team.control, tag=_FIRST_TAG + total.stage)
+                self._outgoing.append(Transfer.of(square, sent), step)
+
+    def _norm(self, step: int, gradients: Gradients) -> Tensor:  # noqa: ARG002 - of all stages
+        squares = self._squares.setdefault(step, {})
+        for stage in range(self._schedule.stages):
+            if stage not in squares:
+                squares[stage] = torch.empty(1, dtype=torch.float64)
+                source = teller(self._schedule, step, stage)
+                dist.recv(squares[stage], source, group=self._team.control, tag=_FIRST_TAG + stage)
+        self._squares.pop(step - 2 * self._lag, None)
+        return torch.cat([squares[stage] for stage in range(self._schedule.stages)]).sum().sqrt()
+
+    def flush(self) -> None:
+        """See `Clipping.flush`."""
+        self._outgoing.flush()
+
+
+def clipping(limit: float, program: Program, team: Team) -> Clipping:
+    """Return the clipping that a program can serve: global where no new version is read before, else by stage.
+
+    Raises:
+        ValueError: it is global, and the program completes a sum too late.
+    """
+    if not clips_globally(program.schedule):
+        return Clipping(limit)
+    if not knows_norms_in_time(program):
+        raise ValueError(refusal(program.schedule))
+    return GlobalClipping(limit, program.schedule, team)
+
+
+def refusal(schedule: Schedule) -> str:
+    """Return why a schedule cannot clip, with what works."""
+    return (
+        f"clip_norm with mode={schedule.mode} clips by the norm over all stages, but {schedule} adds some gradients "
+        "only after a new version is read: use placement=pipeline, or mode=cdp_v2, which clips each stage by itself"
+    )
+
+
+def _squares(gradients: Mapping[str, Tensor]) -> Tensor:
+    """Return the sum of the squares of all values, in an order that does not depend on how they came."""
+    found = [gradients[name].double().square().sum() for name in sorted(gradients)]
+    return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64)

@@ -1,0 +1,169 @@
+"""What makes up for stale reads: where an optimizer steps, and where a forward reads.
+
+Update t makes theta[t+1] from theta[t]; u_t = theta[t] - theta[t+1] is the optimizer's step. A micro-batch of training
+step t that reads theta[t-s] is s steps stale. All methods know the past by the last steps alone. They keep these in the
+optimizer's own state, beside momentum: so checkpoints, placements and the count of bytes need not know of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+_KEY = "last_step_"
+"""Of the optimizer's state: `last_step_1` is the newest step, `last_step_2` the one before."""
+
+
+class Uncorrected:
+    """Stale reads as they are (`delay=none`), and the interface of all methods: one object for each stage."""
+
+    name: ClassVar[str] = "none"
+    reads_ahead: ClassVar[bool] = False
+    """Whether stale reads see parameters moved on by the last step of their version (see `Version.read_in`)."""
+    kept_steps = 0
+    """Last steps that the stage keeps, each as large as its trainable parameters."""
+
+    def __init__(self, staleness: Sequence[int]) -> None:
+        """`staleness` is that of each micro-batch of a training step on the stage."""
+        self._staleness = staleness
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer make its step; the gradients are in `.grad`, and left there as they are."""
+        optimizer.step()
+
+
+DelayFactory = Callable[[Sequence[int]], Uncorrected]
+"""Makes the method of a stage from the staleness of its micro-batches: one of the classes here."""
+
+
+class _Remembering(Uncorrected):
+    """A method that knows the last steps of the optimizer."""
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `Uncorrected.step`."""
+        if not self.kept_steps:
+            optimizer.step()
+            return
+        before = [(parameter, parameter.clone(), parameter.grad) for parameter in _moving(optimizer)]
+        for parameter, _, gradient in before:
+            if gradient is not None:
+                parameter.grad = self._gradient(gradient, last_steps(optimizer, parameter))
+        optimizer.step()
+        for parameter, theta, gradient in before:
+            parameter.grad = gradient
+            step = theta.sub_(parameter)
+            self._correct(parameter, step, last_steps(optimizer, parameter))
+            self._remember(optimizer, parameter, step)
+
+    def _gradient(self, gradient: Tensor, past: Sequence[Tensor]) -> Tensor:  # noqa: ARG002 - for those who need it
+        """Return what the optimizer is given in place of the gradient; `past` are the last steps, the newest first."""
+        return gradient
+
+    def _correct(self, parameter: nn.Parameter, step: Tensor, past: Sequence[Tensor]) -> None:
+        """Change the parameter after the optimizer's `step`."""
+
+    def _remember(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, step: Tensor) -> None:
+        """Keep the newest step, out of place: versions hold on to the steps that made them."""
+        steps = [step, *last_steps(optimizer, parameter)][: self.kept_steps]
+        optimizer.state[parameter].update({f"{_KEY}{age}": kept for age, kept in enumerate(steps, start=1)})
+
+
+class ErrorFeedback(_Remembering):
+    """theta[t+1] = theta[t] - (u_t + c (u_t - u_{t-1})), with no step before the first: u_{-1} = 0.
+
+    The corrections add up: the parameters are those of the plain steps, moved on by c times the last one.
+    Source: "One-Step Gradient Delay is Not a Barrier", arXiv 2606.30634, for a delay of one step everywhere (c = 1).
+    """
+
+    name = "error_feedback"
+
+    def __init__(self, staleness: Sequence[int], strength: float | None = None) -> None:
+        """`strength` is c; unless given it is the share of the stage's reads that are stale: (ceil((S-j)/c')-1)/M for
+        `cdp_v2` with c' stages a worker, 1 for `cdp_v1`, 0 for `dp`."""
+        super().__init__(staleness)
+        self._strength = _share(staleness, 1) if strength is None else strength
+        self.kept_steps = int(self._strength != 0)
+
+    def _correct(self, parameter: nn.Parameter, step: Tensor, past: Sequence[Tensor]) -> None:
+        change = step - past[0] if past else step
+        parameter.sub_(change, alpha=self._strength)
+
+
+class Prediction(_Remembering):
+    """A read that is s steps stale sees theta[v] - s u_{v-1}, as if the next s steps were like the last.
+
+    u_{v-1} is what the optimizer in use makes of its state: the learning rate times the momentum with SGD, Adam's
+    direction with Adam. Forward and backward see the same. The optimizer's own parameters stay as they are.
+    Sources: SpecTrain, arXiv 1809.02839 (momentum); XPipe, arXiv 1911.04610 (Adam).
+    """
+
+    name = "prediction"
+    reads_ahead = True
+
+    def __init__(self, staleness: Sequence[int]) -> None:
+        super().__init__(staleness)
+        oldest = max(staleness)
+        self.kept_steps = oldest + 1 if oldest else 0  # one for each version that a later micro-batch reads
+
+
+class Compensation(_Remembering):
+    """The optimizer is given g + lambda g g (theta[t] - theta_read), elementwise.
+
+    g is the mean gradient of the training step, theta_read the mean of what its micro-batches have read. In the source
+    each worker's gradient is an update of its own. Source: DC-ASGD, arXiv 1609.08326.
+    """
+
+    name = "compensation"
+
+    def __init__(self, staleness: Sequence[int], strength: float = 1.0) -> None:
+        """`strength` is lambda; 1 takes g g for the diagonal of the Hessian."""
+        super().__init__(staleness)
+        self._strength = strength
+        self.kept_steps = max(staleness) if strength else 0
+
+    def _gradient(self, gradient: Tensor, past: Sequence[Tensor]) -> Tensor:
+        if not past:
+            return gradient
+        # theta[t-s] - theta[t] is the sum of the last s steps: each counts for the reads that have not seen it
+        lag = torch.zeros_like(gradient)
+        for age, step in enumerate(past, start=1):
+            lag.add_(step, alpha=_share(self._staleness, age))
+        return torch.addcmul(gradient, gradient.square(), lag, value=-self._strength)
+
+
+DELAYS: dict[str, Callable[..., Uncorrected]] = {
+    method.name: method for method in (Uncorrected, ErrorFeedback, Prediction, Compensation)
+}
+"""The methods by name."""
+
+
+def last_steps(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
+    """Return the last steps that are kept of a parameter, the newest first."""
+    entry, found = optimizer.state.get(parameter, {}), list[Tensor]()
+    while (key := f"{_KEY}{len(found) + 1}") in entry:
+        found.append(entry[key])
+    return found
+
+
+def delay_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of all last steps in an optimizer's state."""
+    entries = optimizer.state.values() if optimizer else ()
+    return sum(value.nbytes for entry in entries for key, value in entry.items() if str(key).startswith(_KEY))
+
+
+def _moving(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    """Yield the parameters that get a gradient, now or earlier; others have no state, which Adam takes for their first
+    step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None or last_steps(optimizer, parameter):
+                yield parameter
+
+
+def _share(staleness: Sequence[int], age: int) -> float:
+    """Return the share of reads that are at least so many steps stale."""
+    return sum(each >= age for each in staleness) / len(staleness)

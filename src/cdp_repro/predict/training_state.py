@@ -1,0 +1,64 @@
+"""What a run keeps of each stage beside its parameters: the optimizer's state, and the last steps of `delay=`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cdp_repro.config import RunConfig
+from cdp_repro.config.numerics import delay_factory
+from cdp_repro.config.schema import OptimConfig
+from cdp_repro.models.chain import hidden_matrices
+from cdp_repro.predict.cutting import CutModel
+from cdp_repro.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Bytes of each stage, for each rank that holds all of it."""
+
+    optimizer: tuple[int, ...]
+    delay: tuple[int, ...]
+
+    def most_on_a_rank(self, schedule: Schedule) -> tuple[int, int]:
+        """Return the bytes of both on the ranks with most of each; of shards, an equal part."""
+        held: list[list[int]] = [[] for _ in range(schedule.ranks)]
+        for stage in range(schedule.stages):
+            for rank in schedule.placement.holders(stage):
+                held[rank].append(stage)
+        parts = schedule.ranks if schedule.placement.is_sharded else 1
+        optimizer, delay = (
+            max(sum(each[stage] for stage in stages) for stages in held) // parts
+            for each in (self.optimizer, self.delay)
+        )
+        return optimizer, delay
+
+
+def training_state(config: RunConfig, cut: CutModel, schedule: Schedule) -> TrainingState:
+    """Return what the optimizer and the delay method of a run will keep, from its second training step on."""
+    hidden = hidden_matrices(cut.stages)
+    trained = [[p for p in stage.parameters() if p.requires_grad] for stage in cut.stages]
+    return TrainingState(
+        tuple(sum(p.nbytes * _values_kept(config.optim, p in hidden) for p in stage) for stage in trained),
+        tuple(
+            steps * sum(p.nbytes for p in stage)
+            for steps, stage in zip(kept_steps(config, schedule), trained, strict=True)
+        ),
+    )
+
+
+def kept_steps(config: RunConfig, schedule: Schedule) -> list[int]:
+    """Return how many last steps each stage keeps to make up for the stale reads of a schedule."""
+    make = delay_factory(config.delay)
+    return [make(column).kept_steps for column in zip(*schedule.rule.matrix, strict=True)]
+
+
+def optimizer_states(optim: OptimConfig) -> int:
+    """Return how many values the optimizer keeps for each parameter; the largest number, where it differs."""
+    return _values_kept(optim, is_hidden=False)
+
+
+def _values_kept(optim: OptimConfig, is_hidden: bool) -> int:
+    """Return how many values the optimizer keeps for each value of a parameter, in or outside `hidden_matrices`."""
+    if optim.name == "sgd" or (optim.name == "muon" and is_hidden):
+        return int(optim.name == "muon" or optim.momentum > 0)
+    return 2

@@ -1,0 +1,64 @@
+"""Whether two groups of runs are equivalent: two one-sided tests with a margin that was stated before the runs.
+
+Source: Schuirmann, "A comparison of the two one-sided tests procedure and the power approach for assessing the
+equivalence of average bioavailability", J. Pharmacokinetics and Biopharmaceutics 15 (1987).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scipy import stats
+
+from cdp_repro.report.groups import Difference
+
+LEVEL = 0.05
+"""Of each one-sided test: both reject exactly if the 90 % interval lies inside the margin."""
+
+EQUIVALENT, WORSE, BETTER, NOT_SETTLED = "equivalent", "worse", "better", "not settled"
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """How one group stands to another, seed by seed."""
+
+    difference: Difference
+    p_value: float
+    """The larger of the two one-sided tests; NaN for one seed."""
+    verdict: str
+    """`equivalent`: surely less than the margin apart. Else `worse` or `better`: the 95 % interval lies on one side of
+    0. Else `not settled`: more seeds would be needed."""
+
+
+def equivalence(
+    ours: Mapping[int, float], theirs: Mapping[int, float], margin: float, more_is_better: bool
+) -> Equivalence | None:
+    """Return how `ours`, by seed, stands to `theirs`; None without a common seed."""
+    difference = Difference.paired(ours, theirs)
+    if difference is None:
+        return None
+    p_value = _p_value([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())], margin)
+    return Equivalence(difference, p_value, _verdict(difference, p_value, more_is_better))
+
+
+def _p_value(differences: list[float], margin: float) -> float:
+    """Return the larger p of the tests that the mean is at most -margin, and at least +margin."""
+    n = len(differences)
+    if n == 1:
+        return math.nan
+    inside = margin - abs(statistics.fmean(differences))
+    error = statistics.stdev(differences) / math.sqrt(n)
+    return float(stats.t.sf(inside / error, n - 1)) if error else float(inside <= 0)
+
+
+def _verdict(difference: Difference, p_value: float, more_is_better: bool) -> str:
+    if p_value < LEVEL:
+        return EQUIVALENT
+    if difference.low > 0:
+        return BETTER if more_is_better else WORSE
+    if difference.high < 0:
+        return WORSE if more_is_better else BETTER
+    return NOT_SETTLED

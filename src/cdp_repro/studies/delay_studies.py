@@ -1,0 +1,123 @@
+"""What delay costs: data parallelism against each mode with each method, all tuned alike.
+
+Three studies for each network. *Tuning*: every setting runs with the same learning rates, once each, on a seed that no
+other study uses; the winner must not lie at the edge of the grid. *Delay*: every setting at its winner, a few seeds.
+*Verdict*: data parallelism and the best setting of each mode on fresh seeds, so that having chosen the best does not
+flatter it. Only there a margin is stated, and only from there a verdict of equivalence comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cdp_repro.studies.study import Cell, Study
+
+TUNING_SEED = 100
+"""Of tuning runs; no other study has it."""
+FRESH_SEEDS = tuple(range(10, 20))
+"""Of the runs behind a verdict."""
+
+VARIED = ("optim.name", "optim.nesterov", "delay.name", "accumulate")
+"""Settings that tell the groups of a study apart."""
+METHOD_KEYS = (*VARIED, "delay.strength", "optim.momentum", "optim.beta1")
+"""All settings in which methods against delay differ."""
+
+_METHODS = ("delay=error_feedback", "delay=prediction")
+_MODES = ("mode=cdp_v1", "mode=cdp_v2")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A network on a data set, and what is compared on it."""
+
+    name: str
+    title: str
+    base: str
+    """Overrides of all runs."""
+    settings: tuple[str, ...]
+    """Overrides of each mode with each method; data parallelism first."""
+    grid: tuple[float, ...]
+    """Learning rates, the same for each setting."""
+    margin: float
+    """In points of top-1, or nats a token: a difference that is surely smaller is none."""
+    seeds: tuple[int, ...]
+    tuning_epochs: int
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """By setting: the winner of the tuning; none until that has run."""
+    best: tuple[str, ...] = ()
+    """The setting of each mode that the delay study found best; none until that has run."""
+
+    def studies(self) -> Iterator[Study]:
+        """Yield the studies that can run: those after the tuning once its winners are entered in `rates`."""
+        yield Study(
+            f"{self.name}-delay-tuning",
+            "delay-tuning",
+            f"{self.title}: learning rates, the same for all",
+            tuple(
+                self._cell(setting, rate, (TUNING_SEED,), f"epochs={self.tuning_epochs}")
+                for setting in self.settings
+                for rate in self.grid
+            ),
+            varied=(*VARIED, "optim.lr"),
+        )
+        if self.rates:
+            yield self._compared("delay", self.settings, self.seeds, None)
+        if self.best:
+            yield self._compared("verdict", (self.settings[0], *self.best), FRESH_SEEDS, self.margin)
+
+    def _compared(self, part: str, settings: Sequence[str], seeds: Sequence[int], margin: float | None) -> Study:
+        return Study(
+            f"{self.name}-{part}",
+            "delay",
+            self.title,
+            tuple(self._cell(setting, self.rates[setting], seeds) for setting in settings),
+            varied=VARIED,
+            margin=margin,
+            tuning=f"{self.name}-delay-tuning",
+        )
+
+    def _cell(self, setting: str, rate: float, seeds: Sequence[int], *others: str) -> Cell:
+        return Cell((*self.base.split(), *setting.split(), f"optim.lr={rate:g}", *others), tuple(seeds))
+
+
+CIFAR10 = Benchmark(
+    "cifar10",
+    "CIFAR-10, resnet8",
+    "dataset=cifar10 channels_last=true",
+    (
+        "mode=dp",
+        *(f"{mode} {method}".strip() for mode in _MODES for method in ("", "optim.nesterov=true", *_METHODS)),
+        "mode=cdp_v2 accumulate=2",
+        "mode=cdp_v2 accumulate=4",
+        "mode=cdp_v1 delay=compensation",  # a control
+    ),
+    grid=(0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
+    margin=0.3,
+    seeds=tuple(range(5)),
+    tuning_epochs=5,
+)
+
+TEXT = Benchmark(
+    "text",
+    "Python's library as bytes, gpt of about a million parameters",
+    "dataset=text model=gpt model.width=144 optim.warmup_epochs=0.1 epochs=2",
+    (
+        "optim=adamw mode=dp",
+        *(
+            f"{optim} {mode} {method}".strip()
+            for mode in _MODES
+            for optim, method in (("optim=adamw", ""), ("optim=nadamw", ""), *(("optim=adamw", m) for m in _METHODS))
+        ),
+        "optim=muon mode=dp",
+        "optim=muon mode=cdp_v1",
+        "optim=muon mode=cdp_v1 delay=error_feedback",
+    ),
+    grid=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
+    margin=0.01,
+    seeds=tuple(range(3)),
+    tuning_epochs=1,
+)
+
+DELAY_STUDIES = tuple(study for benchmark in (CIFAR10, TEXT) for study in benchmark.studies())
+"""All of them that can run."""

@@ -1,0 +1,79 @@
+"""Settings against delay, of optimizers and of text: what composes, and what is refused with what works."""
+
+from __future__ import annotations
+
+import pytest
+
+from cdp_repro.config import ConfigError
+from cdp_repro.config.compose import compose_config
+from cdp_repro.config.loading import without_effect
+from cdp_repro.config.numerics import delay_factory
+from cdp_repro.engine.delay import DELAYS, Compensation, ErrorFeedback, Uncorrected
+
+
+@pytest.mark.parametrize("name", DELAYS)
+def test_each_method_composes(name):
+    config = compose_config([f"delay={name}"])
+    assert config.delay.name == name
+    assert type(delay_factory(config.delay)([1, 0])) is DELAYS[name]
+
+
+def test_strength_arrives():
+    half = delay_factory(compose_config(["delay=error_feedback", "delay.strength=0.5"]).delay)([0])
+    assert isinstance(half, ErrorFeedback) and half._strength == 0.5
+    share = delay_factory(compose_config(["delay=error_feedback"]).delay)([1, 0, 0, 0])
+    assert isinstance(share, ErrorFeedback) and share._strength == 0.25
+    full = delay_factory(compose_config(["delay=compensation"]).delay)([1])
+    assert isinstance(full, Compensation) and full._strength == 1.0
+    assert type(delay_factory(compose_config([]).delay)([1])) is Uncorrected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["delay=predicton"], "unknown delay 'predicton': choose .*; did you mean 'prediction'?"),
+        (["delay=prediction", "delay.strength=1"], "delay.strength has no effect with this delay"),
+        (["delay=prediction", "optim.momentum=0"], "optim.momentum=0: use optim.momentum=0.9, or delay=error_feedback"),
+        (["delay=error_feedback", "delay.strength=-1"], "delay.strength=-1.0: must be a finite number, 0 or more"),
+        (
+            ["delay=prediction", "mode=dp", "placement=zero", "collectives=true"],
+            "collectives=true on placement=zero holds shards of them, and reads nothing late: use delay=none",
+        ),
+        (["delay=prediction", "mode=dp", "baseline=ddp"], "reads nothing late for delay=prediction .*: use delay=none"),
+        (["optim=muon", "mode=dp", "baseline=fsdp2"], "optim=muon needs whole matrices, .*: use optim=adamw"),
+        (["optim=muon", "mode=dp", "placement=zero", "collectives=true"], "optim=muon needs whole matrices"),
+        (["optim.nesterov=true", "optim.momentum=0"], "optim.nesterov=true needs momentum"),
+        (["optim.clip_norm=0"], "optim.clip_norm=0.0: must be a finite number above 0"),
+        (["optim.clip_norm=1", "mode=dp", "baseline=ddp"], "use optim.clip_norm=null"),
+        (["optim.clip_norm=1", "mode=dp", "placement=zero"], "optim.clip_norm with mode=dp .* or mode=cdp_v2"),
+        (["dataset=text"], "dataset=text has tokens, which model=resnet8 cannot read: use model=gpt"),
+        (["model=gpt"], "model=gpt reads tokens, not the images of dataset=digits: use dataset=text"),
+        (["dataset=text", "model=gpt", "model.width=30"], "not divisible by model.heads=4: use model.width=32"),
+        (["dataset=text", "model=gpt", "model.heads=0"], "model.heads=0: must be a finite number, 1 or more"),
+        (["dataset=text", "model=gpt", "dataset.tokens=words"], "dataset.tokens=words: choose bytes, characters"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_what_works(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        compose_config(overrides)
+
+
+@pytest.mark.parametrize("placement", ["single_device", "replicated", "zero", "model_parallel", "pipeline"])
+@pytest.mark.parametrize("delay", DELAYS)
+def test_every_placement_that_holds_whole_stages_takes_every_method(placement, delay):
+    config = compose_config([f"delay={delay}", f"placement={placement}", "optim=muon", "optim.clip_norm=1"])
+    assert (config.mode.name, config.optim.clip_norm) == ("cdp_v2", 1)
+
+
+def test_a_method_without_stale_reads_is_said_to_have_no_effect():
+    said = without_effect(compose_config(["delay=compensation", "mode=dp"]))
+    assert said == ["delay=compensation has no effect with mode=dp, which reads nothing late"]
+    assert not without_effect(compose_config(["delay=error_feedback", "delay.strength=1", "mode=dp"]))
+    assert not without_effect(compose_config(["delay=prediction"]))
+
+
+def test_a_sequence_is_as_long_as_the_context():
+    config = compose_config(["dataset=text", "model=gpt", "model.context=32"])
+    assert config.input_shape == (32,) and config.dataset.classes == 256
+    assert config.task.units(config.input_shape) == 32
+    assert compose_config([]).input_shape == (1, 8, 8)

@@ -1,0 +1,70 @@
+"""What optimizer and delay method are said to keep is what a run keeps."""
+
+from __future__ import annotations
+
+import pytest
+
+from cdp_repro.cli.plan import main
+from cdp_repro.config.compose import compose_config
+from cdp_repro.config.numerics import parameter_dtype
+from cdp_repro.predict.cutting import cut_model
+from cdp_repro.predict.training_state import optimizer_states, training_state
+from cdp_repro.training.assembly import build_engine, load_data
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["mode=cdp_v2", "delay=prediction"],
+        ["mode=cdp_v1", "optim=adamw", "delay=error_feedback"],
+        ["mode=cdp_v2", "optim=muon", "delay=error_feedback"],
+        ["mode=cdp_v1", "optim=nadamw", "delay=compensation"],
+        ["mode=dp", "optim.momentum=0"],
+    ],
+    ids=" ".join,
+)
+def test_the_bytes_are_those_of_a_run(tiny, overrides):
+    config = compose_config([*tiny, *overrides])
+    cut, dataset = cut_model(config), load_data(config)
+    engine = build_engine(config, cut, dataset.train_size)
+    batches = dataset.train_batches(
+        range(3), batch_size=config.batch_size, workers=config.micro_batches, seed=0, device=config.torch_device,
+        dtype=parameter_dtype(config),
+    )  # fmt: skip
+    for _ in engine.run(batches):
+        pass
+    schedule = config.schedule()
+    expected = training_state(config, cut, schedule)
+    assert (engine.optimizer_bytes, engine.delay_bytes) == (sum(expected.optimizer), sum(expected.delay))
+    assert expected.most_on_a_rank(schedule) == (engine.optimizer_bytes, engine.delay_bytes)
+
+
+def test_a_rank_counts_the_stages_that_it_holds(tiny):
+    config = compose_config([*tiny, "mode=cdp_v2", "placement=pipeline", "delay=prediction"])
+    state = training_state(config, cut_model(config), config.schedule())
+    assert state.most_on_a_rank(config.schedule()) == (max(state.optimizer), max(state.delay))
+    assert state.delay[-1] == 0, "the last stage is always fresh"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "values"),
+    [([], 1), (["optim.momentum=0"], 0), (["optim=adamw"], 2), (["optim=nadamw"], 2), (["optim=muon"], 2)],
+)
+def test_values_for_each_parameter(overrides, values):
+    assert optimizer_states(compose_config(overrides).optim) == values
+
+
+def test_the_plan_says_what_is_kept(capsys):
+    assert main(["mode=cdp_v1", "optim=adamw", "delay=error_feedback", "workers=2"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "beside them optim=adamw keeps 607.5 KiB on the device with most, delay=error_feedback 303.7 KiB"
+
+
+def test_the_price_counts_the_last_steps(capsys):
+    ways = ["price=true", "cluster.flops_per_second=1e9", "model=mlp", "model.depth=1", "workers=2", "mode=cdp_v1"]
+    shown = []
+    for delay in ("none", "error_feedback"):
+        assert main([*ways, f"delay={delay}"]) == 0
+        shown.append(capsys.readouterr().out.splitlines())
+    differing = [one.split()[:2] for one, other in zip(*shown, strict=True) if one != other]
+    assert ["cdp_v1", "single_device"] in differing and ["dp", "single_device"] not in differing

@@ -1,0 +1,54 @@
+"""The two one-sided tests, and the verdicts that follow from them by rule."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+from scipy import stats
+
+from cdp_repro.report.two_one_sided import BETTER, EQUIVALENT, NOT_SETTLED, WORSE, equivalence
+
+
+def by_seed(values):
+    return dict(enumerate(values))
+
+
+ZERO = by_seed([90.0] * 5)
+
+
+@pytest.mark.parametrize(
+    ("differences", "more", "less"),
+    [
+        ([0.01, -0.02, 0.03, 0.0, -0.01], EQUIVALENT, EQUIVALENT),
+        ([-0.11, -0.1, -0.09, -0.1, -0.1], EQUIVALENT, EQUIVALENT),  # surely lower, and surely by less than the margin
+        ([-1.0, -1.1, -0.9, -1.0, -1.05], WORSE, BETTER),
+        ([1.0, 1.1, 0.9, 1.0, 1.05], BETTER, WORSE),
+        ([-1.0, 1.0, -0.9, 0.8, 0.2], NOT_SETTLED, NOT_SETTLED),
+        ([0.0, 0.0, 0.0, 0.0, 0.0], EQUIVALENT, EQUIVALENT),
+        ([0.3, 0.3, 0.3, 0.3, 0.3], BETTER, WORSE),  # at the margin is not inside
+    ],
+)
+def test_verdicts(differences, more, less):
+    ours = {seed: ZERO[seed] + each for seed, each in enumerate(differences)}
+    for more_is_better, verdict in ((True, more), (False, less)):
+        found = equivalence(ours, ZERO, 0.29999 if differences[0] == 0.3 else 0.3, more_is_better)
+        assert found is not None and found.verdict == verdict
+
+
+def test_p_is_the_larger_of_the_two_one_sided_t_tests():
+    differences = [0.21, -0.05, 0.13, 0.02, 0.11, 0.08]
+    found = equivalence(by_seed(differences), by_seed([0.0] * 6), 0.3, True)
+    lower = stats.ttest_1samp(differences, -0.3, alternative="greater").pvalue
+    upper = stats.ttest_1samp(differences, 0.3, alternative="less").pvalue
+    assert found is not None and found.p_value == pytest.approx(max(lower, upper))
+    half = stats.t.ppf(0.95, 5) * statistics.stdev(differences) / math.sqrt(6)
+    inside = abs(statistics.fmean(differences)) + half < 0.3
+    assert (found.verdict == EQUIVALENT) == inside, "the same as the 90 % interval inside the margin"
+
+
+def test_one_seed_settles_nothing_and_none_says_nothing():
+    found = equivalence({3: 91.0}, {3: 90.0}, 0.3, True)
+    assert found is not None and found.verdict == NOT_SETTLED and math.isnan(found.p_value)
+    assert equivalence({1: 91.0}, {2: 90.0}, 0.3, True) is None
