@@ -32,7 +32,9 @@ from two_hosts import two_hosts
 from cdp_repro import Engine
 from cdp_repro.baselines import baseline_class
 from cdp_repro.baselines.baseline import Baseline
-from cdp_repro.config import RunConfig
+from cdp_repro.cli.console import run_script
+from cdp_repro.config import ConfigError, RunConfig
+from cdp_repro.config.errors import nearest
 from cdp_repro.config.schema import DatasetConfig, ModelConfig
 from cdp_repro.engine.allocator import keep_freed_memory
 from cdp_repro.launch import launch
@@ -61,6 +63,13 @@ def main(names: list[str]) -> None:
         "overhead": overhead, "programs": programs, "memory": memory, "placements": placements,
         **{name: partial(links, name) for name in LINK_NETWORKS},
     }  # fmt: skip
+    wrong = [
+        f"unknown bench {name!r}: choose {', '.join(benches)}{nearest(name, benches)}"
+        for name in names
+        if name not in benches
+    ]
+    if wrong:
+        raise ConfigError(wrong)
     for name in names or benches:
         result = {"command": f"python scripts/bench.py {name}", **versions(), **benches[name]()}
         RESULTS.mkdir(parents=True, exist_ok=True)
@@ -541,4 +550,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["link-rank"]:
         _link_rank(sys.argv[2], json.loads(sys.argv[3]), Path(sys.argv[4]))
     else:
-        main(sys.argv[1:])
+        sys.exit(run_script(__doc__, main, sys.argv[1:]))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from cdp_repro.cli.console import only_folder, run_script
+from cdp_repro.cli.streams import write_out
 from cdp_repro.observe.dataflow_figures import gradient_sum_figure, micro_batch_figure, versions_figure
 from cdp_repro.observe.figures import save_figure
 from cdp_repro.schedule import Program, Schedule
@@ -39,6 +41,10 @@ def draw(folder: Path) -> list[Path]:
     return written
 
 
+def main(arguments: list[str]) -> None:
+    for path in draw(only_folder(arguments) or FOLDER):
+        write_out(f"{path}\n")
+
+
 if __name__ == "__main__":
-    for path in draw(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER):
-        print(path)
+    sys.exit(run_script(__doc__, main, sys.argv[1:]))

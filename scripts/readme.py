@@ -16,6 +16,8 @@ from pathlib import Path
 
 from bench import tables
 
+from cdp_repro.cli.console import only_folder, run_script
+from cdp_repro.config import ConfigError
 from cdp_repro.observe.figures import save_figure, timeline_figure
 from cdp_repro.schedule import Program, Schedule
 
@@ -67,5 +69,12 @@ def refresh(folder: Path) -> None:
     draw_timeline()
 
 
+def main(arguments: list[str]) -> None:
+    folder = only_folder(arguments)
+    if folder is not None and not folder.exists():
+        raise ConfigError([f"there is no folder {folder}: make it, or leave it out"])
+    refresh(folder or Path(tempfile.mkdtemp()))
+
+
 if __name__ == "__main__":
-    refresh(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp()))
+    sys.exit(run_script(__doc__, main, sys.argv[1:]))

@@ -16,6 +16,8 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
+from cdp_repro.cli.console import run_script
+from cdp_repro.config import ConfigError
 from cdp_repro.observe.versions import versions
 from cdp_repro.predict.closed_forms import Setting, Values
 from cdp_repro.predict.steady_state import simulated, unit_costs
@@ -26,7 +28,8 @@ RESULTS = Path(__file__).parents[1] / "results"
 WORKERS = (8, 16, 32, 64, 128, 256)
 
 
-def main(sizes: list[int]) -> None:
+def main(arguments: list[str]) -> None:
+    sizes = [_workers(text) for text in arguments]
     path, said = RESULTS / SIMULATED, {"command": "python scripts/simulate.py", **versions()}
     values = json.loads(path.read_text())["values"] if path.exists() else {}
     ours = [setting for setting in SETTINGS if setting.baseline is None]
@@ -37,6 +40,12 @@ def main(sizes: list[int]) -> None:
             for setting, found in zip(missing, pool.map(partial(_simulated, workers), missing), strict=True):
                 present[simulation_key(setting)] = found
                 path.write_text(json.dumps({**said, "values": _ordered(values, ours)}, indent=1) + "\n")
+
+
+def _workers(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) >= 2):
+        raise ConfigError([f"N={text}: give whole numbers of workers, 2 or more, e.g. 8"])
+    return int(text)
 
 
 def _ordered(values: dict[str, dict[str, Values]], settings: list[Setting]) -> dict[str, dict[str, Values]]:
@@ -51,4 +60,4 @@ def _simulated(workers: int, setting: Setting) -> Values:
 
 
 if __name__ == "__main__":
-    main([int(text) for text in sys.argv[1:]])
+    sys.exit(run_script(__doc__, main, sys.argv[1:]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,6 +26,7 @@ from cdp_repro.cli import train as command
 def empty_folder(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(logging.getLogger("cdp_repro"), "handlers", [])  # one that writes where this test looks
 
 
 def test_a_run_gets_a_directory_of_its_own_and_a_summary(tiny, capsys):
@@ -38,6 +41,8 @@ def test_a_run_gets_a_directory_of_its_own_and_a_summary(tiny, capsys):
 def test_help_teaches(capsys):
     assert command.main(["--help"]) == 0
     shown = capsys.readouterr().out
+    values = shown.partition("Values (key=value):\n")[2].splitlines()
+    assert values and all(" " not in line.strip() or line[35:37] == "  " for line in values)
     for text in ("mode=cdp_v1 dataset=cifar10", "slot_order=paper", "paper/imagenet_resnet50", "resume="):
         assert text in shown
 
@@ -161,6 +166,52 @@ def test_a_run_directory_that_holds_another_run(capsys, tiny):
 def test_resuming_what_is_no_run(capsys):
     assert "not a run directory" in refused(capsys, "resume=nothing")
     assert "drop seed=1" in refused(capsys, "resume=nothing", "seed=1")
+
+
+def test_resuming_what_has_no_checkpoint(tiny, capsys):
+    assert command.main([*tiny, "epochs=1", "run_dir=mine", "checkpoint_every_steps=100"]) == 0
+    Path("mine/summary.json").unlink()
+    for path in Path("mine/checkpoints").iterdir():
+        shutil.rmtree(path)
+    rows = Path("mine/metrics.jsonl").read_text()
+    capsys.readouterr()
+    assert "mine has no checkpoint to go on from. Add restart=true" in refused(capsys, "resume=mine")
+    assert Path("mine/metrics.jsonl").read_text() == rows
+    assert "restart=maybe: use restart=true" in refused(capsys, "resume=mine", "restart=maybe")
+    assert "resume=RUN_DIRECTORY stands alone" in refused(capsys, *tiny, "restart=true")
+    assert command.main(["resume=mine", "restart=true"]) == 0
+    assert Path("mine/metrics.jsonl").read_text() == rows
+
+
+def test_a_summary_that_lacks_what_is_shown(tiny, capsys):
+    assert command.main([*tiny, "epochs=1", "run_dir=mine"]) == 0
+    capsys.readouterr()
+    Path("mine/summary.json").write_text('{"status": "finished"}')
+    assert "summary.json says that the run is finished, but lacks 'model'" in refused(capsys, "resume=mine")
+
+
+@pytest.mark.parametrize("name", ["früße", "two words, it's a=b"])
+def test_a_path_is_used_as_it_is_typed(tiny, capsys, name):
+    assert command.main([*tiny, "epochs=1", f"run_dir={name}"]) == 0
+    assert (Path(name) / "summary.json").exists()
+    assert command.main([f"resume={name}"]) == 0
+    assert "is finished already" in capsys.readouterr().err
+    again = refused(capsys, *tiny, f"run_dir={name}")
+    assert shlex.quote(f"resume={Path(name).absolute()}") in again
+
+
+def test_the_own_folder_is_found(tiny, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert command.main(["--multirun", *tiny, "epochs=1", "seed=0", "run_dir=~/a b"]) == 0
+    (cell,) = (tmp_path / "a b").iterdir()
+    assert (cell / "summary.json").exists() and not Path("~").exists()
+    assert command.main([f"resume=~/a b/{cell.name}"]) == 0
+
+
+def test_a_value_beside_resume_that_cannot_be_read(tiny, capsys):
+    assert command.main([*tiny, "epochs=1", "run_dir=mine"]) == 0
+    capsys.readouterr()
+    assert "wandb=[" in refused(capsys, "resume=mine", "wandb=[")
 
 
 def forget_the_end(run: Path, step: int) -> None:

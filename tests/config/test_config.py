@@ -128,7 +128,17 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (["precision=fp16"], "precision=fp16: choose fp32, fp64, bf16"),
         (["partition=flop"], "did you mean 'flops'?"),
         (["slot_order=backwards"], "slot_order"),
-        (["mode=matrix"], "mode.staleness has no value yet"),
+        (["mode=matrix"], "mode.staleness has no value yet: give one, e.g. mode='[[1,1],[1,0]]' workers=2"),
+        (["model=timm"], "model.name has no value yet: give one, e.g. model.name=resnet50"),
+        (
+            ["mode=dp", "mode.staleness=[[1]]"],
+            "mode.staleness has no effect with this mode, which has no values of its own: leave it out, or give mode=",
+        ),
+        (["workers=two"], "could not be converted to Integer; use e.g. workers=4"),
+        (["stages=two"], "could not be converted to Integer; use e.g. stages=4"),
+        (["batch_size=1e23"], "could not be converted to Integer; use e.g. batch_size=64"),
+        ([f"batch_size={10**23}"], "batch_size=100000000000000000000000: must be at most 2147483647"),
+        (["restart=true"], "stands alone"),
         (["mode=[[1,1],[1,1]]"], "needs 4 rows (micro-batches) of 4 entries (stages)"),
         (["mode=[[0,0],[0,0]]", "workers=2"], "it exists from slot 6 on"),
         (
@@ -160,3 +170,28 @@ def test_short_forms_are_written_out():
     assert (config.mode.name, config.mode.staleness) == ("matrix", [[1, 1], [1, 0]])
     assert config.spec().mode == ((1, 1), (1, 0))
     assert config.model.name == "deit_tiny_patch16_224"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["workers=100000"], "use numbers whose product is at most 333,333"),
+        (["accumulate=1000000000"], "use numbers whose product is at most 333,333"),
+        (["stages=1000000"], "use numbers whose product is at most 333,333"),
+        (["mode=[[1000000,1],[1,1]]", "workers=2"], "use a staleness of at most 249998"),
+        (
+            ["mode=[[1,1],[1,1]]", "workers=300"],
+            "300 rows (micro-batches) of 300 entries (stages); got 2 rows of [2, 2]",
+        ),
+    ],
+)
+def test_what_would_take_for_ever_is_refused_before_it_is_made(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        compose_config(overrides)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("overrides", [["workers=500", "batch_size=500"], ["accumulate=20000", "batch_size=80000"]])
+def test_what_takes_a_minute_is_not(overrides):
+    assert compose_config(overrides).workers in (4, 500)

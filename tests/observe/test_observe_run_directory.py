@@ -132,6 +132,32 @@ def test_the_summary_is_replaced_whole_and_is_valid_json(tmp_path: Path) -> None
     assert strict_json(run.summary_path.read_text())["train/loss"] == "-Infinity"
 
 
+@pytest.mark.parametrize("name", ["logs", "checkpoints"])
+def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path, name: str) -> None:
+    run = RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)
+    (run.path / name).rmdir()
+    (run.path / name).write_text("x")
+    with pytest.raises(RunDirectoryError, match=f"{name} is a file, expected a folder: move it away"):
+        RunDirectory.open(run.path)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "command.txt"])
+def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path, name: str) -> None:
+    run = RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)
+    (run.path / name).unlink(missing_ok=True)
+    (run.path / name).mkdir()
+    with pytest.raises(RunDirectoryError, match=f"{name} is a folder, expected a file: move it away"):
+        RunDirectory.open(run.path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "null"])
+def test_a_damaged_summary_is_named_with_a_way_on(tmp_path: Path, text: str) -> None:
+    run = RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)
+    run.summary_path.write_text(text)
+    with pytest.raises(RunDirectoryError, match=r"summary\.json .*Delete it: the run then goes on"):
+        run.summary()
+
+
 # ---- metrics
 
 

@@ -14,7 +14,26 @@ TABLE = Table("t", "100 % of it", ("a_b", "±"), [["1 | 2", "<b> & `x`"], ["", "
 
 
 def test_markdown_escapes_pipes():
-    assert TABLE.markdown().splitlines()[:3] == ["| a_b | ± |", "| --- | --- |", r"| 1 \| 2 | <b> & `x` |"]
+    assert TABLE.markdown().splitlines()[:3] == ["| a_b | ± |", "| --- | --- |", r"| 1 \| 2 | &lt;b> & `x` |"]
+
+
+@pytest.mark.parametrize(
+    ("text", "markdown"),
+    [
+        ("*x* _y_ __z__ a_b", r"\*x\* \_y\_ \_\_z\_\_ a_b"),
+        ("~~gone~~ ~", r"\~\~gone\~\~ \~"),
+        ("<script> a < b </p>", "&lt;script> a < b &lt;/p>"),
+        ("[-1.0, +2.0] (5) [x](http://y)", r"[-1.0, +2.0] (5) [x]\(http://y)"),
+        ("&lt; & R&D", r"\&lt; & R&D"),
+        (r"\* C:\x", r"\\\* C:\x"),
+        ("`*x* <b>` *y*", r"`*x* <b>` \*y\*"),
+        ("one ` alone", r"one \` alone"),
+        ("two\nlines", "two lines"),
+    ],
+)
+def test_markdown_shows_text_as_it_is(text, markdown):
+    table = Table("t", "T", ("a",), [[text]], [text])
+    assert table.markdown().splitlines()[2:] == [f"| {markdown} |", "", markdown]
 
 
 def test_csv_reads_back():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -294,21 +295,51 @@ def test_foreign_paths_are_refused(tmp_path: Path) -> None:
         assert "step-000000001" in str(caught.value)
 
 
+def with_file(path: Path, name: str, data: bytes) -> None:
+    """Write a file of a checkpoint, and its hash into the manifest."""
+    (path / name).write_bytes(data)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    edit_manifest(path, files=files | {name: entry})
+
+
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file, pickle_module=pickle)
+    return file.getvalue()
+
+
 def test_a_pickle_with_a_fitting_hash_runs_no_code(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "pwned"),)
 
     store = filled(tmp_path / "store", 1)
-    path = tmp_path / "store" / "step-000000001"
-    torch.save({"x": Evil()}, path / "state.pt", pickle_module=pickle)
-    data = (path / "state.pt").read_bytes()
-    files = json.loads((path / "manifest.json").read_text())["files"]
-    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    edit_manifest(path, files=files | {"state.pt": entry})
-    with pytest.raises(CheckpointError, match="more than tensors"):
+    with_file(tmp_path / "store" / "step-000000001", "state.pt", saved({"x": Evil()}))
+    with pytest.raises(CheckpointError, match="more than a dict of tensors") as caught:
         store.load()
+    assert "weights_only" not in str(caught.value), "no advice to load it unsafely"
     assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"PK", saved({"x": torch.ones(9)})[:-50], saved([torch.ones(1)]), b"\x80\x02}.", b"no pickle"]
+)
+def test_another_state_with_a_fitting_hash_is_refused(tmp_path: Path, data: bytes) -> None:
+    store = filled(tmp_path / "store", 1, 2)
+    with_file(tmp_path / "store" / "step-000000002", "state.pt", data)
+    with pytest.raises(CheckpointError, match=r"state\.pt is not ours, though its hash fits.*step-000000001"):
+        store.load()
+
+
+@pytest.mark.parametrize("data", [b"{}", b"[]", b"7", b'{"step": "2", "meta": {}}', b'{"step": 2, "meta": []}', b"{"])
+def test_another_meta_with_a_fitting_hash_is_refused(tmp_path: Path, data: bytes) -> None:
+    store = filled(tmp_path / "store", 1, 2)
+    with_file(tmp_path / "store" / "step-000000002", "meta.json", data)
+    with pytest.raises(
+        CheckpointError, match=r"meta\.json is (not ours, though its hash fits|damaged).*step-000000001"
+    ):
+        store.load()
 
 
 # ---- full disk

@@ -26,7 +26,7 @@ from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError
 from cdp_repro.schedule import Action
 from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
-from cdp_repro.training.run import train
+from cdp_repro.training.run import arguments_to_go_on, train
 from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer, _refuse_foreign
 
 MODES = ("mode=dp", "mode=cdp_v1", "mode=cdp_v2", "mode=[[1,2,1,1],[1,1,3,1],[1,1,1,1],[2,1,1,0]]")
@@ -36,9 +36,9 @@ def run(directory: Path, *overrides: str) -> dict[str, object]:
     return train(compose_config(overrides), directory, ["test"])
 
 
-def resume(directory: Path) -> dict[str, object]:
+def resume(directory: Path, restart: bool = False) -> dict[str, object]:
     config = load_config(OmegaConf.create(RunDirectory.open(directory).config()))
-    return train(config, directory, ["test"], resume=True)
+    return train(config, directory, ["test"], resume=True, restart=restart)
 
 
 def final_state(directory: Path) -> dict[str, object]:
@@ -183,13 +183,49 @@ def test_a_run_killed_at_a_random_moment_resumes_bitwise(tmp_path, tiny, mode):
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, tiny):
+def test_a_run_killed_before_its_first_checkpoint_starts_again_if_asked_to(tmp_path, tiny):
     run(tmp_path / "whole", *tiny)
     config = compose_config(tiny)
     directory = RunDirectory.create(tmp_path / "killed", config.to_dict(), ["test"])
     directory.metrics_path.write_text('{"step": 1, "train/loss": 3.0}\n{"step": 2, "tr')
-    resume(tmp_path / "killed")
+    rows = directory.metrics_path.read_bytes()
+    with pytest.raises(CheckpointError, match=r"killed has no checkpoint to go on from. Add restart=true"):
+        resume(tmp_path / "killed")
+    assert directory.metrics_path.read_bytes() == rows
+    assert arguments_to_go_on(directory.path) == [f"resume={directory.path}", "restart=true"]
+    resume(tmp_path / "killed", restart=True)
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_run_with_a_checkpoint_does_not_start_again(tmp_path, tiny):
+    run(tmp_path / "run", *tiny)
+    (tmp_path / "run" / "summary.json").unlink()
+    with pytest.raises(CheckpointError, match="step-000000010 is one: drop restart=true to go on from it"):
+        resume(tmp_path / "run", restart=True)
+    assert arguments_to_go_on(tmp_path / "run") == [f"resume={tmp_path / 'run'}"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors, meta: ({}, meta),
+        lambda tensors, meta: ({**tensors, "engine": []}, meta),
+        lambda tensors, meta: ({**tensors, "engine": {**tensors["engine"], "stages": [7] * 4}}, meta),
+        lambda tensors, meta: ({**tensors, "torch_random_state": 7}, meta),
+        lambda tensors, meta: (tensors, {**meta, "position": 7}),
+        lambda tensors, meta: (tensors, {**meta, "config": 7}),
+        lambda tensors, meta: (tensors, {**meta, "blocks_per_stage": ["all"]}),
+        lambda tensors, meta: (tensors, {key: value for key, value in meta.items() if key != "position"}),
+    ],
+)
+def test_a_checkpoint_of_another_content_is_refused(tmp_path, tiny, change):
+    run(tmp_path / "run", *tiny)
+    (tmp_path / "run" / "summary.json").unlink()
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    whole = store.load()
+    store.save(whole.step, *change(whole.tensors, whole.meta))
+    with pytest.raises(CheckpointError, match=r"does not fit this run|of another run"):
+        resume(tmp_path / "run")
 
 
 def test_a_finished_run_can_be_resumed_and_stays_as_it_is(tmp_path, tiny):

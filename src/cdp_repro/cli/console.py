@@ -5,17 +5,19 @@ from __future__ import annotations
 import ast
 import inspect
 import logging
-import os
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise, zip_longest
+from pathlib import Path
 from typing import Any
 
+from cdp_repro.cli.streams import command, write_error, write_out
 from cdp_repro.config import ConfigError, schema
 from cdp_repro.config.compose import GROUPS, compose_config, group_choices
+from cdp_repro.config.paths import typed_path
 from cdp_repro.data import DatasetError
 from cdp_repro.launch import LaunchError, RankFailedError
 from cdp_repro.models import ModelError
@@ -45,26 +47,17 @@ def exit_code_of() -> Iterator[ExitCode]:
     try:
         yield result
     except USER_MISTAKES as error:
-        sys.stderr.write(f"error: {error}\n" if "\n" not in str(error) else f"error:\n{error}\n")
+        write_error(f"error: {error}\n" if "\n" not in str(error) else f"error:\n{error}\n")
         result.code = 2
     except Interrupted as error:
-        sys.stderr.write(f"{error}\n")
+        write_error(f"{error}\n")
         result.code = 128 + error.signal
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        write_error("interrupted\n")
         result.code = 130
     except (DivergedError, RankFailedError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        write_error(f"error: {error}\n")
         result.code = 1
-
-
-def write_out(text: str) -> None:
-    """Write to standard output; a closed pipe (`| head`) is not an error."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def split_flags(arguments: Sequence[str], known: Sequence[str]) -> tuple[set[str], list[str], list[str]]:
@@ -85,6 +78,9 @@ def console_logging() -> None:
         logger.addHandler(handler)
 
 
+_LABEL_WIDTH = 37
+
+
 def help_text(usage: str) -> str:
     """Return the usage, the choices of each group, and every value with its default and meaning."""
     groups = "\n".join(f"  {group:<11} {' | '.join(choices)}" for group, choices in group_choices(GROUPS).items())
@@ -102,7 +98,12 @@ def _values(config: Any, prefix: str = "") -> str:
             continue
         label = f"  {prefix}{field.name}={'' if value is None else value}"
         meaning = textwrap.wrap(explained[field.name], 75)
-        text += "".join(f"{start:<37}{line}\n" for start, line in zip_longest([label], meaning, fillvalue=""))
+        if len(label) > _LABEL_WIDTH - 2:  # no room for a gap
+            text += f"{label}\n"
+            label = ""
+        text += "".join(
+            f"{start:<{_LABEL_WIDTH}}{line}\n" for start, line in zip_longest([label], meaning, fillvalue="")
+        )
     return text
 
 
@@ -116,3 +117,28 @@ def _field_docs(kind: type) -> dict[str, str]:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 found[name] = " ".join(text.split())
     return found
+
+
+@command
+def run_script(documentation: str, main: Callable[[list[str]], None], arguments: Sequence[str]) -> int:
+    """Run a script as the commands run: `--help` shows its documentation, a user's mistake is a message and code 2."""
+    if {"--help", "-h"} & set(arguments):
+        write_out(documentation.lstrip())
+        return 0
+    with exit_code_of() as result:
+        unknown = [text for text in arguments if text.startswith("-")]
+        if unknown:
+            raise ConfigError([f"unknown option {unknown[0]}: see --help"])
+        main([*arguments])
+        result.code = 0
+    return result.code
+
+
+def only_folder(arguments: Sequence[str]) -> Path | None:
+    """Return the folder that is a script's only argument, None if there is none."""
+    if len(arguments) > 1:
+        raise ConfigError([f"one folder is wanted, not {len(arguments)}: {' '.join(arguments)}"])
+    folder = Path(typed_path(arguments[0])) if arguments else None
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise ConfigError([f"{folder} is a file: give a folder"])
+    return folder

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
+
+from cdp_repro.cli.streams import write_error
 
 
 def train() -> int:
@@ -30,5 +31,5 @@ def _run(module: str) -> int:
     try:
         return int(import_module(module).main())
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        write_error("interrupted\n")
         return 130

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from cdp_repro.cli.console import exit_code_of, help_text, split_flags, write_out
+from cdp_repro.cli.console import exit_code_of, help_text, split_flags
+from cdp_repro.cli.streams import command, write_error, write_out
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
+from cdp_repro.config.paths import typed_path
 from cdp_repro.predict.forecast import make_plan, plan_text, write_plan
 from cdp_repro.predict.pricing.quote import make_quote, quote_text, write_quote
 from cdp_repro.predict.systems import compare_systems, systems_text, write_systems
@@ -40,6 +42,7 @@ With price=true show instead what a training step takes on a cluster, for every 
 """
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, or 2 for the user's mistakes."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -48,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rest = [text for text in arguments if not text.startswith(("--out=", "--program="))]
     flags, overrides, unknown = split_flags(rest, ("--help", "-h", "--systems"))
     if unknown:
-        sys.stderr.write(f"unknown option {unknown[0]}\n\n{USAGE}")
+        write_error(f"unknown option {unknown[0]}\n\n{USAGE}")
         return 2
     if set(flags) - {"--systems"}:
-        sys.stdout.write(help_text(USAGE))
+        write_out(help_text(USAGE))
         return 0
     with exit_code_of() as result:
         if "" in folder:
@@ -68,12 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_out(text)
         if folder:
             try:
-                written = write(Path(folder[-1]))
+                written = write(Path(typed_path(folder[-1])))
             except OSError as error:
                 raise ConfigError([f"--out={folder[-1]}: cannot write there: {error.strerror}"]) from error
             write_out("\nwritten: " + " ".join(map(str, written)) + "\n")
         if program and chosen is not None:
-            _write_program(chosen, Path(program[-1]))
+            _write_program(chosen, Path(typed_path(program[-1])))
         result.code = 0
     return result.code
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cdp_repro.cli.console import exit_code_of, write_out
+from cdp_repro.cli.console import exit_code_of
+from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError
+from cdp_repro.config.paths import typed_path
 from cdp_repro.report.build import build, stale, write
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.collecting import collect
@@ -34,6 +36,7 @@ scripts/accuracy.py, scripts/memory.py and scripts/costs.py train what is missin
 """
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, 1 if `check` finds a difference, 2 for the user's mistakes."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "build": _build, "check": _check, "collect": _collect, "status": _status,
     }  # fmt: skip
     if not arguments or {"--help", "-h"} & set(arguments):
-        sys.stdout.write(USAGE)
+        write_out(USAGE)
         return 0 if arguments else 2
     name, *rest = arguments
     with exit_code_of() as result:
@@ -73,10 +76,10 @@ def _refuse_unknown(command: str, options: dict[str, str], words: Sequence[str])
 
 
 def _files(options: dict[str, str]) -> dict[Path, bytes]:
-    results = Path(options.get("results", "results"))
+    results = Path(typed_path(options.get("results", "results")))
     if not results.is_dir():
         raise ConfigError([f"there is no folder {results}: go to the project's folder, or pass --results="])
-    readme = Path(options["readme"]) if "readme" in options else results.resolve().parent / "README.md"
+    readme = Path(typed_path(options["readme"])) if "readme" in options else results.resolve().parent / "README.md"
     return build(results, readme)
 
 
@@ -96,8 +99,10 @@ def _check(options: dict[str, str], words: list[str]) -> int:  # noqa: ARG001 - 
 def _collect(options: dict[str, str], words: list[str]) -> int:
     if not words:
         raise ConfigError(["cdp-report collect needs the directory of a finished run"])
-    folder = Path(options.get("results", "results")) / ROWS
-    rows = [_with_study(Path(word), options.get("study")) for word in words]  # all, before anything is written
+    folder = Path(typed_path(options.get("results", "results"))) / ROWS
+    rows = [
+        _with_study(Path(typed_path(word)), options.get("study")) for word in words
+    ]  # all, before anything is written
     for row in rows:
         write_out(f"{write_row(row, folder)}\n")
     return 0
@@ -123,7 +128,13 @@ def _status(options: dict[str, str], words: list[str]) -> int:
     if unknown:
         raise ConfigError([f"unknown study {', '.join(unknown)}: choose {', '.join(STUDIES)}"])
     studies = [STUDIES[word] for word in words or STUDIES]
-    write_out(status_text(studies, Path(options.get("runs", "runs/studies")), Path(options.get("results", "results"))))
+    write_out(
+        status_text(
+            studies,
+            Path(typed_path(options.get("runs", "runs/studies"))),
+            Path(typed_path(options.get("results", "results"))),
+        )
+    )
     return 0
 
 

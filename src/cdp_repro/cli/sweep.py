@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cdp_repro.cli.console import console_logging, exit_code_of, write_out
+from cdp_repro.cli.console import console_logging, exit_code_of
+from cdp_repro.cli.streams import command, write_error, write_out
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.errors import nearest
 from cdp_repro.config.keys import SWEEP_KEYS
+from cdp_repro.config.paths import typed_path
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.missing_runs import Options, train_missing
 from cdp_repro.studies.rows import ROWS
@@ -41,6 +42,7 @@ Keys, as cdp-train has them: {keys}
 """
 
 
+@command
 def main(study_names: Sequence[str], arguments: Sequence[str], script: str) -> int:
     """Train the missing runs of these studies, or of the studies that the arguments name.
 
@@ -71,10 +73,10 @@ def _train(options: Options) -> int:
     """Train the missing runs; list failures at the end."""
     outcome = train_missing(options)
     for failure in outcome.failures:
-        sys.stderr.write(f"{failure}\n")
+        write_error(f"{failure}\n")
     write_out(f"{outcome.done} of {outcome.total} runs are done, with rows in {options.results / ROWS}\n")
     if outcome.signal is not None:
-        sys.stderr.write(f"stopped by signal {outcome.signal}: call it again to go on\n")
+        write_error(f"stopped by signal {outcome.signal}: call it again to go on\n")
         return 128 + outcome.signal
     return 1 if outcome.failures else 0
 
@@ -121,9 +123,10 @@ def _value(name: str, value: str) -> int | Path:
     if name in ("runs", "results", "slurm"):
         if not value:
             raise ValueError(f"--{name}= names no {'file' if name == 'slurm' else 'folder'}")
-        if "'" in value or "\\" in value:
+        path = typed_path(value)
+        if "'" in path or "\\" in path:  # sbatch has quoting rules of its own
             raise ValueError(f"--{name}={value}: use a path without quotes and backslashes")
-        return Path(value)
+        return Path(path)
     if name not in minima:
         names = [*minima, "runs", "results", "slurm"]
         raise ValueError(f"unknown option --{name.lstrip('-')}: choose {', '.join(f'--{each}=' for each in names)}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from cdp_repro.cli.console import console_logging, exit_code_of, help_text, split_flags, write_out
+from cdp_repro.cli.console import console_logging, exit_code_of, help_text, split_flags
+from cdp_repro.cli.streams import command, write_error, write_out
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.program_file import with_header_of_program
@@ -24,16 +25,17 @@ parameters of every version, optimizer state and buffers. Exit code 0 if they ag
 _STEPS = "--steps="
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0 if all agrees, 1 if not, 2 for the user's mistakes."""
     arguments = sys.argv[1:] if arguments is None else arguments
     steps = [text.removeprefix(_STEPS) for text in arguments if text.startswith(_STEPS)]
     flags, overrides, unknown = split_flags([a for a in arguments if not a.startswith(_STEPS)], ("--help", "-h"))
     if unknown:
-        sys.stderr.write(f"unknown option {unknown[0]}\n\n{USAGE}")
+        write_error(f"unknown option {unknown[0]}\n\n{USAGE}")
         return 2
     if flags:
-        sys.stdout.write(help_text(USAGE))
+        write_out(help_text(USAGE))
         return 0
     console_logging()
     with exit_code_of() as result:

@@ -17,7 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cdp_repro.config import ConfigError, RunConfig, load_config
 from cdp_repro.config.errors import nearest
-from cdp_repro.config.keys import leaves, nested
+from cdp_repro.config.keys import EXAMPLES, leaves, nested
+from cdp_repro.config.paths import quoted_for_hydra
 from cdp_repro.models import BUILTIN_MODELS
 from cdp_repro.models.timm_models import is_timm_model, timm_model_names
 
@@ -76,7 +77,8 @@ def _of_groups(groups: tuple[str, ...]) -> dict[str, Any]:
 
 def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of every cell of a sweep: `seed=0,1,2` stands for three, products over all sweeps."""
-    return [list(cell) for cell in BasicSweeper.split_arguments(_parsed(overrides), max_batch_size=None)[0]]
+    parsed = _parsed([quoted_for_hydra(override) for override in overrides])
+    return [list(cell) for cell in BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]]
 
 
 def group_choices(groups: Sequence[str]) -> dict[str, list[str]]:
@@ -90,7 +92,10 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
     parsed, problems = [], []
     for text in overrides:
         try:
+            text.encode()
             parsed.append(parser.parse_override(text))
+        except UnicodeEncodeError:
+            problems.append(f"{text!r} is not text in UTF-8: use another name")
         except HydraException as error:
             problems.append(f"{text!r} is not of the form key=value: {str(error).splitlines()[0]}")
     if problems:
@@ -105,7 +110,7 @@ def _written_out(override: str) -> list[str]:
         return ["mode=matrix", f"mode.staleness={choice}"]
     if group == "model" and choice not in (*BUILTIN_MODELS, "timm") and is_timm_model(choice):
         return ["model=timm", f"model.name={choice}"]
-    return [override]
+    return [quoted_for_hydra(override)]
 
 
 def _text(override: Override) -> str:
@@ -144,16 +149,19 @@ def _unknown_key(override: Override, known: Sequence[str], missing: Sequence[str
     group, _, rest = key.partition(".")
     if override.is_delete():
         return f"~{key}: a value cannot be removed, only set"
-    if key == "resume":
-        return "resume=RUN_DIRECTORY stands alone, with cdp-train"
+    if key in ("resume", "restart"):
+        return "resume=RUN_DIRECTORY stands alone, with cdp-train (restart=true may stand beside it)"
     if group in GROUPS and rest == "name" and not (group == "model" and "model.name" in missing):
         return f"{key} is set by {group}=..., with what belongs to it"
     if _is_group(override) or any(leaf == key or leaf.startswith(f"{key}.") for leaf in known):
         return None
     if key in (leaf for leaf, _ in leaves(OmegaConf.structured(RunConfig))):
-        return f"{key} has no effect with this {group}; those that have are {_siblings(group, known)}"
+        given = f", or give {EXAMPLES[key]}" if key in EXAMPLES else ""
+        return f"{key} has no effect with this {group}{_own_values(group, known)}{given}"
     return f"unknown key {key!r}{nearest(key, [*known, *GROUPS])}"
 
 
-def _siblings(group: str, known: Sequence[str]) -> str:
-    return ", ".join(leaf for leaf in known if leaf.startswith(f"{group}.") and not leaf.endswith(".name"))
+def _own_values(group: str, known: Sequence[str]) -> str:
+    """Return the values that the choice of a group has, as the end of a sentence."""
+    found = [leaf for leaf in known if leaf.startswith(f"{group}.") and not leaf.endswith(".name")]
+    return f"; those that have are {', '.join(found)}" if found else ", which has no values of its own: leave it out"

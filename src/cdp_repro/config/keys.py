@@ -47,6 +47,26 @@ RUN_KEYS = frozenset(NEUTRAL_KEYS) - {*PLACEMENT_KEYS} | {"seed"}
 """Settings in which the runs of one cell may differ. Placement is not among them: it changes bytes and seconds."""
 
 
+EXAMPLES = {
+    "mode.staleness": "mode='[[1,1],[1,0]]' workers=2",
+    "model.name": "model.name=resnet50",
+    "stages": "stages=4",
+    "ranks": "ranks=2",
+    "cluster.between_hosts_latency_seconds": "cluster.between_hosts_latency_seconds=1e-5",
+    "cluster.between_hosts_bandwidth_bytes_per_second": "cluster.between_hosts_bandwidth_bytes_per_second=1e9",
+    "cluster.flops_per_second": "cluster.flops_per_second=1e13",
+    "cluster.forward_seconds": "cluster.forward_seconds=[0.01,0.01]",
+    "cluster.backward_seconds": "cluster.backward_seconds=[0.02,0.02]",
+    "cluster.update_seconds": "cluster.update_seconds=[0.001,0.001]",
+}
+"""What to type for a setting that has no default."""
+
+
+def example_of(key: str) -> str:
+    """Return a value of a setting that has the right type, as it is typed."""
+    return EXAMPLES.get(key, f"{key}={defaults()[key]}")
+
+
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested settings by dotted key; a setting that an older version lacks has its default."""
     return {**defaults(), **flat(config)}

@@ -48,6 +48,15 @@ _MINIMA = {
     ),
 }  # fmt: skip
 
+_SIZES = (
+    "workers", "stages", "accumulate", "replicas", "ranks", "batch_size", "evaluation_batch_size", "dataset.channels",
+    "dataset.image_size", "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden",
+    "model.depth",
+)  # fmt: skip
+_LARGEST_SIZE = 2**31 - 1
+_LARGEST_PROGRAM = 2_000_000
+"""Forwards and backwards: a program of so many takes about a minute to make and check."""
+
 _OPTIONAL_MINIMA = {
     "stages": 1, "ranks": 1, "delay.strength": 0,
     "cluster.between_hosts_latency_seconds": 0, "cluster.between_hosts_bandwidth_bytes_per_second": 1,
@@ -86,12 +95,19 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
         value = _value(config, key)
         if not 0 <= value < 1:
             yield key, f"{key}={value}: must be at least 0 and below 1"
+    for key in _SIZES:
+        value = _value(config, key)
+        if value is not None and value > _LARGEST_SIZE:
+            yield key, f"{key}={value}: must be at most {_LARGEST_SIZE}"
     if config.seed >= 2**63:
         yield "seed", f"seed={config.seed}: must be below 2^63"
 
 
 def inconsistent(config: RunConfig) -> Iterable[str]:
     """Yield a sentence for each pair of settings, all of them in range, that exclude each other."""
+    if too_large := _too_large_program(config):
+        yield too_large
+        return
     for check in (_check_schedule, _check_batch_size):
         try:
             check(config)
@@ -104,6 +120,26 @@ def inconsistent(config: RunConfig) -> Iterable[str]:
         yield from _wrong_with_baseline(config)
     if config.price:
         yield from _wrong_with_cluster(config)
+
+
+def _too_large_program(config: RunConfig) -> str | None:
+    """Return a sentence if the program would take minutes or more to make, without making it."""
+    matrix = config.mode.staleness
+    longest = 1 if matrix is None else max((max(row, default=0) for row in matrix), default=0)
+    forwards, steps = config.micro_batches * config.stage_count, longest + 2  # steps until the pattern repeats
+    if 2 * forwards * steps <= _LARGEST_PROGRAM:
+        return None
+    said = (
+        f"workers={config.workers}, accumulate={config.accumulate}, replicas={config.replicas}, "
+        f"stages={config.stage_count} and a staleness of up to {longest} need a program of {2 * forwards * steps:,} "
+        f"forwards and backwards, more than {_LARGEST_PROGRAM:,}"
+    )
+    if 6 * forwards <= _LARGEST_PROGRAM:
+        return f"{said}: use a staleness of at most {_LARGEST_PROGRAM // (2 * forwards) - 2}"
+    return (
+        f"{said}: use numbers whose product is at most {_LARGEST_PROGRAM // 6:,}, e.g. workers=4 accumulate=1 "
+        "replicas=1 stages=4"
+    )
 
 
 def _check_batch_size(config: RunConfig) -> None:

@@ -10,7 +10,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cdp_repro.config.errors import ConfigError
-from cdp_repro.config.keys import SCHEDULE_KEYS, leaves, nested
+from cdp_repro.config.keys import SCHEDULE_KEYS, example_of, leaves, nested
 from cdp_repro.config.limits import inconsistent, out_of_range
 from cdp_repro.config.schema import RunConfig
 
@@ -64,7 +64,9 @@ def _typed(composed: DictConfig) -> tuple[RunConfig, dict[str, str]]:
         given = leaves(composed)
     except OmegaConfBaseException as error:
         raise ConfigError([f"the configuration cannot be resolved: {str(error).splitlines()[0]}"]) from error
-    problems = {key: f"{key} has no value yet: give {key}=..." for key, value in given if value == MISSING}
+    problems = {
+        key: f"{key} has no value yet: give one, e.g. {example_of(key)}" for key, value in given if value == MISSING
+    }
     present = [(key, value) for key, value in given if value != MISSING]
     try:
         merged = OmegaConf.merge(schema, *(nested(*each) for each in present))
@@ -83,4 +85,4 @@ def _mistyped(schema: DictConfig, given: Iterable[tuple[str, Any]]) -> Iterator[
         try:
             OmegaConf.merge(schema, nested(key, value))
         except OmegaConfBaseException as error:
-            yield key, f"{key}={value}: {str(error).splitlines()[0]}"
+            yield key, f"{key}={value}: {str(error).splitlines()[0]}; use e.g. {example_of(key)}"

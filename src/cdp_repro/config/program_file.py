@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cdp_repro.config.errors import ConfigError
+from cdp_repro.config.paths import typed_path
 from cdp_repro.schedule import Program
 from cdp_repro.schedule.program_text import read_program
 
@@ -33,10 +34,14 @@ def with_header_of_program(overrides: Sequence[str]) -> list[str]:
     paths = [text.removeprefix(_KEY) for text in overrides if text.startswith(_KEY)]
     if not paths:
         return [*overrides]
-    values = asdict(read_program_file(paths[-1]).schedule.spec)
+    values = asdict(read_program_file(typed_path(paths[-1])).schedule.spec)
     found = [
         f"{name}={json.dumps(value) if isinstance(value, (bool, list, tuple)) else value}"
         for name, value in values.items()
         if value is not None
     ]
-    return [*found, f"program={Path(paths[-1]).resolve()}", *(text for text in overrides if not text.startswith(_KEY))]
+    return [
+        *found,
+        f"program={Path(typed_path(paths[-1])).resolve()}",
+        *(text for text in overrides if not text.startswith(_KEY)),
+    ]

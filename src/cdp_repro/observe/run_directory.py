@@ -28,7 +28,9 @@ from yaml import YAMLError
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.json_values import valid_json
 
-CONFIG, COMMAND, METRICS = "config.yaml", "command.txt", "metrics.jsonl"
+CONFIG, COMMAND, METRICS, SUMMARY = "config.yaml", "command.txt", "metrics.jsonl", "summary.json"
+CHECKPOINTS, LOGS = "checkpoints", "logs"
+_WITHOUT_IT = "Delete it: the run then goes on from its newest checkpoint"
 
 
 class RunDirectoryError(ValueError):
@@ -74,7 +76,7 @@ class RunDirectory:
                 f"{run.path} is not a run directory: it {_contents(run.path)}, and no {CONFIG}{_above(run.path)}"
             )
         run.config()  # refuses what cannot be read
-        (run.path / "logs").mkdir(exist_ok=True)
+        run._refuse_damaged()
         return run
 
     @contextmanager
@@ -83,7 +85,7 @@ class RunDirectory:
 
         Raises RunDirectoryError if one does already.
         """
-        with (self.path / "logs" / ".lock").open("w") as file:
+        with (self.path / LOGS / ".lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -115,7 +117,7 @@ class RunDirectory:
     @property
     def summary_path(self) -> Path:
         """Final numbers as one JSON object."""
-        return self.path / "summary.json"
+        return self.path / SUMMARY
 
     @property
     def trace_path(self) -> Path:
@@ -135,17 +137,23 @@ class RunDirectory:
     @property
     def checkpoints_path(self) -> Path:
         """Directory for a CheckpointStore."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     def log_path(self, rank: int) -> Path:
         """Log file of one process."""
-        return self.path / "logs" / f"rank{rank}.log"
+        return self.path / LOGS / f"rank{rank}.log"
 
     def summary(self) -> dict[str, Any]:
         """Return summary.json; empty if there is none yet."""
         if not self.summary_path.exists():
             return {}
-        summary: dict[str, Any] = json.loads(self.summary_path.read_text())
+        try:
+            summary = json.loads(self.summary_path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise RunDirectoryError(f"{self.summary_path} cannot be read: {error}. {_WITHOUT_IT}") from error
+        if not isinstance(summary, dict):
+            found = type(summary).__name__
+            raise RunDirectoryError(f"{self.summary_path} holds a {found}, not a JSON object. {_WITHOUT_IT}")
         return summary
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -153,10 +161,23 @@ class RunDirectory:
         text = json.dumps(valid_json(summary), indent=2, allow_nan=False) + "\n"
         replace_file(self.summary_path, text.encode())
 
+    def _refuse_damaged(self) -> None:
+        """Raise RunDirectoryError where a file should be a folder, or a folder a file; make the folder of logs."""
+        for name in (COMMAND, METRICS, SUMMARY):
+            if (self.path / name).is_dir():
+                raise RunDirectoryError(f"{self.path / name} is a folder, expected a file: move it away to go on")
+        for name in (CHECKPOINTS, LOGS):
+            if (self.path / name).exists() and not (self.path / name).is_dir():
+                raise RunDirectoryError(f"{self.path / name} is a file, expected a folder: move it away to go on")
+        try:
+            (self.path / LOGS).mkdir(exist_ok=True)
+        except OSError as error:
+            raise RunDirectoryError(f"cannot write to {self.path}: {os_error_text(error, self.path)}") from error
+
     def _claim(self) -> None:
         """Take the directory: of two runs that start at once, the second finds `checkpoints` made and fails."""
         self.checkpoints_path.mkdir()
-        (self.path / "logs").mkdir()
+        (self.path / LOGS).mkdir()
 
     def _fill(self, config: str, command: Sequence[str]) -> None:
         try:
@@ -165,7 +186,7 @@ class RunDirectory:
         except OSError as error:
             for name in (CONFIG, COMMAND):
                 (self.path / name).unlink(missing_ok=True)
-            _remove_empty([self.checkpoints_path, self.path / "logs"])
+            _remove_empty([self.checkpoints_path, self.path / LOGS])
             raise RunDirectoryError(f"cannot write to {self.path}: {os_error_text(error, self.path)}") from error
 
 
@@ -174,7 +195,7 @@ def _refuse_occupied(path: Path) -> None:
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if (path / CONFIG).exists() or (path / METRICS).exists():
-        holds, ways = "already holds another run", f"pass another run_dir=, or go on with that run by resume={path}"
+        holds, ways = "already holds another run", f"pass another run_dir=, or go on with that run by {_resuming(path)}"
     else:
         holds, ways = "is taken", "pass another run_dir=, or resume=<the directory of an earlier run>"
     raise RunDirectoryError(f"{path} {holds}: it {_contents(path)}. Nothing was changed; {ways}")
@@ -192,7 +213,12 @@ def _contents(path: Path) -> str:
 def _above(path: Path) -> str:
     """The run directory that `path` lies in, if it does, as something to paste."""
     run = next((parent for parent in path.parents if (parent / CONFIG).is_file()), None)
-    return f"; it lies in one: pass resume={run}" if run else "; pass resume=<the directory of an earlier run>"
+    return f"; it lies in one: pass {_resuming(run)}" if run else "; pass resume=<the directory of an earlier run>"
+
+
+def _resuming(path: Path) -> str:
+    """The argument that resumes a run, as something to paste."""
+    return shlex.quote(f"resume={path}")
 
 
 def _missing(path: Path) -> list[Path]:

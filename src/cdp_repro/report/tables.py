@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import html
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,16 @@ _LATEX = str.maketrans(
     {"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "±": r"$\pm$", "≤": r"$\le$", "×": r"$\times$", "²": r"$^2$",
      "–": "--", "∅": "--", "$": r"\$", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 )  # fmt: skip
+
+_MARKUP = re.compile(r"""
+    \\(?=[!-/:-@\[-`{-~|])    # an escape
+    | [*~]                      # emphasis, struck out
+    | (?<![^\W_])_ | _(?![^\W_])  # emphasis, but not within a word
+    | <(?=[A-Za-z/!?])          # HTML
+    | &(?=\#?\w+;)              # an entity
+    | (?<=\])\(                 # a link
+""", re.VERBOSE)  # fmt: skip
+"""What is markup in a line of GitHub's Markdown."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +44,9 @@ class Table:
                 raise ValueError(f"table {self.name}: a row of {len(row)} cells in {len(self.columns)} columns: {row}")
 
     def markdown(self) -> str:
-        """Return a GitHub table with its notes."""
+        """Return a GitHub table with its notes; cells and notes are text, with `code` marked."""
         lines = [_pipes(self.columns), _pipes(["---"] * len(self.columns)), *map(_pipes, self.rows)]
-        return "\n".join([*lines, *(f"\n{note}" for note in self.notes)]) + "\n"
+        return "\n".join([*lines, *(f"\n{_as_markdown(note)}" for note in self.notes)]) + "\n"
 
     def csv(self) -> str:
         """Return the table without title and notes."""
@@ -68,7 +79,20 @@ class Table:
 
 
 def _pipes(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    return f"| {' | '.join(_as_markdown(cell).replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _as_markdown(text: str) -> str:
+    """Return text as GitHub shows it, with `code` marked; only what would be markup where it stands is escaped."""
+    line = " ".join(text.split("\n"))
+    parts = line.split("`")
+    if len(parts) % 2 == 0:
+        return "\\`".join(map(_escaped, parts))
+    return "`".join(part if index % 2 else _escaped(part) for index, part in enumerate(parts))
+
+
+def _escaped(text: str) -> str:
+    return _MARKUP.sub(lambda found: "&lt;" if found[0] == "<" else f"\\{found[0]}", text)
 
 
 def _inline(text: str) -> str:

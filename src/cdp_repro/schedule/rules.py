@@ -133,7 +133,8 @@ class Matrix(Rule):
         if shape != [sizes.stages] * sizes.turns:
             raise ValueError(
                 f"the staleness matrix needs {sizes.turns} rows (micro-batches) of {sizes.stages} entries (stages); "
-                f"got {len(shape)} rows of {shape} entries; one that works: {[[1] * sizes.stages] * sizes.turns}"
+                f"got {len(shape)} rows of {shape[:8]} entries; one that works: "
+                f"{[[1] * sizes.stages] * sizes.turns if sizes.turns * sizes.stages <= 64 else 'all of them 1'}"
             )
         for i, row in enumerate(rows):
             for stage, delay in enumerate(row):

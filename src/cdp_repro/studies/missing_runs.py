@@ -37,6 +37,7 @@ from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.collecting import collect
 from cdp_repro.studies.rows import ROWS, Row, RowError, read_rows, run_name, write_row
 from cdp_repro.studies.study import Cell
+from cdp_repro.training.run import arguments_to_go_on
 
 logger = logging.getLogger("cdp_repro")
 
@@ -204,9 +205,9 @@ def _arguments(run: Run, directory: Path, options: Options) -> list[str]:
     if not any(text.startswith("wandb=") for text in given):
         given = (*given, "wandb=disabled")
     if (directory / CONFIG).exists():
-        return [f"resume={directory}", *(text for text in given if text.partition("=")[0] in RESUME_KEYS)]
+        return [*arguments_to_go_on(directory), *(text for text in given if text.partition("=")[0] in RESUME_KEYS)]
     _remove_half_made(directory)
-    return [*run.cell.arguments(run.seed), *given, f"run_dir='{directory}'"]  # quoted for Hydra
+    return [*run.cell.arguments(run.seed), *given, f"run_dir={directory}"]
 
 
 def _remove_half_made(directory: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -71,7 +70,7 @@ def _is_locked(path: Path) -> bool:
 def _summary(directory: Path) -> dict[str, Any]:
     try:
         return RunDirectory(directory).summary()
-    except json.JSONDecodeError:
+    except RunDirectoryError:
         return {"status": "damaged"}
 
 

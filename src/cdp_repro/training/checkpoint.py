@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import json
 import os
-import pickle
 import re
 import shutil
 from collections import OrderedDict
@@ -295,12 +294,31 @@ def _manifest(file: Path) -> dict[str, dict[str, Any]]:
 
 def _read(path: Path, map_location: str | torch.device) -> Checkpoint:
     """Read a verified checkpoint."""
-    meta = json.loads((path / META).read_bytes())
+    meta = _meta(path / META)
     try:
         tensors = torch.load(path / STATE, map_location=map_location, weights_only=True)
-    except pickle.UnpicklingError as error:  # the hash fits, so somebody else wrote both
-        raise CheckpointError(f"{path / STATE} holds more than tensors and plain values: {error}") from error
+    except OSError:
+        raise
+    except Exception:  # torch documents no list of what it raises; its texts give advice that is wrong here
+        tensors = None
+    if not isinstance(tensors, dict):  # the hash fits, so somebody else wrote both
+        raise CheckpointError(
+            f"{path / STATE} is not ours, though its hash fits: it is no file of torch.save, or holds more than a dict "
+            "of tensors and plain values"
+        )
     return Checkpoint(step=meta["step"], tensors=tensors, meta=meta["meta"])
+
+
+def _meta(file: Path) -> dict[str, Any]:
+    """Return the step and the JSON of a checkpoint."""
+    try:
+        meta = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{file} is damaged: expected JSON, found {error}") from error
+    fits = isinstance(meta, dict) and isinstance(meta.get("step"), int) and isinstance(meta.get("meta"), dict)
+    if not fits:
+        raise CheckpointError(f'{file} is not ours, though its hash fits: expected {{"step": 123, "meta": {{...}}}}')
+    return dict(meta)
 
 
 def _is_whole(path: Path) -> bool:

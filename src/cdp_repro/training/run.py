@@ -30,17 +30,20 @@ from cdp_repro.predict.simulate import simulate, version_bytes
 from cdp_repro.schedule import Program, Schedule
 from cdp_repro.trace import Trace
 from cdp_repro.training.assembly import build_engine, load_data
-from cdp_repro.training.checkpoint import Checkpoint, CheckpointStore
+from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer
 
 logger = logging.getLogger("cdp_repro")
 
 
-def train(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool = False) -> dict[str, Any]:
+def train(
+    config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool = False, restart: bool = False
+) -> dict[str, Any]:
     """Train as `config` says, in a new run directory or, to `resume`, in that of the run that goes on.
 
     Every rank of the placement must call it (`launch` starts them); only rank 0 touches the run directory, but for
     the log of each rank.
+    A run that has no checkpoint to go on from begins anew if `restart` says so.
 
     Returns:
         What summary.json holds; on ranks other than 0 an empty summary.
@@ -59,13 +62,13 @@ def train(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool
         directory, checkpoint = None, None
         if resume and team.rank == 0:
             directory = stack.enter_context(RunDirectory.open(run_dir).locked())
-            checkpoint = _newest_checkpoint(directory)
+            checkpoint = _newest_checkpoint(directory, restart)
         finished, checkpoint = team.share((_finished(directory), checkpoint))
         if finished is not None:
-            logger.info("%s is finished already", finished["run_dir"])
+            logger.info("%s is finished already", run_dir)
             return finished
         dataset = load_data(config)
-        cut = _same_cut(config, team, checkpoint.meta.get("blocks_per_stage") if checkpoint else None)
+        cut = _same_cut(config, team, _earlier_cut(checkpoint))
         settings = {**config.to_dict(), "run_dir": None}
         refuse_differing({"code": code_hash(), "config": _digest(settings), "data": _digest(dataset.fingerprint())})
         if directory is not None:
@@ -82,6 +85,18 @@ def train(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool
         return _Run(config, dataset, cut, RunDirectory(path), files, command).train(stop, checkpoint, resume)
 
 
+def _earlier_cut(checkpoint: Checkpoint | None) -> list[int] | None:
+    """Return into how many blocks a stage the run was cut, None if it has not been yet."""
+    blocks = checkpoint.meta.get("blocks_per_stage") if checkpoint else None
+    if blocks is None:
+        return None
+    if not isinstance(blocks, list) or not all(isinstance(number, int) and number > 0 for number in blocks):
+        raise CheckpointError(
+            f"the checkpoint does not fit this run: expected numbers of blocks in blocks_per_stage, found {blocks!r}"
+        )
+    return blocks
+
+
 def _same_cut(config: RunConfig, team: Team, blocks_per_stage: Sequence[int] | None) -> CutModel:
     """Cut the model on every rank as on rank 0, whatever each would measure."""
     own = cut_model(config, blocks_per_stage) if team.rank == 0 else None
@@ -89,9 +104,29 @@ def _same_cut(config: RunConfig, team: Team, blocks_per_stage: Sequence[int] | N
     return own or cut_model(config, blocks)
 
 
-def _newest_checkpoint(directory: RunDirectory) -> Checkpoint | None:
+def arguments_to_go_on(directory: Path) -> list[str]:
+    """Return the arguments of `cdp-train` with which a run goes on; if it has no checkpoint, from its start."""
+    newest = CheckpointStore(RunDirectory(directory).checkpoints_path).latest()
+    return [f"resume={directory}"] if newest else [f"resume={directory}", "restart=true"]
+
+
+def _newest_checkpoint(directory: RunDirectory, restart: bool) -> Checkpoint | None:
+    """Return the checkpoint to go on from; None if the run is finished, or begins anew."""
+    if _finished(directory) is not None:
+        return None
     store = CheckpointStore(directory.checkpoints_path)
-    return store.load() if _finished(directory) is None and store.latest() else None
+    newest = store.latest()
+    if newest is None and not restart:
+        raise CheckpointError(
+            f"{directory.path} has no checkpoint to go on from. Add restart=true to train it from step 0, which "
+            "empties its metrics.jsonl"
+        )
+    if newest is not None and restart:
+        raise CheckpointError(
+            f"restart=true is for a run without a checkpoint, and {newest} is one: drop restart=true to go on from it, "
+            "or start another run with run_dir="
+        )
+    return None if newest is None else store.load()
 
 
 def _finished(directory: RunDirectory | None) -> dict[str, Any] | None:

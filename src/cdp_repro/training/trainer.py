@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 import time
 from collections import deque
@@ -42,7 +43,7 @@ class Interrupted(RuntimeError):  # noqa: N818 - not an error of the program
     def __init__(self, signal: int, step: int, run_dir: Path) -> None:
         super().__init__(
             f"stopped by signal {signal} after {step} training steps; a checkpoint holds them: "
-            f"go on with cdp-train resume={run_dir}"
+            f"go on with cdp-train {shlex.quote(f'resume={run_dir}')}"
         )
         self.signal = signal
 
@@ -121,16 +122,19 @@ class Trainer:
         if checkpoint is None:
             self._truncate_metrics(0)
             return
-        _refuse_foreign(checkpoint.meta, self._facts)
         try:
+            _refuse_foreign(checkpoint.meta, self._facts)
             self.position = Position(**checkpoint.meta["position"])
             self._earlier_reads = self.position.ledger_reads
             if checkpoint.tensors["engine"]["step"] != checkpoint.step:
                 raise ValueError(f"it holds step {checkpoint.tensors['engine']['step']}, named {checkpoint.step}")
             self._engine.load_state_dict(checkpoint.tensors["engine"])
             torch.set_rng_state(checkpoint.tensors["torch_random_state"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the checkpoint of step {checkpoint.step} does not fit this run: {error}") from error
+        except CheckpointError:
+            raise
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # of another content
+            lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise CheckpointError(f"the checkpoint of step {checkpoint.step} does not fit this run: {lacks}") from error
         self._truncate_metrics(checkpoint.step)
 
     def _truncate_metrics(self, step: int) -> None:

@@ -1,0 +1,47 @@
+"""Standard streams that are closed or full: what a command prints may be lost, what it does goes on."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def shell(command: str, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `command`, in which PROGRAM stands for a command of the package."""
+    program = shlex.join([sys.executable, "-m", f"cdp_repro.cli.{module}", *arguments])
+    return subprocess.run(
+        ["bash", "-c", command.replace("PROGRAM", program)], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+@pytest.mark.parametrize("streams", [">&- 2>&-", ">/dev/full 2>/dev/full", "<&- >&- 2>&-"])
+def test_a_run_trains_on_and_writes_its_files(tiny, tmp_path, streams):
+    done = shell(
+        f"PROGRAM {streams}", "train", *tiny, "workers=2", "placement=replicated", f"run_dir={tmp_path / 'run'}"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+    assert "epoch 2/2" in (tmp_path / "run" / "logs" / "rank0.log").read_text()
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 12
+
+
+@pytest.mark.parametrize("arguments", [["workers=2", "batch_size=32"], ["--help"]])
+def test_a_command_that_only_prints_says_that_the_disk_is_full(arguments):
+    done = shell("PROGRAM >/dev/full", "plan", *arguments)
+    assert (done.returncode, done.stderr) == (1, "cannot write to standard output: No space left on device\n")
+
+
+def test_nobody_who_reads_on_is_no_error():
+    done = shell("PROGRAM | true; exit ${PIPESTATUS[0]}", "plan", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_mistake_is_one_though_nobody_hears_of_it(tmp_path):
+    done = shell("PROGRAM 2>&-", "plan", "mode=none")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+    assert list(Path(tmp_path).iterdir()) == []
