@@ -9,8 +9,8 @@ from typing import Any
 from cdp_repro.baselines import BASELINES
 from cdp_repro.config.errors import nearest
 from cdp_repro.config.schema import RunConfig
-from cdp_repro.data.order import check_divisible
 from cdp_repro.schedule import MODES, PIPELINE_SCHEDULES, PLACEMENTS, SLOT_ORDERS, Program
+from cdp_repro.schedule.sizes import check_divisible
 
 PARTITIONS = ("flops", "parameters", "activations", "time")
 

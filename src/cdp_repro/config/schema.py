@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from cdp_repro.schedule import Schedule, Spec
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -220,6 +221,8 @@ class RunConfig:
     @property
     def torch_device(self) -> torch.device:
         """The device that `device` stands for on this machine."""
+        import torch  # here: it takes seconds, and most of what reads a configuration needs none of it
+
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(self.device)

@@ -25,8 +25,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO
 
-import torch
-
 from cdp_repro.config.keys import RESUME_KEYS
 from cdp_repro.launch.signals import StopRequest
 from cdp_repro.launch.train_process import train_in_process
@@ -220,6 +218,8 @@ def _threads(cell: Cell, jobs: int) -> dict[str, str]:
     """Return the environment in which the processes of several runs share the cores; one run finds its own way."""
     if jobs == 1 or "OMP_NUM_THREADS" in os.environ:
         return {}
+    import torch  # here: it takes seconds, and only several runs at once need it
+
     return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // jobs // cell.config.processes))}
 
 
