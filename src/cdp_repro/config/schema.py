@@ -66,6 +66,8 @@ class ModelConfig:
     """Of `mlp`: number of hidden layers."""
     dropout: float = 0.0
     """Of `mlp` and timm's models: dropout probability."""
+    weights: str | None = None
+    """File (`.safetensors`, `.pt`) of cdp-export, torchvision or timm to start from; unless set: drawn from `seed`."""
 
 
 @dataclass

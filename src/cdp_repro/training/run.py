@@ -32,6 +32,7 @@ from cdp_repro.trace import Trace
 from cdp_repro.training.assembly import build_engine, load_data
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointStore
 from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer
+from cdp_repro.training.weights import start_from_file
 
 logger = logging.getLogger("cdp_repro")
 
@@ -66,8 +67,16 @@ def train(config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool
             return finished
         dataset = load_data(config)
         cut = _same_cut(config, team, checkpoint.meta.get("blocks_per_stage") if checkpoint else None)
+        weights = "" if checkpoint else start_from_file(config, cut.stages)
         settings = {**config.to_dict(), "run_dir": None}
-        refuse_differing({"code": code_hash(), "config": _digest(settings), "data": _digest(dataset.fingerprint())})
+        refuse_differing(
+            {
+                "code": code_hash(),
+                "config": _digest(settings),
+                "data": _digest(dataset.fingerprint()),
+                "weights": weights,
+            }
+        )
         if directory is not None:
             directory.add_command(command)
         elif team.rank == 0:
