@@ -265,7 +265,7 @@ def _program_row(workers: int, placement: str) -> dict[str, object]:
 
 
 def tables() -> str:
-    """Return the README's tables from the results."""
+    """Return the tables of docs/benchmarks.md from the results."""
     timing = json.loads((RESULTS / "overhead.json").read_text())
     sizes = json.loads((RESULTS / "memory.json").read_text())
     lines = [
@@ -315,7 +315,7 @@ def _link_tables() -> list[str]:
     """Return the curves over link rates as tables, and their picture."""
     lines = [
         "",
-        "![Throughput of CDP over DistributedDataParallel against the rate of the link](results/bench/links.svg)",
+        "![Throughput of CDP over DistributedDataParallel against the rate of the link](../results/bench/links.svg)",
     ]
     for curve in _link_curves():
         head = [f"{mode} / ddp | planned" for mode in LINK_MODES]

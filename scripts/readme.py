@@ -1,8 +1,9 @@
-"""Refresh the README: its picture, the output below each of its command lines, and the tables of measurements.
+"""Refresh the README and the pages of docs/: pictures, the output below each command line, tables of measurements.
 
 Usage: python scripts/readme.py [folder]
 
-Commands run in `folder` (default: a new temporary one). Those whose data is not in `folder`/data keep their output.
+Commands run in `folder` (default: a new temporary one), the README's first: those of docs/ go on from its runs. Those
+whose data is not in `folder`/data keep their output.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ from cdp_repro.observe.figures import save_figure, timeline_figure
 from cdp_repro.schedule import Program, Schedule
 
 ROOT = Path(__file__).parents[1]
+WITH_COMMANDS = (ROOT / "README.md", ROOT / "docs" / "commands.md", ROOT / "docs" / "placements.md")
+"""In the order in which their commands run."""
+WITH_TABLES = ROOT / "docs" / "benchmarks.md"
 BLOCK = re.compile(r"```console\n\$ (?P<command>[^\n]+)\n(?P<output>.*?)```", re.DOTALL)
 
 
-def blocks(readme: str) -> Iterator[tuple[str, str]]:
+def blocks(document: str) -> Iterator[tuple[str, str]]:
     """Yield (command line, output) of every console block."""
-    for match in BLOCK.finditer(readme):
+    for match in BLOCK.finditer(document):
         yield match["command"], match["output"]
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command line of the README, with the commands of this environment."""
+    """Run a command line of a document, with the commands of this environment."""
     bin_folder = Path(sys.executable).parent
     return subprocess.run(
         f"export PATH={bin_folder}:$PATH; {command}",
@@ -52,8 +56,8 @@ def draw_timeline() -> None:
     save_figure(timeline_figure(timelines, workers=3, stages=3), ROOT / "results" / "figures" / "timeline.svg")
 
 
-def refresh(folder: Path) -> None:
-    path = ROOT / "README.md"
+def with_outputs(text: str, folder: Path) -> str:
+    """Return a document with what its commands print now."""
 
     def with_output(match: re.Match[str]) -> str:
         command = match["command"]
@@ -62,10 +66,20 @@ def refresh(folder: Path) -> None:
         output = run(command, folder).stdout.replace(str(folder.resolve()), "/home/you").strip("\n")
         return f"```console\n$ {command}\n{output}\n```"
 
-    text = BLOCK.sub(with_output, path.read_text())
+    return BLOCK.sub(with_output, text)
+
+
+def with_tables(text: str) -> str:
+    """Return a document with the measurements as they are now."""
     before, _, rest = text.partition("<!-- bench -->")
     after = rest.partition("<!-- /bench -->")[2]
-    path.write_text(f"{before}<!-- bench -->\n{tables()}\n<!-- /bench -->{after}")
+    return f"{before}<!-- bench -->\n{tables()}\n<!-- /bench -->{after}"
+
+
+def refresh(folder: Path) -> None:
+    for path in WITH_COMMANDS:
+        path.write_text(with_outputs(path.read_text(), folder))
+    WITH_TABLES.write_text(with_tables(WITH_TABLES.read_text()))
     draw_timeline()
 
 

@@ -1,4 +1,4 @@
-"""The README is true: its commands run, their output is what it shows, its Python runs, its tables are the results."""
+"""The README and docs/ are true: commands run and print what is shown, Python runs, tables are the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import bench  # noqa: E402 - found by the path above
 import readme  # noqa: E402
 
 TEXT = (ROOT / "README.md").read_text()
-BLOCKS = dict(readme.blocks(TEXT))
+COMMANDS = [block for path in readme.WITH_COMMANDS for block in readme.blocks(path.read_text())]
 
 
 def without_numbers(output: str) -> str:
@@ -41,19 +41,27 @@ def folder(tmp_path_factory):
     return base
 
 
-def test_there_are_eight_commands():
-    assert len(BLOCKS) == 8
+def test_the_readme_is_short_and_shows_six_commands():
+    assert TEXT.count("\n") <= 170
+    assert len([*readme.blocks(TEXT)]) == 6
+
+
+def test_every_page_with_commands_is_run():
+    found = {path for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) if "```console" in path.read_text()}
+    assert found == set(readme.WITH_COMMANDS)
 
 
 @pytest.mark.xdist_group("readme")
-def test_commands_run_and_print_what_the_readme_shows(folder):
-    for command, shown in BLOCKS.items():  # in order: the last resumes a run of the one before
+def test_commands_run_and_print_what_the_documents_show(folder):
+    for command, shown in COMMANDS:  # in order: some go on from runs of others
         done = readme.run(command, folder)
         assert done.returncode == 0, f"{command}\n{done.stdout}"
         if command.startswith("cdp-plan"):
             assert done.stdout.strip() == shown.strip(), command
         else:
             assert without_numbers(done.stdout) == without_numbers(shown), command
+    (example,) = re.findall(r"```python weights\n(.*?)```", (ROOT / "docs" / "commands.md").read_text(), re.DOTALL)
+    subprocess.run([sys.executable, "-c", example], cwd=folder, check=True)  # the file is there now
 
 
 def test_the_python_example_runs(folder):
@@ -64,7 +72,7 @@ def test_the_python_example_runs(folder):
 
 
 def test_the_tables_are_the_committed_results():
-    assert f"<!-- bench -->\n{bench.tables()}\n<!-- /bench -->" in TEXT
+    assert f"<!-- bench -->\n{bench.tables()}\n<!-- /bench -->" in readme.WITH_TABLES.read_text()
 
 
 def test_the_picture_is_what_the_code_draws(tmp_path, monkeypatch):
@@ -84,10 +92,3 @@ def test_make_targets_exist_and_call_what_the_readme_says():
     planned = subprocess.run(["make", "-n", "train"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert ".venv/bin/cdp-train" in map(str.strip, planned.splitlines())  # make inside make prints directories, too
     assert "make test" in (ROOT / ".ci" / "run").read_text()
-
-
-def test_the_map_names_every_module_of_the_core():
-    (tree,) = re.findall(r"```\nsrc/cdp_repro/\n(.*?)```", TEXT, re.DOTALL)
-    named = set(re.findall(r"\w+", tree))
-    core = {path.stem for part in ("schedule", "engine") for path in (ROOT / "src" / "cdp_repro" / part).rglob("*.py")}
-    assert core - {"__init__"} <= named

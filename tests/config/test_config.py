@@ -149,7 +149,7 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (["model=resnet19"], "did you mean 'resnet18'?"),
         (["experiment=paper/cifar10_resnet1"], "did you mean 'paper/cifar10_resnet18'?"),
         (["optm.lr=1"], "unknown key 'optm.lr'; did you mean 'optim.lr'?"),
-        (["~seed"], "a value cannot be removed"),
+        (["hydra.verbose=true"], "hydra.verbose has no effect"),
         (["seed"], "not of the form key=value"),
     ],
 )

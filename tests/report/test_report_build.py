@@ -14,7 +14,7 @@ import pytest
 from report_rows import row_of
 
 from cdp_repro.cli import report as command
-from cdp_repro.report.build import Report, build, stale, write
+from cdp_repro.report.build import Report, build, drawn, marked, stale, undrawn, write
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.rows import RowError, write_row
 
@@ -24,7 +24,7 @@ DP, V1, V2 = STUDIES["digits"].cells
 
 @pytest.fixture(scope="module")
 def committed():
-    return build(ROOT / "results", ROOT / "README.md")
+    return build(ROOT / "results", marked(ROOT))
 
 
 @pytest.fixture
@@ -100,16 +100,31 @@ def test_paper_values_that_are_no_numbers_are_refused(results, text):
         build(results)
 
 
-def test_the_readme_is_renewed_between_its_marks(results, tmp_path):
-    readme = tmp_path / "README.md"
+def test_documents_are_renewed_between_their_marks(results, tmp_path):
+    readme, other = tmp_path / "README.md", tmp_path / "docs" / "results.md"
+    other.parent.mkdir()
+    (tmp_path / "docs" / "plain.md").write_text("no table")
     readme.write_text("before\n<!-- report:claims -->\nold\n<!-- /report -->\nafter\n")
-    text = build(results, readme)[readme].decode()
+    other.write_text("<!-- report:verdicts -->\n<!-- /report -->\n")
+    assert marked(tmp_path) == [readme, other]
+    files = build(results, marked(tmp_path))
+    text = files[readme].decode()
     assert text.startswith("before\n<!-- report:claims -->\n|  | claim |") and text.endswith(
         "<!-- /report -->\nafter\n"
     )
+    assert files[other].decode().count("| not measured yet |") == 4
     readme.write_text("<!-- report:speed -->\n<!-- /report -->")
-    with pytest.raises(RowError, match="asks for a table 'speed': there are claims, accuracy"):
-        build(results, readme)
+    with pytest.raises(RowError, match=r"README\.md asks for a table 'speed': there are claims, accuracy"):
+        build(results, marked(tmp_path))
+
+
+def test_what_is_not_drawn_is_compared_all_the_same(results):
+    write(build(results, form=drawn))
+    assert stale(build(results, form=undrawn)) == []
+    write_row(row_of(V1, top1=95.0), results / "rows")
+    assert f"{results / 'figures' / 'accuracy.png'} differs from what the rows give" in stale(
+        build(results, form=undrawn)
+    )
 
 
 def test_a_study_of_ones_own_gets_lines(results):
@@ -178,7 +193,7 @@ def test_build_and_check_from_the_command_line(results, capsys):
     ("arguments", "message"),
     [
         (["bild"], "unknown command 'bild': choose build, check, collect, status"),
-        (["build", "--result=x"], "cdp-report build knows no --result=: it takes --readme=, --results="),
+        (["build", "--result=x"], "cdp-report build knows no --result=: it takes --results=, --root="),
         (["check", "here"], "knows no here"),
         (["build", "--results=nowhere"], "there is no folder nowhere"),
         (["collect"], "needs the directory of a finished run"),

@@ -1,4 +1,4 @@
-"""The console side of every command: flags, help, logging, exit codes."""
+"""The console side of every command: help, logging, exit codes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,15 @@ from typing import Any
 
 from cdp_repro.cli.streams import command, write_error, write_out
 from cdp_repro.config import ConfigError, schema
-from cdp_repro.config.compose import GROUPS, compose_config, group_choices
+from cdp_repro.config.compose import GROUPS, OURS, compose_config
 from cdp_repro.config.paths import typed_path
-from cdp_repro.data import DatasetError
 from cdp_repro.launch import LaunchError, RankFailedError
-from cdp_repro.models import ModelError
 from cdp_repro.observe.run_directory import RunDirectoryError
 from cdp_repro.schedule import ScheduleError
 from cdp_repro.studies.rows import RowError
-from cdp_repro.training.checkpoint import CheckpointError
-from cdp_repro.training.trainer import DivergedError, Interrupted
 
-USER_MISTAKES = (
-    ConfigError, DatasetError, ModelError, ScheduleError, CheckpointError, RunDirectoryError, LaunchError,
-    RowError,
-)  # fmt: skip
+_LIGHT_MISTAKES = (ConfigError, ScheduleError, RunDirectoryError, LaunchError, RowError)
+"""The errors that refuse what the user asked and whose modules import no torch."""
 
 
 @dataclass
@@ -46,26 +40,42 @@ def exit_code_of() -> Iterator[ExitCode]:
     result = ExitCode()
     try:
         yield result
-    except USER_MISTAKES as error:
-        write_error(f"error: {error}\n" if "\n" not in str(error) else f"error:\n{error}\n")
-        result.code = 2
-    except Interrupted as error:
-        write_error(f"{error}\n")
-        result.code = 128 + error.signal
+    except _LIGHT_MISTAKES as error:
+        result.code = _refuse(error)
     except KeyboardInterrupt:
         write_error("interrupted\n")
         result.code = 130
-    except (DivergedError, RankFailedError) as error:
+    except Exception as error:
+        code = _code_of(error)
+        if code is None:
+            raise
+        result.code = code
+
+
+def _refuse(error: Exception) -> int:
+    write_error(f"error: {error}\n" if "\n" not in str(error) else f"error:\n{error}\n")
+    return 2
+
+
+def _code_of(error: Exception) -> int | None:
+    """Tell the user of an error that a run or a model ends with; return its exit code, None for a defect.
+
+    The classes are imported only now: with torch, which takes seconds, unless the error came from there.
+    """
+    from cdp_repro.data import DatasetError
+    from cdp_repro.models import ModelError
+    from cdp_repro.training.checkpoint import CheckpointError
+    from cdp_repro.training.trainer import DivergedError, Interrupted
+
+    if isinstance(error, (DatasetError, ModelError, CheckpointError)):
+        return _refuse(error)
+    if isinstance(error, Interrupted):
+        write_error(f"{error}\n")
+        return 128 + error.signal
+    if isinstance(error, (DivergedError, RankFailedError)):
         write_error(f"error: {error}\n")
-        result.code = 1
-
-
-def split_flags(arguments: Sequence[str], known: Sequence[str]) -> tuple[set[str], list[str], list[str]]:
-    """Return the flags given, the overrides, and the unknown flags."""
-    flags = {text for text in arguments if text in known}
-    unknown = [text for text in arguments if text.startswith("-") and text not in known]
-    overrides = [text for text in arguments if not text.startswith("-")]
-    return flags, overrides, unknown
+        return 1
+    return None
 
 
 def console_logging() -> None:
@@ -83,7 +93,7 @@ _LABEL_WIDTH = 37
 
 def help_text(usage: str) -> str:
     """Return the usage, the choices of each group, and every value with its default and meaning."""
-    groups = "\n".join(f"  {group:<11} {' | '.join(choices)}" for group, choices in group_choices(GROUPS).items())
+    groups = "\n".join(f"  {group:<11} {' | '.join(OURS.choices(group))}" for group in GROUPS)
     return f"{usage}\nGroups (group=choice):\n{groups}\n\nValues (key=value):\n{_values(compose_config([]))}"
 
 

@@ -22,6 +22,11 @@ def verify() -> int:
     return _run("cdp_repro.cli.verify")
 
 
+def export() -> int:
+    """Run `cdp-export`."""
+    return _run("cdp_repro.cli.export")
+
+
 def report() -> int:
     """Run `cdp-report`."""
     return _run("cdp_repro.cli.report")

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from cdp_repro.cli.console import exit_code_of, help_text, split_flags
-from cdp_repro.cli.streams import command, write_error, write_out
+from cdp_repro.cli.command_line import Command, CommandLine
+from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.paths import typed_path
-from cdp_repro.predict.forecast import make_plan, plan_text, write_plan
-from cdp_repro.predict.pricing.quote import make_quote, quote_text, write_quote
-from cdp_repro.predict.systems import compare_systems, systems_text, write_systems
 from cdp_repro.schedule import Program
 from cdp_repro.schedule.program_text import write_program
 
@@ -42,43 +39,29 @@ With price=true show instead what a training step takes on a cluster, for every 
 """
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, or 2 for the user's mistakes."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    folder = [text.removeprefix("--out=") for text in arguments if text.startswith("--out=")]
-    program = [text.removeprefix("--program=") for text in arguments if text.startswith("--program=")]
-    rest = [text for text in arguments if not text.startswith(("--out=", "--program="))]
-    flags, overrides, unknown = split_flags(rest, ("--help", "-h", "--systems"))
-    if unknown:
-        write_error(f"unknown option {unknown[0]}\n\n{USAGE}")
-        return 2
-    if set(flags) - {"--systems"}:
-        write_out(help_text(USAGE))
-        return 0
-    with exit_code_of() as result:
-        if "" in folder:
-            raise ConfigError(["--out= names no folder: give --out=FOLDER"])
-        if "" in program:
-            raise ConfigError(["--program= names no file: give --program=FILE"])
-        config = compose_config(overrides, check_device=False)
-        if program and config.price:
-            raise ConfigError(["--program=FILE writes the program of one run, price=true prices many: leave one out"])
-        if program and flags:
-            raise ConfigError(["--program=FILE writes the program of one run, --systems shows many: leave one out"])
-        answer = _systems if flags else _quote if config.price else _plan
-        text, write, chosen = answer(config)
-        write_out(text)
-        if folder:
-            try:
-                written = write(Path(typed_path(folder[-1])))
-            except OSError as error:
-                raise ConfigError([f"--out={folder[-1]}: cannot write there: {error.strerror}"]) from error
-            write_out("\nwritten: " + " ".join(map(str, written)) + "\n")
-        if program and chosen is not None:
-            _write_program(chosen, Path(typed_path(program[-1])))
-        result.code = 0
-    return result.code
+def _run(line: CommandLine) -> int:
+    folder, program = line.options.get("out"), line.options.get("program")
+    if folder == "":
+        raise ConfigError(["--out= names no folder: give --out=FOLDER"])
+    if program == "":
+        raise ConfigError(["--program= names no file: give --program=FILE"])
+    config = compose_config(line.overrides, check_device=False, source=line.source)
+    if program and config.price:
+        raise ConfigError(["--program=FILE writes the program of one run, price=true prices many: leave one out"])
+    if program and line.flags:
+        raise ConfigError(["--program=FILE writes the program of one run, --systems shows many: leave one out"])
+    answer = _systems if line.flags else _quote if config.price else _plan
+    text, write, chosen = answer(config)
+    write_out(text)
+    if folder:
+        try:
+            written = write(Path(typed_path(folder)))
+        except OSError as error:
+            raise ConfigError([f"--out={folder}: cannot write there: {error.strerror}"]) from error
+        write_out("\nwritten: " + " ".join(map(str, written)) + "\n")
+    if program and chosen is not None:
+        _write_program(chosen, Path(typed_path(program)))
+    return 0
 
 
 def _write_program(program: Program, path: Path) -> None:
@@ -94,20 +77,29 @@ Answer = tuple[str, Callable[[Path], list[Path]], Program | None]
 
 
 def _plan(config: RunConfig) -> Answer:
+    from cdp_repro.predict.forecast import make_plan, plan_text, write_plan  # here: torch takes seconds
+
     plan = make_plan(config)
     return plan_text(plan, shutil.get_terminal_size((120, 24)).columns), partial(write_plan, plan), plan.chosen.program
 
 
 def _systems(config: RunConfig) -> Answer:
+    from cdp_repro.predict.systems import compare_systems, systems_text, write_systems  # here: torch takes seconds
+
     systems = compare_systems(config)
     return systems_text(systems, config), partial(write_systems, systems), None
 
 
 def _quote(config: RunConfig) -> Answer:
+    from cdp_repro.predict.pricing.quote import make_quote, quote_text, write_quote  # here: torch takes seconds
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quote = make_quote(config, processes=cores)
     return quote_text(quote), partial(write_quote, quote), None
 
+
+COMMAND = Command("cdp-plan", USAGE, _run, options=("out", "program"), flags=(("--systems",),))
+main = command(COMMAND.main)
 
 if __name__ == "__main__":
     sys.exit(main())

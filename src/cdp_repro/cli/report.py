@@ -11,21 +11,20 @@ from cdp_repro.cli.console import exit_code_of
 from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError
 from cdp_repro.config.paths import typed_path
-from cdp_repro.report.build import build, stale, write
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.collecting import collect
 from cdp_repro.studies.rows import ROWS, Row, write_row
 from cdp_repro.studies.status import status_text
 
-USAGE = f"""usage: cdp-report build   [--results=results] [--readme=README.md]
-       cdp-report check   [--results=results] [--readme=README.md]
+USAGE = f"""usage: cdp-report build   [--results=results] [--root=.]
+       cdp-report check   [--results=results] [--root=.]
        cdp-report collect [--results=results] [--study=NAME] RUN_DIRECTORY...
        cdp-report status  [--results=results] [--runs=runs/studies] [STUDY...]
 
 Rebuild the paper's tables and figures from finished runs.
 
   build    write tables (.md, .csv, .tex), figures (.svg, .png) and report.html from the rows in results/rows, and
-           renew the marked parts of the README; trains nothing, takes seconds
+           renew the marked parts of README.md and docs/ below --root; trains nothing, takes seconds
   check    exit 1 if one of these files differs from what the rows give
   collect  keep what the tables need of finished runs as rows in results/rows/STUDY; without --study the study whose
            runs they are. A study of your own (--study=mine) gets lines in the accuracy table
@@ -58,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 _OPTIONS = {
-    "build": {"results", "readme"},
-    "check": {"results", "readme"},
+    "build": {"results", "root"},
+    "check": {"results", "root"},
     "collect": {"results", "study"},
     "status": {"results", "runs"},
 }
@@ -75,22 +74,30 @@ def _refuse_unknown(command: str, options: dict[str, str], words: Sequence[str])
         )
 
 
-def _files(options: dict[str, str]) -> dict[Path, bytes]:
+def _files(options: dict[str, str], draws: bool) -> dict[Path, bytes]:
     results = Path(typed_path(options.get("results", "results")))
     if not results.is_dir():
         raise ConfigError([f"there is no folder {results}: go to the project's folder, or pass --results="])
-    readme = Path(typed_path(options["readme"])) if "readme" in options else results.resolve().parent / "README.md"
-    return build(results, readme)
+    from cdp_repro.report.build import build, drawn, marked, undrawn  # here: libraries that draw and test take seconds
+
+    root = Path(typed_path(options["root"])) if "root" in options else results.resolve().parent
+    return build(results, marked(root), drawn if draws else undrawn)
 
 
 def _build(options: dict[str, str], words: list[str]) -> int:  # noqa: ARG001 - commands have one form
-    written = write(_files(options))
+    files = _files(options, draws=True)
+    from cdp_repro.report.build import write
+
+    written = write(files)
     write_out("".join(f"{path}\n" for path in written) + f"{len(written)} files changed\n")
     return 0
 
 
 def _check(options: dict[str, str], words: list[str]) -> int:  # noqa: ARG001 - commands have one form
-    differing = stale(_files(options))
+    files = _files(options, draws=False)
+    from cdp_repro.report.build import stale
+
+    differing = stale(files)
     write_out("".join(f"{sentence}\n" for sentence in differing))
     write_out("run cdp-report build\n" if differing else "everything is what the rows give\n")
     return 1 if differing else 0

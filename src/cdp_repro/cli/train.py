@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,25 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from cdp_repro.cli.console import console_logging, exit_code_of, help_text, split_flags
+from cdp_repro.cli.command_line import Command, CommandLine
+from cdp_repro.cli.console import console_logging
 from cdp_repro.cli.streams import OutputError, command, write_error, write_out
 from cdp_repro.config import ConfigError, RunConfig, load_config
-from cdp_repro.config.compose import compose_config, expand_sweep
-from cdp_repro.config.keys import RESUME_KEYS, settings_of
+from cdp_repro.config.compose import Source, compose_config, output_folder
+from cdp_repro.config.keys import RESUME_KEYS
 from cdp_repro.config.paths import typed_path
+from cdp_repro.config.sweep_launcher import SlurmLauncher, split_launcher
 from cdp_repro.config.task import task_of
 from cdp_repro.launch import launch
-from cdp_repro.launch.signals import StopRequest
-from cdp_repro.launch.train_process import train_in_process
-from cdp_repro.observe.run_directory import CONFIG, SUMMARY, RunDirectory, RunDirectoryError
+from cdp_repro.observe.run_directory import SUMMARY, RunDirectory, RunDirectoryError
 from cdp_repro.observe.text import format_bytes
-from cdp_repro.training.run import arguments_to_go_on, train
+from cdp_repro.studies.cells import Cell, cells_of, write_list
+from cdp_repro.studies.start_cells import array_script, queue, refuse_without_sbatch, train_here
+from cdp_repro.studies.sweep_status import sweep_text
 
-USAGE = """usage: cdp-train [--multirun] [key=value ...]
+USAGE = """usage: cdp-train [option ...] [key=value ...]
+       cdp-train --multirun [--dry-run] [launcher=local|slurm launcher.key=value ...] key=value,value ...
+       cdp-train --status=SWEEP_DIRECTORY
 
 Train a network on the timeline of data parallelism (mode=dp) or of cyclic data parallelism
 (mode=cdp_v1, mode=cdp_v2), and record accuracy, activation memory and the timeline.
@@ -41,34 +43,36 @@ Train a network on the timeline of data parallelism (mode=dp) or of cyclic data 
   cdp-train experiment=paper/cifar10_resnet18      the paper's set-up
   cdp-train dataset=text model=gpt optim=adamw     a language model on Python's own library (dataset.root=FILE)
   cdp-train mode=cdp_v1 delay=error_feedback       a method that makes up for stale reads
-  cdp-train --multirun mode=dp,cdp_v1,cdp_v2 seed=0,1,2
+  cdp-train --multirun mode=dp,cdp_v1,cdp_v2 "seed=range(3)"
+  cdp-train -m seed=0,1,2 launcher=slurm launcher.partition=gpu launcher.gpus_per_node=1       one array of jobs
   cdp-train mode=cdp_v2 placement=pipeline         in processes of its own, or under torchrun and srun
   cdp-train resume=runs/my-run                     go on from the newest checkpoint, bitwise
   cdp-train resume=runs/my-run restart=true        begin anew a run that was stopped before its first checkpoint
 """
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, 2 for the user's mistakes, 130 after Ctrl-C, 1 otherwise."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    flags, overrides, unknown = split_flags(arguments, ("--help", "-h", "--multirun", "-m"))
-    if unknown:
-        write_error(f"unknown option {unknown[0]}\n\n{USAGE}")
-        return 2
-    if flags & {"--help", "-h"}:
-        write_out(help_text(USAGE))
-        return 0
-    with exit_code_of() as result:
-        result.code = _sweep(overrides) if flags & {"--multirun", "-m"} else _single(overrides)
-    return result.code
+def _run(line: CommandLine) -> int:
+    if "status" in line.options:
+        return _status(line)
+    if "--multirun" in line.flags:
+        return _sweep(line)
+    if "--dry-run" in line.flags:
+        raise ConfigError(["--dry-run shows how a sweep would start: add --multirun"])
+    return _single(line.overrides, line.source)
 
 
-def _single(overrides: Sequence[str]) -> int:
+def _single(overrides: Sequence[str], source: Source) -> int:
     resumed = _run_to_resume(overrides)
-    config = _resumed_config(resumed, overrides) if resumed else compose_config(overrides)
-    run_dir = resumed.path if resumed else Path(config.run_dir or _new_run_dir(config))
-    arguments = (config, run_dir, ["cdp-train", *overrides], resumed is not None, _restarts(overrides))
+    config = _resumed_config(resumed, overrides) if resumed else compose_config(overrides, source=source)
+    _given_folder("run", overrides)  # refuses two of them
+    run_dir = resumed.path if resumed else Path(config.run_dir or _new(output_folder("run", overrides, source)))
+    arguments = (
+        config,
+        run_dir,
+        ["cdp-train", *source.arguments(), *overrides],
+        resumed is not None,
+        _restarts(overrides),
+    )
     summary = launch(_train_rank, arguments, config.processes)
     if summary:
         with suppress(OutputError):  # the run has ended well, and its files say so
@@ -82,6 +86,8 @@ def _train_rank(
     """Train in one rank; only rank 0 logs to the console."""
     if os.environ.get("RANK", "0") == "0":
         console_logging()
+    from cdp_repro.training.run import train  # here: torch takes seconds, and what is wrong is told before
+
     return train(config, run_dir, command, resume, restart)
 
 
@@ -130,62 +136,63 @@ def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
     return load_config(config)
 
 
-def _new_run_dir(config: RunConfig) -> Path:
-    """Return a directory that does not exist yet, named after data set, model, mode, seed and time."""
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    base = f"{config.dataset.name}-{config.model.name}-{config.mode.name}-seed{config.seed}-{stamp}"
-    names = (base if number == 1 else f"{base}-{number}" for number in range(1, 1000))
-    return next(path for name in names if not (path := Path("runs") / name).exists())
+def _given_folder(kind: str, overrides: Sequence[str]) -> str | None:
+    """Return the folder that `run_dir=` names, if it does; raise ConfigError if Hydra's setting names one, too."""
+    given = [text for text in overrides if text.startswith(("run_dir=", f"hydra.{kind}.dir="))]
+    if len({text.partition("=")[0] for text in given}) > 1:
+        raise ConfigError([f"{shlex.join(given)} name two folders: give one of them"])
+    return next((text.partition("=")[2] for text in reversed(given) if text.startswith("run_dir=")), None)
 
 
-def _sweep(overrides: Sequence[str]) -> int:
-    """Run every cell in a process of its own, in its own directory; go on after failures and list them at the end.
+def _new(folder: Path) -> Path:
+    """Return a folder that does not exist yet: this one, or its name with a number."""
+    names = (folder.name if number == 1 else f"{folder.name}-{number}" for number in range(1, 1000))
+    return next(path for name in names if not (path := folder.with_name(name)).exists())
 
-    Cells that are finished are skipped, and those that were stopped go on, so that a sweep can be repeated.
-    """
+
+def _sweep(line: CommandLine) -> int:
+    """Start every cell of a sweep as `launcher=` says; here, list at the end those that failed."""
     console_logging()
-    base = [text.partition("=")[2] for text in overrides if text.startswith("run_dir=")]
-    root = Path(typed_path(base[-1]) if base else f"runs/sweep-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
-    cells = _cells(root, [text for text in overrides if not text.startswith("run_dir=")])
-    failures = []
-    with StopRequest() as stop:
-        for number, (run_dir, cell) in enumerate(cells.items(), start=1):
-            logging.getLogger("cdp_repro").info("[%d/%d] %s", number, len(cells), run_dir.name)
-            resume = (run_dir / CONFIG).exists()
-            arguments = arguments_to_go_on(run_dir) if resume else [*cell, f"run_dir={run_dir}"]
-            code = train_in_process(arguments, stop)
-            if stop.signal is not None:
-                return 128 + stop.signal
-            if code:
-                failures.append(f"exit code {code}: {run_dir.name} (see {run_dir})")
-    for failure in failures:
+    launcher, overrides = split_launcher(line.overrides)
+    given = _given_folder("sweep", overrides)
+    root = Path(typed_path(given)) if given else output_folder("sweep", overrides, line.source)
+    overrides = [text for text in overrides if not text.startswith("run_dir=")]
+    by_slurm, dry = isinstance(launcher, SlurmLauncher), "--dry-run" in line.flags
+    cells = cells_of(root, overrides, line.source, check_device=not by_slurm and not dry)
+    if isinstance(launcher, SlurmLauncher):
+        return _queue(root, cells, launcher, dry)
+    if dry:
+        write_out("".join(f"{shlex.join(['cdp-train', *cell.arguments()])}\n" for cell in cells))
+        return 0
+    write_list(root, cells)
+    outcome = train_here(cells, launcher.jobs)
+    if outcome.signal is not None:
+        return 128 + outcome.signal
+    for failure in outcome.failures:
         write_error(f"{failure}\n")
-    write_out(f"{len(cells) - len(failures)} of {len(cells)} runs finished, in {root}\n")
-    return 1 if failures else 0
+    write_out(f"{len(cells) - len(outcome.failures)} of {len(cells)} runs finished, in {root}\n")
+    return 1 if outcome.failures else 0
 
 
-def _cells(root: Path, overrides: Sequence[str]) -> dict[Path, list[str]]:
-    """Return the overrides of every cell by its directory; ConfigError with the mistakes of all cells."""
-    cells = expand_sweep(overrides)
-    fixed = set.intersection(*map(set, cells))
-    found: dict[Path, list[str]] = {}
-    problems: dict[str, None] = {}
-    for cell in cells:
-        name = ",".join(text for text in cell if text not in fixed).replace("/", "-") or "single"
-        if root / name in found:
-            problems[f"two cells are the same: {name}"] = None
-        found[root / name] = cell
-        try:
-            config = settings_of(compose_config(cell).to_dict())
-        except ConfigError as error:
-            problems |= dict.fromkeys(error.problems)
-            continue
-        begun = (root / name / CONFIG).exists()
-        if begun and {**settings_of(RunDirectory(root / name).config()), "run_dir": None} != config:
-            problems[f"{root / name} holds a run with another configuration: pass another run_dir="] = None
-    if problems:
-        raise ConfigError(problems)
-    return found
+def _queue(root: Path, cells: Sequence[Cell], launcher: SlurmLauncher, dry: bool) -> int:
+    """Queue the cells as an array of SLURM, or show its script."""
+    script = array_script(root, cells, launcher)
+    if dry:
+        write_out(script)
+        return 0
+    refuse_without_sbatch()
+    write_list(root, cells)
+    array = queue(root, script)
+    write_list(root, cells, array)
+    write_out(f"queued {len(cells)} runs as array {array}: cdp-train --status={shlex.quote(str(root))} shows them\n")
+    return 0
+
+
+def _status(line: CommandLine) -> int:
+    if line.overrides or line.flags:
+        raise ConfigError([f"--status=SWEEP_DIR stands alone: drop {shlex.join([*line.overrides, *line.flags])}"])
+    write_out(sweep_text(Path(typed_path(line.options["status"]))))
+    return 0
 
 
 def _summary_text(summary: dict[str, Any], run_dir: Path) -> str:
@@ -219,6 +226,9 @@ def _told(summary: dict[str, Any]) -> str:
     lines.append(f"  run directory         {summary['run_dir']}")
     return "\n".join(lines) + "\n"
 
+
+COMMAND = Command("cdp-train", USAGE, _run, ("status",), (("--multirun", "-m"), ("--dry-run",)))
+main = command(COMMAND.main)
 
 if __name__ == "__main__":
     sys.exit(main())

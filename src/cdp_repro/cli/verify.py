@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from cdp_repro.cli.console import console_logging, exit_code_of, help_text, split_flags
-from cdp_repro.cli.streams import command, write_error, write_out
+from cdp_repro.cli.command_line import Command, CommandLine
+from cdp_repro.cli.console import console_logging
+from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.program_file import with_header_of_program
-from cdp_repro.training.equivalence import Comparison, verify
+
+if TYPE_CHECKING:
+    from cdp_repro.training.equivalence import Comparison
 
 USAGE = """usage: cdp-verify [--steps=8] [key=value ...]
 
@@ -22,28 +25,18 @@ parameters of every version, optimizer state and buffers. Exit code 0 if they ag
   cdp-verify mode=dp baseline=ddp workers=2        a library's data parallelism against ours
   cdp-verify program=FILE                          a program that cdp-plan has written, edited by hand or not
 """
-_STEPS = "--steps="
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0 if all agrees, 1 if not, 2 for the user's mistakes."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    steps = [text.removeprefix(_STEPS) for text in arguments if text.startswith(_STEPS)]
-    flags, overrides, unknown = split_flags([a for a in arguments if not a.startswith(_STEPS)], ("--help", "-h"))
-    if unknown:
-        write_error(f"unknown option {unknown[0]}\n\n{USAGE}")
-        return 2
-    if flags:
-        write_out(help_text(USAGE))
-        return 0
+def _run(line: CommandLine) -> int:
+    """Return 0 if all agrees, 1 if not."""
     console_logging()
-    with exit_code_of() as result:
-        config = compose_config(["precision=fp64", *with_header_of_program(overrides)])
-        comparison = verify(config, _number(steps[-1] if steps else "8"))
-        write_out(_text(config, comparison))
-        result.code = 0 if comparison.agrees else 1
-    return result.code
+    config = compose_config(["precision=fp64", *with_header_of_program(line.overrides)], source=line.source)
+    steps = _number(line.options.get("steps", "8"))
+    from cdp_repro.training.equivalence import verify  # here: torch takes seconds, and what is wrong is told before
+
+    comparison = verify(config, steps)
+    write_out(_text(config, comparison))
+    return 0 if comparison.agrees else 1
 
 
 def _number(text: str) -> int:
@@ -67,6 +60,9 @@ def _text(config: RunConfig, comparison: Comparison) -> str:
     lines.append(f"they agree {limit}" if comparison.agrees else f"they do NOT agree {limit}")
     return "\n".join(lines) + "\n"
 
+
+COMMAND = Command("cdp-verify", USAGE, _run, options=("steps",))
+main = command(COMMAND.main)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,54 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from itertools import product
+from pathlib import Path
 
-from hydra import compose, initialize_config_module
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from cdp_repro.config import ConfigError, RunConfig, load_config
 from cdp_repro.config.errors import nearest
 from cdp_repro.config.keys import EXAMPLES, leaves, nested
 from cdp_repro.config.paths import quoted_for_hydra
-from cdp_repro.models import BUILTIN_MODELS
-from cdp_repro.models.timm_models import is_timm_model, timm_model_names
+
+TREE = "cdp_repro.config.hydra_tree"
+"""The package with our YAML files."""
 
 GROUPS = ("mode", "dataset", "model", "placement", "optim", "delay", "experiment")
 
+HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
+"""Hydra's own settings that have an effect here. Its others are about starting jobs, which `launch` does."""
 
-def compose_config(overrides: Sequence[str], check_device: bool = True) -> RunConfig:
+
+@dataclass(frozen=True)
+class Source:
+    """Where configurations are read: in our tree, and in a folder of the user's.
+
+    Raises:
+        ConfigError: there is no such folder, or one of its files has the name of one of ours.
+    """
+
+    folder: Path | None = None
+    """`--config-dir`: a folder laid out like our tree."""
+    name: str = "config"
+    """`--config-name`: the file that lists what is composed."""
+
+    def __post_init__(self) -> None:
+        if self.folder is None:
+            return
+        if not self.folder.is_dir():
+            raise ConfigError(
+                [f"--config-dir={self.folder}: there is no such folder; give one that is laid out as configs/ is"]
+            )
+        ours, theirs = ({*_yaml_names(root)} for root in (files(TREE), self.folder))
+        if ours & theirs:
+            shared = ", ".join(f"{name}.yaml" for name in sorted(ours & theirs))
+            raise ConfigError([f"--config-dir={self.folder} holds {shared}, as our tree does: give other names"])
+
+    def choices(self, group: str) -> list[str]:
+        """Return the choices of a group."""
+        return sorted({name for root in self._roots() for name in _yaml_names(root.joinpath(group))})
+
+    def is_group(self, key: str) -> bool:
+        """Return whether a key names a group: one of ours, or a folder of the user's."""
+        return key in GROUPS or (self.folder is not None and key.isidentifier() and (self.folder / key).is_dir())
+
+    def arguments(self) -> list[str]:
+        """Return the options by which another command reads the same."""
+        folder = [] if self.folder is None else [f"--config-dir={self.folder.absolute()}"]
+        return folder if self.name == "config" else [*folder, f"--config-name={self.name}"]
+
+    def _roots(self) -> Iterator[Traversable]:
+        yield files(TREE)
+        if self.folder is not None:
+            yield self.folder
+
+
+OURS = Source()
+
+
+def _yaml_names(folder: Traversable, prefix: str = "") -> Iterator[str]:
+    """Yield the names of all YAML files in a folder, those of folders in it as `folder/name`."""
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.is_dir():
+            yield from _yaml_names(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(".yaml"):
+            yield prefix + entry.name.removesuffix(".yaml")
+
+
+def compose_config(overrides: Sequence[str], check_device: bool = True, source: Source = OURS) -> RunConfig:
     """Return the configuration that the overrides (`key=value`) stand for; `check_device` as in `load_config`.
 
     Raises:
         ConfigError: with all mistakes that were found: unknown keys and choices with the nearest name that exists,
-            values of a wrong type or out of range, values that do not fit together.
+            values of a wrong type or out of range, values that do not fit together, a broken YAML file.
     """
-    parsed = _parsed([text for override in overrides for text in _written_out(override)])
-    with initialize_config_module("cdp_repro.config.hydra_tree", version_base="1.3"):
-        problems = {id(override): problem for override in parsed if (problem := _unknown_choice(override))}
-        groups = [_text(override) for override in parsed if _is_group(override) and id(override) not in problems]
-        found = leaves(compose("config", groups))
-        known, missing = [key for key, _ in found], [key for key, value in found if value == MISSING]
-        problems |= {id(item): problem for item in parsed if (problem := _unknown_key(item, known, missing))}
-        try:
-            tree = compose("config", [_text(override) for override in parsed if id(override) not in problems])
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError([*problems.values(), str(error)]) from error
+    composable, problems, tree = _examined(overrides, source)
     try:
-        config = load_config(tree, check_device)
+        config = load_config(tree or _composed(composable, source), check_device)
     except ConfigError as error:
-        raise ConfigError([*problems.values(), *error.problems]) from error
+        raise ConfigError([*problems, *error.problems]) from error
     if problems:
-        raise ConfigError(problems.values())
+        raise ConfigError(problems)
     return config
+
+
+def written_out(overrides: Sequence[str], source: Source = OURS) -> list[str]:
+    """Return the overrides as Hydra itself reads them, without our short forms; values are not checked.
+
+    Raises:
+        ConfigError: with all unknown keys and choices.
+    """
+    composable, problems, _ = _examined(overrides, source)
+    if problems:
+        raise ConfigError(problems)
+    return composable
+
+
+def output_folder(kind: str, overrides: Sequence[str], source: Source = OURS) -> Path:
+    """Return the folder that Hydra's setting `hydra.run.dir` (kind `run`) or `hydra.sweep.dir` (`sweep`) stands for.
+
+    Raises:
+        ConfigError: it cannot be resolved.
+    """
+    single = [_text(each) for each in _parsed_forms(overrides, source) if not each.is_sweep_override()]
+    composable, *_ = _examined(single, source)  # what is wrong is told with the cells
+    tree = _composed(composable, source, with_hydra=True)
+    try:
+        return Path(tree.hydra[kind].dir)
+    except OmegaConfBaseException as error:
+        raise ConfigError([f"hydra.{kind}.dir cannot be resolved: {str(error).splitlines()[0]}"]) from error
 
 
 @cache
@@ -58,33 +139,110 @@ def compose_known(overrides: tuple[str, ...]) -> RunConfig:
 
     Hydra takes most of the time. So it composes each choice of groups once, and values are set on what it gave.
     """
-    parsed = _parsed([text for override in overrides for text in _written_out(override)])
-    groups = tuple(_text(override) for override in parsed if _is_group(override))
-    values = [nested(override.key_or_group, override.value()) for override in parsed if not _is_group(override)]
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), _of_groups(groups), *values))
+    parsed = _parsed_forms(overrides, OURS)
+    groups = tuple(_text(override) for override in parsed if OURS.is_group(override.key_or_group))
+    values = [
+        nested(override.key_or_group, override.value())
+        for override in parsed
+        if not OURS.is_group(override.key_or_group)
+    ]
+    config = OmegaConf.to_object(OmegaConf.merge(_of_groups(groups), *values))
     assert isinstance(config, RunConfig)
     return config
 
 
 @cache
-def _of_groups(groups: tuple[str, ...]) -> dict[str, Any]:
-    with initialize_config_module("cdp_repro.config.hydra_tree", version_base="1.3"):
-        tree = compose("config", list(groups))
-        found = OmegaConf.to_container(tree, resolve=True)
-    assert isinstance(found, dict)
-    return {str(key): value for key, value in found.items()}
+def _of_groups(groups: tuple[str, ...]) -> DictConfig:
+    resolved = OmegaConf.to_container(_composed(groups, OURS), resolve=True)
+    typed = OmegaConf.merge(OmegaConf.structured(RunConfig), resolved)
+    assert isinstance(typed, DictConfig)
+    return typed
 
 
-def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of every cell of a sweep: `seed=0,1,2` stands for three, products over all sweeps."""
-    parsed = _parsed([quoted_for_hydra(override) for override in overrides])
-    return [list(cell) for cell in BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]]
+def expand_sweep(overrides: Sequence[str], source: Source = OURS) -> list[list[str]]:
+    """Return the overrides of every cell of a sweep: `seed=0,1,2` stands for three, products over all sweeps.
+
+    Of two overrides of one key the later counts. Hydra's own settings are of the sweep, not of its cells.
+
+    Raises:
+        ConfigError: overrides that cannot be read, or a sweep without an end or without any value.
+    """
+    parsed = [override for override in _parsed(overrides) if not override.is_hydra_override()]
+    alternatives = {override.get_key_element(): _alternatives(override, source) for override in parsed}
+    return [list(cell) for cell in product(*alternatives.values())]
 
 
-def group_choices(groups: Sequence[str]) -> dict[str, list[str]]:
-    """Return the choices of each group."""
-    with initialize_config_module("cdp_repro.config.hydra_tree", version_base="1.3"):
-        return {group: _choices(group) for group in groups}
+def _alternatives(override: Override, source: Source) -> list[str]:
+    """Return an override for each value that a sweep goes through."""
+    if not override.is_sweep_override():
+        return [_text(override)]
+    if not override.is_discrete_sweep():
+        raise ConfigError([f"{_text(override)} has no end: list its values, or use range(start,stop,step)"])
+    key, value = override.key_or_group, override.value()
+    names = value.filter(source.choices(key)) if isinstance(value, Glob) else [*override.sweep_string_iterator()]
+    if not names:
+        raise ConfigError(
+            [f"{_text(override)} matches nothing: choose of {', '.join(source.choices(key)) or 'values'}"]
+        )
+    return [f"{override.get_key_element()}={name}" for name in names]
+
+
+def _composed(overrides: Sequence[str], source: Source, with_hydra: bool = False) -> DictConfig:
+    """Let Hydra compose; `with_hydra` keeps its own settings.
+
+    Raises:
+        ConfigError: it cannot; with its reason.
+    """
+    try:
+        with _initialized(source) as searched:
+            return compose(source.name, [*searched, *overrides], return_hydra_config=with_hydra)
+    except YAMLError as error:
+        raise ConfigError([f"a configuration file is not valid YAML: {error}"]) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([str(error)]) from error
+
+
+@contextmanager
+def _initialized(source: Source) -> Iterator[list[str]]:
+    """Set Hydra up; give the override by which it searches the other folder, too.
+
+    It looks for the file named by `--config-name` in the first folder only. Which is first has no other effect, as no
+    file of the user's has the name of one of ours.
+    """
+    if source.folder is None:
+        with initialize_config_module(TREE, job_name="cdp-train", version_base="1.3"):
+            yield []
+    elif (source.folder / f"{source.name}.yaml").exists():
+        with initialize_config_dir(str(source.folder.absolute()), job_name="cdp-train", version_base="1.3"):
+            yield [f"hydra.searchpath=[pkg://{TREE}]"]
+    else:
+        path = f"file://{source.folder.absolute()}".replace("\\", "\\\\").replace("'", "\\'")
+        with initialize_config_module(TREE, job_name="cdp-train", version_base="1.3"):
+            yield [f"hydra.searchpath=['{path}']"]
+
+
+def _examined(overrides: Sequence[str], source: Source) -> tuple[list[str], list[str], DictConfig | None]:
+    """Return the overrides that Hydra can compose, a sentence for each other, and what is composed already.
+
+    Choices of groups say which keys there are. So they are composed first; often that is all.
+    """
+    parsed = _parsed_forms(overrides, source)
+    problems = {id(override): problem for override in parsed if (problem := _unknown_choice(override, source))}
+    groups = [
+        _text(override)
+        for override in parsed
+        if source.is_group(override.key_or_group) and id(override) not in problems
+    ]
+    tree = _composed(groups, source)
+    found = leaves(tree)
+    known, missing = [key for key, _ in found], [key for key, value in found if value == MISSING]
+    problems |= {id(item): problem for item in parsed if (problem := _unknown_key(item, source, known, missing))}
+    composable = [_text(override) for override in parsed if id(override) not in problems]
+    return composable, [*problems.values()], tree if composable == groups else None
+
+
+def _parsed_forms(overrides: Sequence[str], source: Source) -> list[Override]:
+    return [form for override in _parsed(overrides) for form in _forms(override, source)]
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:
@@ -93,7 +251,7 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
     for text in overrides:
         try:
             text.encode()
-            parsed.append(parser.parse_override(text))
+            parsed.append(parser.parse_override(quoted_for_hydra(text)))
         except UnicodeEncodeError:
             problems.append(f"{text!r} is not text in UTF-8: use another name")
         except HydraException as error:
@@ -103,14 +261,23 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
-def _written_out(override: str) -> list[str]:
+def _forms(override: Override, source: Source) -> list[Override]:
     """Write out the short forms: `mode=[[1,1],[1,0]]` gives a matrix, `model=NAME` may name one of timm's models."""
-    group, _, choice = override.partition("=")
-    if group == "mode" and choice.startswith("["):
-        return ["mode=matrix", f"mode.staleness={choice}"]
-    if group == "model" and choice not in (*BUILTIN_MODELS, "timm") and is_timm_model(choice):
-        return ["model=timm", f"model.name={choice}"]
-    return [quoted_for_hydra(override)]
+    key, value = override.key_or_group, override.value()
+    if override.is_add() and key in GROUPS:
+        (chosen,) = _parsed([_text(override).removeprefix("+")])  # it has a place already, so that `+` chooses, too
+        return _forms(chosen, source)
+    if key == "mode" and isinstance(value, list):
+        return _parsed(["mode=matrix", f"mode.staleness={override.get_value_string()}"])
+    if key == "model" and isinstance(value, str) and value not in source.choices(key) and _is_timm_model(value):
+        return _parsed(["model=timm", f"model.name={value}"])
+    return [override]
+
+
+def _is_timm_model(name: str) -> bool:
+    from cdp_repro.models.timm_models import is_timm_model  # here: timm takes seconds, and few runs need it
+
+    return is_timm_model(name)
 
 
 def _text(override: Override) -> str:
@@ -118,47 +285,46 @@ def _text(override: Override) -> str:
     return override.input_line
 
 
-def _is_group(override: Override) -> bool:
-    return override.key_or_group in GROUPS
-
-
-def _choices(group: str) -> list[str]:
-    loader = GlobalHydra.instance().config_loader()
-    names: list[str] = loader.get_group_options(group)
-    if group == "experiment":
-        names = [f"paper/{name}" for name in loader.get_group_options("experiment/paper")]
-    return names
-
-
-def _unknown_choice(override: Override) -> str | None:
+def _unknown_choice(override: Override, source: Source) -> str | None:
     if override.is_sweep_override():
         return f"{_text(override)} has several values: add --multirun, which cdp-train has"
-    group, choice = override.key_or_group, str(override.value())
-    if not _is_group(override) or choice in (choices := _choices(group)):
-        return None
-    similar = [*choices, *timm_model_names()] if group == "model" else choices
-    return f"unknown {group} {choice!r}: choose {', '.join(choices)}{nearest(choice, similar)}"
+    group, choice = override.key_or_group, override.value()
+    if not source.is_group(group) or choice is None or choice in (choices := source.choices(group)):
+        return None  # no choice at all: `~group` and `group=null`
+    similar = [*choices, *_timm_model_names()] if group == "model" else choices
+    return f"unknown {group} {str(choice)!r}: choose {', '.join(choices)}{nearest(str(choice), similar)}"
 
 
-def _unknown_key(override: Override, known: Sequence[str], missing: Sequence[str]) -> str | None:
+def _timm_model_names() -> list[str]:
+    from cdp_repro.models.timm_models import timm_model_names  # here: timm takes seconds
+
+    return timm_model_names()
+
+
+def _unknown_key(override: Override, source: Source, known: Sequence[str], missing: Sequence[str]) -> str | None:
     """Return the problem with a key, if it has one.
 
     `missing` are keys that a choice leaves to the user, such as `model.name` with `model=timm`.
     """
     key = override.key_or_group
     group, _, rest = key.partition(".")
-    if override.is_delete():
-        return f"~{key}: a value cannot be removed, only set"
+    if override.is_hydra_override():
+        here = f"{key} has no effect: runs are started without Hydra's launchers; those that have are "
+        return None if key in HYDRA_KEYS else f"{here}{', '.join(HYDRA_KEYS)}"
+    if group == "launcher":
+        return f"{key} says how the runs of a sweep start: add --multirun, which cdp-train has"
     if key in ("resume", "restart"):
         return "resume=RUN_DIRECTORY stands alone, with cdp-train (restart=true may stand beside it)"
     if group in GROUPS and rest == "name" and not (group == "model" and "model.name" in missing):
         return f"{key} is set by {group}=..., with what belongs to it"
-    if _is_group(override) or any(leaf == key or leaf.startswith(f"{key}.") for leaf in known):
+    if source.is_group(key) or any(leaf == key or leaf.startswith(f"{key}.") for leaf in known):
         return None
-    if key in (leaf for leaf, _ in leaves(OmegaConf.structured(RunConfig))):
+    if key not in (leaf for leaf, _ in leaves(OmegaConf.structured(RunConfig))):
+        return f"unknown key {key!r}{nearest(key, [*known, *GROUPS])}"
+    if group in GROUPS:
         given = f", or give {EXAMPLES[key]}" if key in EXAMPLES else ""
         return f"{key} has no effect with this {group}{_own_values(group, known)}{given}"
-    return f"unknown key {key!r}{nearest(key, [*known, *GROUPS])}"
+    return None  # a file of the user's lacks it: Hydra says that +key= adds it
 
 
 def _own_values(group: str, known: Sequence[str]) -> str:

@@ -10,17 +10,16 @@ from typing import Any
 from cdp_repro.baselines import BASELINES
 from cdp_repro.config.errors import nearest
 from cdp_repro.config.schema import RunConfig
-from cdp_repro.data.order import check_divisible
-from cdp_repro.engine.clipping import clips_globally, knows_norms_in_time, refusal
-from cdp_repro.engine.delay import DELAYS
 from cdp_repro.schedule import MODES, PIPELINE_SCHEDULES, PLACEMENTS, SLOT_ORDERS, Program
+from cdp_repro.schedule.norms import clips_globally, knows_norms_in_time, refusal
+from cdp_repro.schedule.sizes import check_divisible
 
 PARTITIONS = ("flops", "parameters", "activations", "time")
 
 _CHOICES = {
     "mode.name": (*MODES, "matrix"),
     "optim.name": ("sgd", "adamw", "nadamw", "muon"),
-    "delay.name": tuple(DELAYS),
+    "delay.name": ("none", "error_feedback", "prediction", "compensation"),  # engine.delay.DELAYS, which needs torch
     "dataset.tokens": ("bytes", "characters"),
     "optim.schedule": ("constant", "step", "cosine"),
     "placement.name": tuple(PLACEMENTS),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -26,11 +25,17 @@ def load_config(composed: DictConfig, check_device: bool = True) -> RunConfig:
     problems += excessive.values()
     if not {*wrong, *excessive} & SCHEDULE_KEYS:
         problems += inconsistent(config)
-    if check_device and config.device == "cuda" and not torch.cuda.is_available():
+    if check_device and config.device == "cuda" and not _finds_cuda():
         problems.append("device=cuda: torch finds no CUDA device on this machine; use device=cpu (or device=auto)")
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _finds_cuda() -> bool:
+    import torch  # here: it takes seconds, and only this question needs it
+
+    return torch.cuda.is_available()
 
 
 def without_effect(config: RunConfig) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-PATH_KEYS = ("run_dir", "dataset.root", "program")
+PATH_KEYS = ("run_dir", "dataset.root", "program", "model.weights")
 """Settings whose values are paths."""
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from cdp_repro.config.task import Task, task_of
 from cdp_repro.schedule import MODES, Schedule, Spec
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -74,6 +75,8 @@ class ModelConfig:
     """Of `gpt`: attention heads of a block."""
     context: int = 128
     """Of `gpt`: tokens of a sequence."""
+    weights: str | None = None
+    """File (`.safetensors`, `.pt`) of cdp-export, torchvision or timm to start from; unless set: drawn from `seed`."""
 
 
 @dataclass
@@ -258,6 +261,8 @@ class RunConfig:
     @property
     def torch_device(self) -> torch.device:
         """The device that `device` stands for on this machine."""
+        import torch  # here: it takes seconds, and most of what reads a configuration needs none of it
+
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(self.device)

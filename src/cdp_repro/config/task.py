@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Task:
 
     def input_dtype(self, parameters: torch.dtype) -> torch.dtype:
         """Return the type of what the model is given: that of its parameters, or token numbers."""
+        import torch  # here: it takes seconds, and most of what reads a configuration needs none of it
+
         return torch.int64 if self.is_text else parameters
 
     def units(self, input_shape: tuple[int, ...]) -> int:

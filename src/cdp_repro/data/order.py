@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cdp_repro.engine.randomness import generator
+from cdp_repro.schedule.sizes import check_divisible
 
 
 def steps_per_epoch(train_size: int, batch_size: int) -> int:
@@ -53,20 +54,3 @@ def micro_batch_indices(
             yield step, order[batch * batch_size : (batch + 1) * batch_size].view(workers, -1)
 
     return rows()
-
-
-def check_divisible(batch_size: int, workers: int, accumulate: int = 1, replicas: int = 1) -> None:
-    """Raise ValueError, with the nearest batch sizes that work, unless the mini-batch is cut into equal micro-batches.
-
-    There are `workers` x `accumulate` x `replicas` of them.
-    """
-    factors = {"workers": workers, "accumulate": accumulate, "replicas": replicas}
-    micro_batches = workers * accumulate * replicas
-    for name, number in factors.items():
-        if number < 1:
-            raise ValueError(f"{name}={number} must be at least 1")
-    if batch_size % micro_batches:
-        below = batch_size // micro_batches * micro_batches
-        works = " or ".join(f"batch_size={size}" for size in (below, below + micro_batches) if size > 0)
-        parts = " x ".join(f"{name}={number}" for name, number in factors.items() if number > 1 or name == "workers")
-        raise ValueError(f"batch_size={batch_size} is not divisible by {parts}: use {works}")

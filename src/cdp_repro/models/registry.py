@@ -12,9 +12,9 @@ from torch import nn
 
 from cdp_repro.models.gpt import build_gpt
 from cdp_repro.models.mlp import build_mlp
-from cdp_repro.models.resnet import build_small_resnet, build_torchvision_resnet
+from cdp_repro.models.resnet import build_small_resnet, build_torchvision_resnet, torchvision_name
 from cdp_repro.models.spec import ModelError, ModelSpec
-from cdp_repro.models.timm_models import build_timm_model, is_timm_model, timm_model_names
+from cdp_repro.models.timm_models import build_timm_model, is_timm_model, timm_model_names, timm_name
 
 _BUILDERS: Mapping[str, Callable[[ModelSpec], nn.Sequential]] = MappingProxyType(
     {
@@ -83,6 +83,16 @@ def build_model(
         # Not torch.manual_seed, which also reseeds the GPUs.
         torch.default_generator.manual_seed(seed)
         return builder(spec)
+
+
+def original_name(model: str, key: str) -> str:
+    """Return the name that a tensor of the model `model` has in torchvision's or timm's own; `mlp` has none but ours.
+
+    ResNet-8 and -20 are not in torchvision; their tensors are named as if they were.
+    """
+    if model == "mlp":
+        return key
+    return torchvision_name(key) if model.startswith("resnet") and model in _BUILDERS else timm_name(key)
 
 
 def _unknown(name: str) -> str:

@@ -41,6 +41,15 @@ def build_torchvision_resnet(spec: ModelSpec, name: str) -> nn.Sequential:
     return _chain(nn.Sequential(stem), [list(group) for group in groups], model.fc)
 
 
+def torchvision_name(key: str) -> str:
+    """Return the name in torchvision's ResNet of a tensor of ours: `stem.conv1.weight` is `conv1.weight` there.
+
+    `layer1_0.bn1.bias` is `layer1.0.bn1.bias`, and `head.fc.bias` is `fc.bias`.
+    """
+    block, _, rest = key.partition(".")
+    return rest if block in ("stem", "head") else f"{block.replace('_', '.')}.{rest}"
+
+
 def build_small_resnet(spec: ModelSpec, name: str, blocks_per_group: int) -> nn.Sequential:
     """Return the CIFAR-style ResNet of 16, 32 and 64 channels with `blocks_per_group` basic blocks in each group.
 

@@ -88,6 +88,15 @@ def build_timm_model(spec: ModelSpec, name: str) -> nn.Sequential:
     return chain
 
 
+def timm_name(key: str) -> str:
+    """Return the name in timm's model of a tensor of ours: `embed.part.cls_token` is `cls_token` there.
+
+    `blocks_0_1.bn1.bias` is `blocks.0.1.bn1.bias`.
+    """
+    block, _, rest = key.partition(".")
+    return rest.removeprefix("part.") if block in ("embed", "head") else f"{block.replace('_', '.')}.{rest}"
+
+
 def _create(spec: ModelSpec, name: str) -> nn.Module:
     """Call timm with the options that this model takes."""
     import timm

@@ -235,3 +235,8 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 def os_error_text(error: OSError, directory: Path) -> str:
     """Return why a file in `directory` cannot be written, with the free space."""
     return f"{error.strerror or error} ({shutil.disk_usage(directory).free:,} bytes free)"
+
+
+def arguments_to_go_on(directory: Path) -> list[str]:
+    """Return the arguments of `cdp-train` with which a run goes on; if it has no checkpoint, from its start."""
+    return [f"resume={directory}", "restart=true"]

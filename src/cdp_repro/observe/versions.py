@@ -8,8 +8,6 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 import cdp_repro
 
 PACKAGE = Path(cdp_repro.__file__).parent
@@ -23,6 +21,8 @@ _NUMERICS = (
 
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on, and the hardware it was measured on."""
+    import torch  # here: it takes seconds, and `code_hash` needs none of it
+
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
     return {
         "version/cdp_repro": cdp_repro.__version__,

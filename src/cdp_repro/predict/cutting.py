@@ -57,17 +57,7 @@ def cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None = None) 
 
 
 def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None) -> CutModel:
-    model = build_model(
-        config.model.name,
-        input_shape=config.input_shape,
-        classes=config.dataset.classes,
-        seed=config.seed,
-        hidden=config.model.hidden,
-        depth=config.model.depth,
-        dropout=config.model.dropout,
-        width=config.model.width,
-        heads=config.model.heads,
-    )
+    model = model_of(config)
     model.to(dtype=parameter_dtype(config))
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
@@ -83,6 +73,21 @@ def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None) -> Cut
         block_names=[[name for name, _ in stage.named_children()] for stage in stages],
         costs=profile_stages(stages, loss_fn, *sample(config, "cpu"), autocast=autocast(config, "cpu")),
         balanced=[sum(costs[index] for index in run) for run in ranges],
+    )
+
+
+def model_of(config: RunConfig) -> nn.Sequential:
+    """Return the model of the configuration, with the initial weights of its seed."""
+    return build_model(
+        config.model.name,
+        input_shape=config.input_shape,
+        classes=config.dataset.classes,
+        seed=config.seed,
+        hidden=config.model.hidden,
+        depth=config.model.depth,
+        dropout=config.model.dropout,
+        width=config.model.width,
+        heads=config.model.heads,
     )
 
 

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -26,7 +26,7 @@ from cdp_repro.report.accuracy import (
     tuning_table,
 )
 from cdp_repro.report.activation_memory import Case, answer, cases, memory_table
-from cdp_repro.report.claims import claim_table, claims
+from cdp_repro.report.claims import Claim, claim_table, claims, verdict_table
 from cdp_repro.report.cost_table import SIMULATED, Line, agreement_table, cost_table, large_lines, large_table, lines
 from cdp_repro.report.delay_costs import delay_table, delay_tuning_table, verdicts
 from cdp_repro.report.evidence import provenance
@@ -46,7 +46,8 @@ _DATA = "data "
 class Shown:
     """A figure, the digest of its data, and its caption."""
 
-    figure: Figure
+    draw: Callable[[], Figure]
+    """Draws it; for some that takes many seconds of simulation."""
     data: str
     """Digest of the rows behind it."""
     caption: str
@@ -98,6 +99,16 @@ class Report:
     def comparisons(self) -> list[Comparison]:
         """Of the accuracy studies, and of the user's own."""
         return comparisons(self.groups)
+
+    @cached_property
+    def claims(self) -> list[Claim]:
+        """The claims of the paper, each with a verdict."""
+        return claims(self.cases, self.lines, self.comparisons, self.rows)
+
+    @cached_property
+    def verdicts(self) -> Table:
+        """The claims in brief: for documents, not a file of its own."""
+        return verdict_table(self.claims)
 
     @cached_property
     def tables(self) -> dict[str, Table]:
@@ -155,49 +166,49 @@ class Report:
     def figures(self) -> dict[str, Shown]:
         """All figures that have data, by name."""
         costs, n = self.groups.get("costs", []), max(EXECUTED_WORKERS)
-        drawn: dict[str, tuple[Callable[[], Figure | None], Sequence[Row], str]] = {
+        found: dict[str, tuple[Callable[[], Figure] | None, Sequence[Row], str]] = {
             "memory": (
-                lambda: figures.memory_curves(self.cases) if self.cases else None, self._rows_of("memory"),
+                partial(figures.memory_curves, self.cases) if self.cases else None, self._rows_of("memory"),
                 "Live activation bytes of all workers on one device, executed: data parallelism rises to N times the "
                 "activations of a micro-batch, CDP fills once and stays flat. Look at how far the flat part lies above "
                 "the dotted line of equal stages, and how cutting by activation bytes brings it down.",
             ),
             "reduction": (
-                lambda: figures.reduction_curves(self.cases) if self.cases else None, self._rows_of("memory"),
+                partial(figures.reduction_curves, self.cases) if self.cases else None, self._rows_of("memory"),
                 "Activation peak of CDP-v2 over that of DP against the number of workers. Lines are simulated from the "
                 "measured bytes of every block; points are executed (filled: paper order, hollow: backward first, "
                 "diamonds: every block a stage). Right of the grey line there are more stages than blocks, and blocks "
                 "are taken as divisible.",
             ),
             "timelines": (
-                lambda: figures.timelines(costs, 3), [r for r in self._rows_of("costs") if r.config["workers"] == 3],
+                _as_drawn(figures.timelines(costs, 3)),
+                [r for r in self._rows_of("costs") if r.config["workers"] == 3],
                 "Timelines of DP, CDP-v1 and CDP-v2 with N = S = 3, drawn from the programs that ran: DP has all "
                 "workers on one stage in a slot, CDP one worker on each. Numbers are the parameter versions read: "
                 "CDP-v2 reads the newest wherever it is ready.",
             ),
             "communication": (
-                lambda: figures.communication(costs, n),
+                _as_drawn(figures.communication(costs, n)),
                 [r for r in self._rows_of("costs") if r.config["workers"] == n],
                 "Bytes that all ranks send in each slot of a training step, executed: DP sends all gradients as the "
                 "backward passes end, CDP a part in every slot. The areas of a panel are equal but for model "
                 "parallelism, whose groups differ in size.",
             ),
             "accuracy": (
-                lambda: figures.accuracy_curves(self.comparisons), [r for e in self.comparisons for r in e.group.rows],
+                _as_drawn(figures.accuracy_curves(self.comparisons)),
+                [r for e in self.comparisons for r in e.group.rows],
                 "Test top-1 after each epoch, mean over seeds with the range between the lowest and the highest.",
             ),
             "staleness": (
-                lambda: figures.staleness(self.comparisons), [r for e in self.comparisons for r in e.group.rows],
+                _as_drawn(figures.staleness(self.comparisons)), [r for e in self.comparisons for r in e.group.rows],
                 figures.staleness_caption(self.comparisons),
             ),
         }  # fmt: skip
-        found = {}
-        for name, (draw, rows, caption) in drawn.items():
-            if rows and (figure := draw()) is not None:
-                found[name] = Shown(
-                    figure, _digest(row.file_name + row.command + str(row.summary) for row in rows), caption
-                )
-        return found
+        return {
+            name: Shown(draw, _digest(row.file_name + row.command + str(row.summary) for row in rows), caption)
+            for name, (draw, rows, caption) in found.items()
+            if rows and draw is not None
+        }
 
     def page(self, svgs: Mapping[str, bytes]) -> str:
         """Return the page, with the pictures given."""
@@ -228,6 +239,10 @@ class Report:
         return page("Cyclic data parallelism, executed", [_INTRODUCTION], sections)
 
 
+def _as_drawn(figure: Figure | None) -> Callable[[], Figure] | None:
+    return None if figure is None else lambda: figure
+
+
 _INTRODUCTION = (
     "Cyclic data parallelism (Fournier and Oyallon, arXiv 2403.08837) runs the micro-batches of a training step one "
     "after another with a uniform delay, where data parallelism (DP) runs them at once. This page holds what was "
@@ -254,13 +269,19 @@ def _digest(texts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
-def build(results: Path, readme: Path | None = None) -> dict[Path, bytes]:
-    """Return every file of the report with its content, and the README with its marked parts renewed.
+Form = Callable[["Shown", str], bytes]
+"""(figure, "svg" or "png") -> the content of its file."""
+
+
+def build(results: Path, documents: Iterable[Path] = (), form: Form | None = None) -> dict[Path, bytes]:
+    """Return every file of the report with its content, and the documents with their marked parts renewed.
+
+    `form` draws a figure; `undrawn` in its place leaves out what `stale` does not compare.
 
     Raises:
         RowError: as `Report`.
     """
-    report = Report(results)
+    report, form = Report(results), form or drawn
     files: dict[Path, bytes] = {}
     for name, table in report.tables.items():
         files[results / f"{name}.csv"] = table.csv().encode()
@@ -270,32 +291,43 @@ def build(results: Path, readme: Path | None = None) -> dict[Path, bytes]:
         files[results / f"{name}.tex"] = table.latex().encode()
     svgs = {}
     for name, shown in report.figures.items():
-        svgs[name] = _drawn(shown, "svg")
+        svgs[name] = form(shown, "svg")
         files[results / "figures" / f"{name}.svg"] = svgs[name]
-        files[results / "figures" / f"{name}.png"] = _drawn(shown, "png")
+        files[results / "figures" / f"{name}.png"] = form(shown, "png")
     files[results / "report.html"] = report.page(svgs).encode()
-    if readme is not None and readme.exists():
-        files[readme] = _renewed(readme.read_text(), report).encode()
+    for path in documents:
+        files[path] = _renewed(path.read_text(), path.name, report).encode()
     return files
 
 
-def _drawn(shown: Shown, form: str) -> bytes:
+def marked(root: Path) -> list[Path]:
+    """Return the documents of a project that show tables of the report: the README and those in docs/."""
+    found = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return [path for path in found if path.exists() and _MARKED.search(path.read_text())]
+
+
+def undrawn(shown: Shown, form: str) -> bytes:  # noqa: ARG001 - both forms hold the same digest
+    """Return only the digest of a figure's data: what `stale` compares, without the seconds that drawing takes."""
+    return f"{_DATA}{shown.data}".encode()
+
+
+def drawn(shown: Shown, form: str) -> bytes:
     """Return a figure as a file that holds the digest of its data, by which `check` knows whether it is stale."""
     file = io.BytesIO()
     said = {"Description": _DATA + shown.data}
     with rc_context({"svg.hashsalt": "cdp-repro", "svg.fonttype": "none" if form == "svg" else "path"}):
-        shown.figure.savefig(file, format=form, dpi=120, metadata={**said, "Date": None} if form == "svg" else said)
+        shown.draw().savefig(file, format=form, dpi=120, metadata={**said, "Date": None} if form == "svg" else said)
     return file.getvalue()
 
 
-def _renewed(text: str, report: Report) -> str:
-    """Return the README with the tables between its marks as they are now."""
+def _renewed(text: str, name: str, report: Report) -> str:
+    """Return a document with the tables between its marks as they are now."""
+    tables = {**report.tables, report.verdicts.name: report.verdicts}
 
     def table(match: re.Match[str]) -> str:
-        name = match["name"]
-        if name not in report.tables:
-            raise RowError(f"the README asks for a table {name!r}: there are {', '.join(report.tables)}")
-        return f"{match[1]}{report.tables[name].markdown()}{match[3]}"
+        if match["name"] not in tables:
+            raise RowError(f"{name} asks for a table {match['name']!r}: there are {', '.join(tables)}")
+        return f"{match[1]}{tables[match['name']].markdown()}{match[3]}"
 
     return _MARKED.sub(table, text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cdp_repro.predict.costs import StageCosts
@@ -33,6 +33,8 @@ class Claim:
     text: str
     verdict: str
     because: str
+    brief: str = ""
+    """The numbers that decide it, in a few words."""
 
 
 def claims(
@@ -59,6 +61,12 @@ def claim_table(found: Sequence[Claim]) -> Table:
     return Table("claims", "The paper's claims", ("", "claim", "verdict", "what was measured"), rows)
 
 
+def verdict_table(found: Sequence[Claim]) -> Table:
+    """Return the checklist in brief."""
+    rows = [[claim.text, claim.verdict, claim.brief] for claim in found]
+    return Table("verdicts", "The paper's claims in brief", ("claim of the paper", "verdict", "measured"), rows)
+
+
 def _halved(memory: Sequence[Case]) -> Claim:
     text = "Activation memory is constant over a step instead of peaked, and about half of data parallelism's"
     largest = max((case.workers for case in memory if case.partition == "flops"), default=0)
@@ -83,7 +91,16 @@ def _halved(memory: Sequence[Case]) -> Claim:
         1, text, verdict,
         f"Executed peak over data parallelism's with N = {largest} ({theory(largest):.3f} for equal stages): "
         f"{'; '.join(parts)}. In the steady state the highest slot is at most {100 * (flat - 1):.1f} % above the mean.",
+        brief=_peaks(by_cut, largest),
     )  # fmt: skip
+
+
+def _peaks(by_cut: Mapping[str, Mapping[str, float]], workers: int) -> str:
+    """Return the range of peaks over data parallelism's, and what equal stages would give."""
+    ratios = sorted(ratio for of_models in by_cut.values() for ratio in of_models.values())
+    return (
+        f"peak {ratios[0]:.2f} to {ratios[-1]:.2f} of DP's with N = {workers}; {theory(workers):.2f} for equal stages"
+    )
 
 
 def _unevenness(case: Case) -> float:
@@ -126,6 +143,7 @@ def _balanced(costs: Sequence[Line]) -> Claim:
         f"needs O(log N)). Simulated with equal stages, the busiest slot carries "
         f"{100 * shares['cdp_v2']:.0f} % of a step's bytes, against "
         f"{100 * shares['dp']:.0f} %. Bytes a device and step are equal: the balance changes, not the volume.",
+        brief=f"{cdp.executed['chain']:g} message between two slots, against a chain of {dp.executed['chain']:g}",
     )  # fmt: skip
 
 
@@ -182,6 +200,7 @@ def _fewer_devices(costs: Sequence[Line]) -> Claim:
         f"Executed with N = {cdp.workers}: {ours:g} processes against {theirs:g} (N(N+1)/2 against N^2), idle in "
         f"{100 * cdp.executed['idle_share']:.0f} % of the slots against {100 * dp.executed['idle_share']:.0f} %. A "
         f"pipeline with N devices does the same without idle slots.",
+        brief=f"{ours:g} processes against {theirs:g} with N = {cdp.workers}",
     )  # fmt: skip
 
 
@@ -198,6 +217,7 @@ def _point_to_point(costs: Sequence[Line]) -> Claim:
         f"against {most['dp']} at once in data parallelism. Executed: a chain of "
         f"{cdp.executed['chain']:g} messages between two "
         "slots. Bytes a device and step are equal.",
+        brief=f"an owner sends to {most['cdp_v2']} worker at once, against {most['dp']}",
     )  # fmt: skip
 
 
@@ -221,4 +241,5 @@ def _bounded(rows: Sequence[Row]) -> Claim:
         f"In {len(ours)} runs all {reads:,} forwards and backwards read the version that the rule asks for, none more "
         f"than {longest} training step old (a run fails at the first that does not). That the theory applies is "
         "mathematics and is not tested here; the table of longer delays shows where they begin to hurt.",
+        brief=f"{reads:,} reads, none more than {longest} step old",
     )  # fmt: skip

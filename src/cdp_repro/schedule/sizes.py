@@ -60,3 +60,20 @@ class Sizes:
             raise ValueError(
                 f"ranks={self.pipeline_ranks} do not share stages={self.stages} equally: use ranks={choices}"
             )
+
+
+def check_divisible(batch_size: int, workers: int, accumulate: int = 1, replicas: int = 1) -> None:
+    """Raise ValueError, with the nearest batch sizes that work, unless the mini-batch is cut into equal micro-batches.
+
+    There are `workers` x `accumulate` x `replicas` of them.
+    """
+    factors = {"workers": workers, "accumulate": accumulate, "replicas": replicas}
+    micro_batches = workers * accumulate * replicas
+    for name, number in factors.items():
+        if number < 1:
+            raise ValueError(f"{name}={number} must be at least 1")
+    if batch_size % micro_batches:
+        below = batch_size // micro_batches * micro_batches
+        works = " or ".join(f"batch_size={size}" for size in (below, below + micro_batches) if size > 0)
+        parts = " x ".join(f"{name}={number}" for name, number in factors.items() if number > 1 or name == "workers")
+        raise ValueError(f"batch_size={batch_size} is not divisible by {parts}: use {works}")

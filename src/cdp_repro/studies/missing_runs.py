@@ -25,19 +25,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO
 
-import torch
-
 from cdp_repro.config.keys import RESUME_KEYS
 from cdp_repro.config.task import task_of
 from cdp_repro.launch.signals import StopRequest
 from cdp_repro.launch.train_process import train_in_process
-from cdp_repro.observe.run_directory import COMMAND, CONFIG, RunDirectory, RunDirectoryError
+from cdp_repro.observe.run_directory import COMMAND, CONFIG, RunDirectory, RunDirectoryError, arguments_to_go_on
 from cdp_repro.observe.versions import versions
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.collecting import collect
 from cdp_repro.studies.rows import ROWS, Row, RowError, read_rows, run_name, write_row
 from cdp_repro.studies.study import Cell
-from cdp_repro.training.run import arguments_to_go_on
 
 logger = logging.getLogger("cdp_repro")
 
@@ -223,6 +220,8 @@ def _threads(cell: Cell, jobs: int) -> dict[str, str]:
     """Return the environment in which the processes of several runs share the cores; one run finds its own way."""
     if jobs == 1 or "OMP_NUM_THREADS" in os.environ:
         return {}
+    import torch  # here: it takes seconds, and only several runs at once need it
+
     return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // jobs // cell.config.processes))}
 
 

@@ -16,6 +16,7 @@ from cdp_repro.launch import launch
 from cdp_repro.launch.process_group import process_group
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.training.assembly import build_engine, load_data, reading_rule
+from cdp_repro.training.weights import start_from_file
 
 LIBRARY_TOLERANCE = 1e-9
 """Where a library adds gradients in an order of its own: difference over the largest value, float64."""
@@ -89,7 +90,9 @@ def _with_dropout(config: RunConfig) -> RunConfig:
 def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcome:
     with process_group(config.torch_device, config.processes, config.timeout_seconds):
         dataset = load_data(config)
-        engine = build_engine(config, cut_model(config, blocks_per_stage), dataset.train_size)
+        cut = cut_model(config, blocks_per_stage)
+        start_from_file(config, cut.stages)
+        engine = build_engine(config, cut, dataset.train_size)
         losses: list[list[float]] = []
         for part in (range(steps // 2), range(steps // 2, steps)):
             batches = dataset.train_batches(

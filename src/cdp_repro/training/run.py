@@ -32,6 +32,7 @@ from cdp_repro.trace import Trace
 from cdp_repro.training.assembly import build_engine, load_data
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer
+from cdp_repro.training.weights import start_from_file
 
 logger = logging.getLogger("cdp_repro")
 
@@ -69,8 +70,16 @@ def train(
             return finished
         dataset = load_data(config)
         cut = _same_cut(config, team, _earlier_cut(checkpoint))
+        weights = "" if checkpoint else start_from_file(config, cut.stages)
         settings = {**config.to_dict(), "run_dir": None}
-        refuse_differing({"code": code_hash(), "config": _digest(settings), "data": _digest(dataset.fingerprint())})
+        refuse_differing(
+            {
+                "code": code_hash(),
+                "config": _digest(settings),
+                "data": _digest(dataset.fingerprint()),
+                "weights": weights,
+            }
+        )
         if directory is not None:
             directory.add_command(command)
         elif team.rank == 0:
@@ -102,12 +111,6 @@ def _same_cut(config: RunConfig, team: Team, blocks_per_stage: Sequence[int] | N
     own = cut_model(config, blocks_per_stage) if team.rank == 0 else None
     blocks = team.share([len(names) for names in own.block_names] if own else None)
     return own or cut_model(config, blocks)
-
-
-def arguments_to_go_on(directory: Path) -> list[str]:
-    """Return the arguments of `cdp-train` with which a run goes on; if it has no checkpoint, from its start."""
-    newest = CheckpointStore(RunDirectory(directory).checkpoints_path).latest()
-    return [f"resume={directory}"] if newest else [f"resume={directory}", "restart=true"]
 
 
 def _newest_checkpoint(directory: RunDirectory, restart: bool) -> Checkpoint | None:

@@ -1,0 +1,148 @@
+"""A command line: options of the command, those that every application of Hydra has, and overrides, in any order."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cdp_repro.cli.console import exit_code_of, help_text
+from cdp_repro.cli.streams import write_error, write_out
+from cdp_repro.config import ConfigError
+from cdp_repro.config.compose import Source, written_out
+from cdp_repro.config.errors import nearest
+
+HYDRA_USAGE = """
+Hydra's own options:
+
+  --cfg job|hydra|all                              show the configuration (--resolve, --package NAME), run nothing
+  --info [defaults|searchpath|...]                 show how it is composed
+  --config-dir FOLDER --config-name NAME           read YAML files of yours, too, in a folder laid out as configs/ is
+  --shell-completion bash                          eval "$({name} --shell-completion bash)" completes keys and choices
+  --hydra-help                                     explain all of these
+"""
+
+_FLAG = {"action": "store_true"}
+_OF_HYDRA: dict[tuple[str, ...], dict[str, Any]] = {
+    ("--help", "-h"): _FLAG,
+    ("--hydra-help",): _FLAG,
+    ("--cfg", "-c"): {"choices": ("job", "hydra", "all")},
+    ("--resolve",): _FLAG,
+    ("--package", "-p"): {},
+    ("--info", "-i"): {"nargs": "?", "const": "all"},
+    ("--shell-completion", "-sc"): _FLAG,
+    ("--config-dir", "-cd"): {},
+    ("--config-name", "-cn"): {"default": "config"},
+    ("--run", "-r"): _FLAG,  # what happens without it, too
+}
+"""How the options of Hydra that have a meaning here are read, by their names."""
+_QUESTIONS = ("cfg", "info", "shell-completion", "hydra-help")
+"""Those that Hydra answers itself; nothing runs."""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What was asked of a command."""
+
+    overrides: Sequence[str]
+    """As typed, `key=value`."""
+    options: Mapping[str, str]
+    """Of the command's own options those given, by name without dashes."""
+    flags: frozenset[str]
+    """Of the command's own flags those given, as in `Command.flags`."""
+    source: Source
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command whose configuration Hydra composes."""
+
+    name: str
+    usage: str
+    run: Callable[[CommandLine], int]
+    """Returns the exit code; may raise the user's mistakes."""
+    options: tuple[str, ...] = ()
+    """Names of its own options, each with a value."""
+    flags: tuple[tuple[str, ...], ...] = ()
+    """Names of its own flags, with dashes, the long one first."""
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Run the command, or answer in its place; return the exit code, 2 for the user's mistakes."""
+        with exit_code_of() as result:
+            known = self._arguments()
+            given, unknown = _parser(known).parse_known_intermixed_args(arguments)
+            if unknown:
+                names = [name for each in known for name in each]
+                write_error(f"unknown option {unknown[0]}{nearest(unknown[0], names)}\n\n{self.usage}")
+                result.code = 2
+            elif given.help:
+                write_out(help_text(self.usage + HYDRA_USAGE.format(name=self.name)))
+                result.code = 0
+            else:
+                result.code = self._answer(given)
+        return result.code
+
+    def _arguments(self) -> dict[tuple[str, ...], dict[str, Any]]:
+        return {**_OF_HYDRA, **dict.fromkeys(self.flags, _FLAG), **{(f"--{name}",): {} for name in self.options}}
+
+    def _answer(self, given: Namespace) -> int:
+        source = _source(given)
+        flags = frozenset(name for name, *_ in self.flags if getattr(given, name[2:].replace("-", "_")))
+        if words := _for_hydra(given, flags, source):
+            from cdp_repro.cli.hydra_main import ask_hydra  # here: a run needs none of it
+
+            return ask_hydra(self.name, [*words, *source.arguments()])
+        options = {name: value for name in self.options if (value := getattr(given, name)) is not None}
+        return self.run(CommandLine(given.overrides, options, flags, source))
+
+
+class _Parser(ArgumentParser):
+    """Refuses as the rest of the package does: by an exception."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([message])
+
+
+def _parser(options: Mapping[tuple[str, ...], Mapping[str, Any]]) -> ArgumentParser:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    for names, how in options.items():
+        parser.add_argument(*names, **how)
+    return parser
+
+
+def _source(given: Namespace) -> Source:
+    if given.config_dir is None:
+        return Source(name=given.config_name)
+    return Source(Path(given.config_dir), given.config_name)
+
+
+def _for_hydra(given: Namespace, flags: Collection[str], source: Source) -> list[str]:
+    """Return the arguments by which Hydra answers itself; none if the command is to run.
+
+    Raises:
+        ConfigError: options that exclude each other; keys and choices that Hydra would not find.
+    """
+    asked = [f"--{name}" for name in _QUESTIONS if getattr(given, name.replace("-", "_"))]
+    if asked and len([*asked, *flags]) > 1:
+        raise ConfigError([f"{', '.join([*asked, *sorted(flags)])} ask for different things: give one of them"])
+    if not given.cfg and (given.resolve or given.package):
+        raise ConfigError(["--resolve and --package say how --cfg shows the configuration: add --cfg job"])
+    if given.hydra_help:
+        return ["--hydra-help"]
+    if given.shell_completion:
+        return ["--shell-completion", *(text if "=" in text else f"install={text}" for text in given.overrides)]
+    if given.info:
+        return [*_checked(given.overrides, source), "--info", given.info]
+    if given.cfg:
+        how = [*(["--resolve"] if given.resolve else []), *(["--package", given.package] if given.package else [])]
+        return [*_checked(given.overrides, source), "--cfg", given.cfg, *how]
+    return []
+
+
+def _checked(overrides: Sequence[str], source: Source) -> list[str]:
+    """Return overrides for Hydra; those of its own settings as they are, because it shows what becomes of them."""
+    own = [text for text in overrides if text.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    return [*written_out([text for text in overrides if text not in own], source), *own]

@@ -1,0 +1,64 @@
+"""When the norm of all gradients of a training step is known, so that they can be clipped by it.
+
+The norm over all stages is known when the last sum of a training step is complete: on the cyclic timeline that of stage
+0, in slot 2c((t+1)M - 1) + 2S-1. Where no micro-batch reads theta[t+1] before (`dp`, `cdp_v1`), an update can wait for
+it until somebody reads what it makes. With `cdp_v2` the last stages are read earlier, so that each stage is clipped by
+its own norm.
+"""
+
+from __future__ import annotations
+
+from cdp_repro.schedule.actions import Op
+from cdp_repro.schedule.program import Program
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.values import GRADIENTS, PARAMETERS, Value
+
+
+def clips_globally(schedule: Schedule) -> bool:
+    """Whether no micro-batch reads a new version before all sums of the step that makes it are complete."""
+    rule = schedule.rule
+    return rule.longest == 0 or min(map(min, rule.matrix)) >= 1
+
+
+def knows_norms_in_time(program: Program) -> bool:
+    """Whether each sum is complete, on the rank that tells the others, before anybody reads what the step makes.
+
+    Two ranks that exchange gradients add them as late as each needs them, and collectives complete sums on no rank in
+    particular: there a rank would wait for a sum that it adds later itself.
+    """
+    schedule = program.schedule
+    told: dict[int, dict[int, tuple[int, int]]] = {}
+    for slot in program.slots(schedule.rule.longest + 3):
+        for action in slot.actions:
+            for value in action.reads:
+                if value.kind == PARAMETERS and value.number:
+                    known = told.get(value.number - 1, {}).values()
+                    here = [k for k, rank in known if k < slot.number or rank == action.rank]
+                    if len(here) < schedule.stages:
+                        return False
+            for value in action.writes:
+                step = completed_step(value, schedule) if action.op.gives_gradients or action.op is Op.ADD else None
+                if step is not None and teller(schedule, step, value.stage) == action.rank:
+                    told.setdefault(step, {})[value.stage] = slot.number, action.rank
+    return True
+
+
+def completed_step(value: Value, schedule: Schedule) -> int | None:
+    """Return the training step whose whole sum a value is; None if it is anything else."""
+    if value.kind != GRADIENTS or value.parts > 1:
+        return None
+    step, rest = divmod(value.number, schedule.micro_batches)
+    return step if not rest and len(value.members) == schedule.micro_batches else None
+
+
+def teller(schedule: Schedule, step: int, stage: int) -> int:
+    """Return the rank that completes the sum of a stage: that of the last micro-batch, if it holds the stage."""
+    return schedule.holder_read((step + 1) * schedule.micro_batches - 1, stage)
+
+
+def refusal(schedule: Schedule) -> str:
+    """Return why a schedule cannot clip, with what works."""
+    return (
+        f"clip_norm with mode={schedule.mode} clips by the norm over all stages, but {schedule} adds some gradients "
+        "only after a new version is read: use placement=pipeline, or mode=cdp_v2, which clips each stage by itself"
+    )

@@ -1,0 +1,130 @@
+"""A sweep of `cdp-train`: its cells, each a run with a directory of its own, and the file that lists them.
+
+<sweep>/sweep.json      what each cell is, for those who look later; written when it is started
+<sweep>/<cell>/         the run directory of a cell, named after the overrides in which it differs
+<sweep>/<cell>.log      what its processes printed, where several run at once
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cdp_repro.config import ConfigError, RunConfig
+from cdp_repro.config.compose import Source, compose_config, expand_sweep
+from cdp_repro.config.keys import settings_of
+from cdp_repro.observe.atomic_file import replace_file
+from cdp_repro.observe.run_directory import CONFIG, RunDirectory, arguments_to_go_on
+
+LIST = "sweep.json"
+FORMAT, VERSION = "cdp-repro sweep", 1
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep."""
+
+    directory: Path
+    begin: Sequence[str]
+    """Arguments of `cdp-train` that begin it."""
+    config: RunConfig
+
+    @property
+    def name(self) -> str:
+        """The overrides in which it differs from others."""
+        return self.directory.name
+
+    @property
+    def log(self) -> Path:
+        """File for what its processes print."""
+        return self.directory.with_name(f"{self.name}.log")
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of `cdp-train` that begin it, or go on with it."""
+        return arguments_to_go_on(self.directory) if (self.directory / CONFIG).exists() else [*self.begin]
+
+
+def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device: bool = True) -> list[Cell]:
+    """Return the cells of a sweep; `check_device` as in `load_config`.
+
+    Raises:
+        ConfigError: with the mistakes of all cells, and directories that hold another run.
+    """
+    expanded = expand_sweep(overrides, source)
+    fixed = set.intersection(*map(set, expanded))
+    found: dict[Path, Cell] = {}
+    problems: dict[str, None] = {}
+    for texts in expanded:
+        name = ",".join(text for text in texts if text not in fixed).replace("/", "-") or "single"
+        directory = root / name
+        if directory in found:
+            problems[f"two cells are the same: {name}"] = None
+        try:
+            config = compose_config(texts, check_device, source)
+        except ConfigError as error:
+            problems |= dict.fromkeys(error.problems)
+            continue
+        begin = [*source.arguments(), *texts, f"run_dir='{directory}'"]  # quoted for Hydra
+        found[directory] = Cell(directory, begin, config)
+        if _holds_another_run(directory, config):
+            problems[f"{directory} holds a run with another configuration: pass another run_dir="] = None
+    if problems:
+        raise ConfigError(problems)
+    return [*found.values()]
+
+
+def _holds_another_run(directory: Path, config: RunConfig) -> bool:
+    if not (directory / CONFIG).exists():
+        return False
+    return {**settings_of(RunDirectory(directory).config()), "run_dir": None} != settings_of(config.to_dict())
+
+
+@dataclass(frozen=True)
+class SweepList:
+    """What `sweep.json` says."""
+
+    epochs: Mapping[str, int]
+    """Of each cell, by its name."""
+    arrays: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Names of the cells of each array of SLURM that was queued, by the number of the array."""
+
+
+def write_list(root: Path, cells: Sequence[Cell], array: str | None = None) -> None:
+    """Note the cells of a sweep, beside those that were started there before, and the array that was queued for them.
+
+    Raises:
+        ConfigError: the folder cannot be written, or is of another version.
+    """
+    before = read_list(root) if (root / LIST).exists() else SweepList({})
+    epochs = {**before.epochs, **{cell.name: cell.config.epochs for cell in cells}}
+    arrays = {**before.arrays, **({array: [cell.name for cell in cells]} if array else {})}
+    content = {"format": FORMAT, "version": VERSION, "epochs": epochs, "arrays": arrays}
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        replace_file(root / LIST, (json.dumps(content, indent=1) + "\n").encode())
+    except OSError as error:
+        raise ConfigError([f"cannot write to {root}: {error.strerror or error}; pass another run_dir="]) from error
+
+
+def read_list(root: Path) -> SweepList:
+    """Return what was noted of a sweep.
+
+    Raises:
+        ConfigError: the folder is none of a sweep, or of one of another version, or the file is damaged.
+    """
+    path = root / LIST
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError([f"{root} is no folder of a sweep: it has no {LIST}"]) from error
+    except ValueError as error:
+        raise ConfigError([f"{path} is damaged: {error}; start the sweep again, which keeps its runs"]) from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ConfigError([f"{path} is not of a sweep of cdp-train"])
+    if found.get("version") != VERSION:
+        raise ConfigError(
+            [f"{path} is of version {found.get('version')}, this program reads {VERSION}: use the one that wrote it"]
+        )
+    return SweepList(found["epochs"], found["arrays"])

@@ -1,0 +1,163 @@
+"""Starts the cells of a sweep: here, one or several at once, or as an array of jobs of SLURM."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from cdp_repro.config import ConfigError
+from cdp_repro.config.sweep_launcher import SlurmLauncher
+from cdp_repro.launch.signals import StopRequest
+from cdp_repro.launch.slurm_script import ArrayScript
+from cdp_repro.launch.train_process import train_in_process
+from cdp_repro.observe.atomic_file import replace_file
+from cdp_repro.observe.run_directory import CONFIG
+from cdp_repro.studies.cells import Cell
+
+logger = logging.getLogger("cdp_repro")
+
+SCRIPT = "sweep.sh"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the cells have ended."""
+
+    failures: tuple[str, ...]
+    """A sentence for each that failed."""
+    signal: int | None
+    """The signal that stopped all, if one did."""
+
+
+def train_here(cells: Sequence[Cell], jobs: int) -> Outcome:
+    """Train the cells in processes of their own, so many at once; go on after failures.
+
+    Cells that are finished are skipped, and those that were stopped go on, so that a sweep can be repeated.
+    """
+    failures: list[str] = []
+    with StopRequest() as stop, ThreadPoolExecutor(jobs) as pool:
+        labels = [f"[{number}/{len(cells)}]" for number in range(1, len(cells) + 1)]
+        futures = [pool.submit(_train, *each, stop, jobs) for each in zip(cells, labels, strict=True)]
+        try:
+            failures += [failure for future in as_completed(futures) if (failure := future.result())]
+        except KeyboardInterrupt:  # the second one: threads cannot be interrupted, so end as a process without them
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+    return Outcome(tuple(failures), stop.signal)
+
+
+def _train(cell: Cell, label: str, stop: StopRequest, jobs: int) -> str | None:
+    """Train one cell; return a sentence if it failed."""
+    if stop.signal is not None:
+        return None
+    logger.info("%s %s", label, cell.name)
+    if jobs == 1:
+        code = train_in_process(cell.arguments(), stop)
+        where = cell.directory
+        if code and stop.signal is None:
+            cell.log.write_text(f"exit code {code}; what it printed went to the terminal of the sweep\n")
+    else:
+        with cell.log.open("ab") as log:
+            code = train_in_process(cell.arguments(), stop, _threads(cell, jobs), log)
+        where = cell.log
+        logger.info("%s %s: %s", label, cell.name, "finished" if code == 0 else f"exit code {code}")
+    return None if code == 0 or stop.signal is not None else f"exit code {code}: {cell.name} (see {where})"
+
+
+def _threads(cell: Cell, jobs: int) -> dict[str, str]:
+    """Return the environment in which the processes of several runs share the cores."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // jobs // cell.config.processes))}
+
+
+def array_script(root: Path, cells: Sequence[Cell], launcher: SlurmLauncher) -> str:
+    """Return the script that trains the cells, one a job of an array.
+
+    Raises:
+        ConfigError: nodes that the ranks of a cell cannot share equally.
+    """
+    processes = {cell.name: cell.config.processes for cell in cells}
+    uneven = [
+        f"launcher.nodes={launcher.nodes} cannot share the {ranks} ranks of {name} equally: use launcher.nodes=1"
+        for name, ranks in processes.items()
+        if ranks % launcher.nodes
+    ]
+    if uneven:
+        raise ConfigError(uneven)
+    by_srun = launcher.nodes > 1
+    train = '"${PYTHON:-python}" -m cdp_repro.cli.train "${arguments[@]}"'
+    return ArrayScript(
+        comment=f"# Trains {len(cells)} runs, one a job of the array. Queue it again to go on: jobs whose run is done "
+        f"end at once.\n# Status: cdp-train --status={shlex.quote(str(root))}",
+        name=f"cdp-{root.name}",
+        jobs=len(cells),
+        at_once=launcher.at_once,
+        options=_options(launcher, max(processes.values())),
+        output=f"{root}/slurm/%A_%a.log",
+        prepare=_cases(cells, by_srun),
+        command=f"srun --ntasks=$ranks {train}" if by_srun else train,
+        by_srun=by_srun,
+    ).text()
+
+
+def _options(launcher: SlurmLauncher, ranks: int) -> list[str]:
+    shared = {"partition": launcher.partition, "account": launcher.account, "time": launcher.time, "mem": launcher.mem}
+    tasks = ranks // launcher.nodes if launcher.nodes > 1 else 1  # on one node the run starts its ranks itself
+    found = [f"--nodes={launcher.nodes}", f"--ntasks-per-node={tasks}", f"--cpus-per-task={launcher.cpus_per_task}"]
+    found += [f"--gpus-per-node={launcher.gpus_per_node}"] if launcher.gpus_per_node else []
+    return [*found, *(f"--{name}={shlex.quote(value)}" for name, value in shared.items() if value is not None)]
+
+
+def _cases(cells: Sequence[Cell], by_srun: bool) -> str:
+    """Return the lines that tell a job its run: where it is, and how it begins or goes on."""
+    lines = ['case "$SLURM_ARRAY_TASK_ID" in']
+    for number, cell in enumerate(cells):
+        ranks = f"ranks={cell.config.processes}; " if by_srun else ""
+        lines.append(
+            f"{number}) {ranks}run={shlex.quote(str(cell.directory))}; arguments=({shlex.join(cell.begin)}) ;;"
+        )
+    lines += ["esac", f'[ -e "$run/{CONFIG}" ] && arguments=("resume=$run" restart=true)']
+    return "\n".join(lines) + "\n\n"
+
+
+def refuse_without_sbatch() -> None:
+    """Raise ConfigError where nothing can be queued."""
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            [
+                "launcher=slurm: there is no sbatch here; call it on a machine of the cluster, or use launcher=local "
+                "(--dry-run prints the script)"
+            ]
+        )
+
+
+def queue(root: Path, script: str) -> str:
+    """Write the script into the folder of the sweep and hand it to `sbatch`; return the number of the array.
+
+    Raises:
+        ConfigError: `sbatch` refuses the script, or the folder cannot be written.
+    """
+    path = root / SCRIPT
+    try:
+        (root / "slurm").mkdir(parents=True, exist_ok=True)  # for the jobs' output, as SLURM would fail silently
+        replace_file(path, script.encode())
+    except OSError as error:
+        raise ConfigError([f"cannot write to {root}: {error.strerror or error}; pass another run_dir="]) from error
+    environment = {**os.environ, "PYTHON": os.environ.get("PYTHON", sys.executable)}
+    done = subprocess.run(
+        ["sbatch", "--parsable", str(path)], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ConfigError([f"sbatch refuses {path}: {done.stderr.strip()}"])
+    return done.stdout.strip().partition(";")[0]

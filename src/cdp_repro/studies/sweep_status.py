@@ -1,0 +1,113 @@
+"""What `cdp-train --status` shows: each cell of a sweep, its state, how far it is, and how it failed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cdp_repro.observe.metrics import read_metrics
+from cdp_repro.observe.run_directory import COMMAND, RunDirectory, RunDirectoryError
+from cdp_repro.observe.text import table
+from cdp_repro.studies.cells import read_list
+from cdp_repro.studies.missing_runs import log_path
+from cdp_repro.studies.status import run_state
+
+_RESUMED = re.compile(r"resumed at training step (\d+)")
+_ENDED_BADLY = ("failed", "diverged", "damaged", "interrupted", "stopped")
+
+
+def sweep_text(root: Path) -> str:
+    """Return a table of all cells of a sweep, and a line with the number of each state.
+
+    Raises:
+        ConfigError: the folder is none of a sweep, or of another version.
+    """
+    noted = read_list(root)
+    queue = _queue(noted.arrays)
+    lines: list[Sequence[str]] = [("run", "state", "step", "steps/s", "left", "said last")]
+    states: Counter[str] = Counter()
+    for name, epochs in noted.epochs.items():
+        directory = root / name
+        state = _state(directory, queue.get(name, ""))
+        states[state] += 1
+        pace = _pace(directory, epochs)
+        shown = pace.texts(state) if pace else ("-", "", "")
+        said = _said(root, name, noted.arrays) if state in _ENDED_BADLY else ""
+        lines.append((name, state, *shown, said))
+    counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
+    return f"{table(lines)}\n\n{states.total()} runs: {counts}\n"
+
+
+def _state(directory: Path, in_queue: str) -> str:
+    """Return the state of a run by its files and by what SLURM says of its job."""
+    state = run_state(directory, None)
+    if state in ("finished", "diverged"):
+        return state
+    if in_queue in ("RUNNING", "COMPLETING"):  # on another node, whose locks are not seen here
+        return "running"
+    return "queued" if in_queue else state
+
+
+def _queue(arrays: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return what SLURM says of each cell that is in its queue, by name."""
+    if not arrays or shutil.which("squeue") is None:
+        return {}
+    asked = ["squeue", "--noheader", "--array", "--format=%i %T", f"--jobs={','.join(arrays)}"]
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    found = {}
+    for array, index, state in re.findall(r"^(\d+)_(\d+) (\w+)$", answer, re.MULTILINE):
+        found[arrays[array][int(index)]] = state
+    return found
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """How far a run is, and how fast it has been since it was started or resumed."""
+
+    step: int
+    steps: int | None
+    """Of the whole run; None before the end of the first epoch."""
+    per_second: float | None
+
+    def texts(self, state: str) -> tuple[str, str, str]:
+        """Return step, rate and time left, the last two of a run that goes on."""
+        step = f"{self.step} of {self.steps}" if self.steps else str(self.step)
+        if state != "running" or not self.per_second:
+            return step, "", ""
+        left = _time((self.steps - self.step) / self.per_second) if self.steps else ""
+        return step, f"{self.per_second:.3g}", left
+
+
+def _time(seconds: float) -> str:
+    minutes, hours = round(seconds / 60), seconds / 3600
+    return f"{hours:.1f} h" if hours >= 2 else f"{minutes} min" if minutes else "< 1 min"
+
+
+def _pace(directory: Path, epochs: int) -> _Pace | None:
+    """Return the pace of a run; None before its first logged step."""
+    run = RunDirectory(directory)
+    try:
+        metrics = read_metrics(run.metrics_path)
+        begun, logged = (directory / COMMAND).stat().st_mtime, run.metrics_path.stat().st_mtime
+        resumed = _RESUMED.findall(run.log_path(0).read_text())
+    except (FileNotFoundError, RunDirectoryError):
+        return None
+    if not metrics:
+        return None
+    step, over = metrics[-1]["step"], [row["step"] for row in metrics if "train/epoch_loss" in row]
+    done, seconds = step - (int(resumed[-1]) if resumed else 0), logged - begun
+    return _Pace(step, over[0] * epochs if over else None, done / seconds if done > 0 and seconds > 0 else None)
+
+
+def _said(root: Path, name: str, arrays: Mapping[str, Sequence[str]]) -> str:
+    """Return the last line that a run's processes have printed."""
+    outputs = [root / "slurm" / f"{array}_{names.index(name)}.log" for array, names in arrays.items() if name in names]
+    for path in (*reversed(outputs), log_path(root / name)):
+        if path.exists() and (lines := path.read_text(errors="replace").strip().splitlines()):
+            return lines[-1].strip()
+    return ""

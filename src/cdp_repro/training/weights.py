@@ -1,0 +1,158 @@
+"""Weights as a file, under the names that the original model has for them.
+
+A file holds theta of one training step, and BatchNorm's statistics averaged over the workers: what `Engine.model`
+evaluates. Plain torchvision or timm code loads it with strict=True, and a run starts from such a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load as read_safetensors
+from safetensors.torch import save as safetensors_bytes
+from torch import Tensor, nn
+
+from cdp_repro.config import ConfigError, RunConfig, load_config
+from cdp_repro.data.dataset import several
+from cdp_repro.engine.parameters import average
+from cdp_repro.models.registry import original_name
+from cdp_repro.observe.atomic_file import replace_file
+from cdp_repro.observe.run_directory import RunDirectory
+from cdp_repro.predict.cutting import model_of
+from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+
+SUFFIXES = (".safetensors", ".pt")
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written."""
+
+    model: str
+    step: int
+    """Training steps that the weights have seen."""
+    tensors: int
+    values: int
+    """Numbers in all tensors."""
+
+
+def export(run_dir: Path, path: Path) -> Export:
+    """Write the weights of a run's newest checkpoint to a file; it is there whole or not at all.
+
+    Raises:
+        RunDirectoryError: `run_dir` is not a run directory.
+        CheckpointError: it has no whole checkpoint.
+        ConfigError: `path` has another suffix than `SUFFIXES`, or cannot be written.
+    """
+    refuse_suffix(path)
+    run = RunDirectory.open(run_dir)
+    config = load_config(OmegaConf.create(run.config()), check_device=False)
+    checkpoint = CheckpointStore(run.checkpoints_path).load()
+    weights = weights_of(config, checkpoint)
+    about = {"format": "pt", "model": config.model.name, "training_steps": str(checkpoint.step)}
+    try:
+        replace_file(path, _content(weights, path.suffix, about))
+    except OSError as error:
+        raise ConfigError([f"cannot write {path}: {error.strerror or error}"]) from error
+    return Export(config.model.name, checkpoint.step, len(weights), sum(each.numel() for each in weights.values()))
+
+
+def refuse_suffix(path: Path) -> None:
+    """Raise ConfigError if a file's name does not say which form it has."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(
+            [f"{path} does not say its form: use {' or '.join(f'{path.stem}{each}' for each in SUFFIXES)}"]
+        )
+
+
+def weights_of(config: RunConfig, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return theta and the averaged buffers of a checkpoint, by their names in the original model.
+
+    Raises:
+        CheckpointError: it holds other tensors than the model.
+    """
+    held: dict[str, Tensor] = {}
+    for stage in checkpoint.tensors["engine"]["stages"]:
+        held |= {**stage["versions"][checkpoint.step], **average(stage["buffers"])}
+    with torch.device("meta"):
+        keys = [*model_of(config).state_dict()]  # of the buffers only those that the model stores
+    if missing := [key for key in keys if key not in held]:
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.step} lacks {several(missing, limit=3)} of the model"
+        )
+    return {original_name(config.model.name, key): held[key].contiguous() for key in keys}
+
+
+def _content(weights: Mapping[str, Tensor], suffix: str, about: Mapping[str, str]) -> bytes:
+    if suffix == ".safetensors":
+        return safetensors_bytes(dict(weights), dict(about))
+    file = io.BytesIO()
+    torch.save(dict(weights), file)
+    return file.getvalue()
+
+
+def start_from_file(config: RunConfig, stages: Sequence[nn.Module]) -> str:
+    """Copy the weights of the file `model.weights` into the stages; return the file's digest, "" without a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is of another model; the stages are as they were.
+    """
+    if config.model.weights is None:
+        return ""
+    path = Path(config.model.weights)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError([f"model.weights={path} cannot be read: {error.strerror or error}"]) from error
+    found = _tensors(content, path)
+    ours = {
+        original_name(config.model.name, key): tensor for stage in stages for key, tensor in stage.state_dict().items()
+    }
+    if differing := _differences(found, ours):
+        raise ConfigError(
+            [
+                f"model.weights={path} is of another model than model={config.model.name} with "
+                f"{config.dataset.classes} classes and images {'x'.join(map(str, config.input_shape))}: "
+                f"{'; '.join(differing)}"
+            ]
+        )
+    with torch.no_grad():
+        for name, tensor in ours.items():
+            tensor.copy_(found[name])
+    return hashlib.sha256(content).hexdigest()
+
+
+def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            found = read_safetensors(content)
+        else:
+            found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # bytes that are no pickle can raise anything
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError([f"model.weights={path} is not a file of weights: {reason[0]}"]) from error
+    if not isinstance(found, Mapping) or not all(isinstance(each, Tensor) for each in found.values()):
+        raise ConfigError([f"model.weights={path} holds no tensors by name: save model.state_dict()"])
+    return dict(found)
+
+
+def _differences(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> list[str]:
+    """Return in which names and shapes a file and a model differ."""
+    lacking, foreign = [key for key in ours if key not in theirs], [key for key in theirs if key not in ours]
+    reshaped = [
+        f"{key} is {_shape(theirs[key])} there and {_shape(tensor)} here"
+        for key, tensor in ours.items()
+        if key in theirs and theirs[key].shape != tensor.shape
+    ]
+    parts = (("it lacks", lacking), ("it has", foreign), ("", reshaped))
+    return [f"{verb} {several(items, limit=3)}".strip() for verb, items in parts if items]
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "a number"

@@ -1,0 +1,43 @@
+"""`launcher=` on the command line of a sweep: what is asked, apart from what the runs are."""
+
+from __future__ import annotations
+
+import pytest
+
+from cdp_repro.config import ConfigError
+from cdp_repro.config.compose import compose_config
+from cdp_repro.config.sweep_launcher import LocalLauncher, SlurmLauncher, split_launcher
+
+
+def test_without_a_word_the_runs_start_here_one_by_one():
+    assert split_launcher(["seed=0,1", "mode=dp"]) == (LocalLauncher(jobs=1), ["seed=0,1", "mode=dp"])
+
+
+def test_its_values_are_typed_and_the_rest_is_of_the_runs():
+    words = ["launcher=slurm", "seed=0,1", "launcher.nodes=2", "launcher.time=1:30:00", "launcher.partition=gpu"]
+    launcher, rest = split_launcher(words)
+    assert launcher == SlurmLauncher(partition="gpu", time="1:30:00", nodes=2)
+    assert rest == ["seed=0,1"]
+    assert split_launcher(["launcher=local", "launcher.jobs=2"])[0] == LocalLauncher(jobs=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["launcher=slrum"], "unknown launcher 'slrum': choose local, slurm; did you mean 'slurm'?"),
+        (["launcher=slurm", "launcher.partitoin=x"], "has no launcher.partitoin: it has launcher.partition"),
+        (["launcher.partition=x"], "launcher=local has no launcher.partition: it has launcher.jobs"),
+        (["launcher.jobs=many"], "launcher.jobs=many: Value 'many'"),
+        (["launcher.jobs=0"], "launcher.jobs=0: must be 1 or more"),
+        (["launcher=slurm", "launcher.nodes=0", "launcher.at_once=0"], "launcher.at_once=0: must be 1 or more"),
+    ],
+)
+def test_mistakes_are_explained(words, message):
+    with pytest.raises(ConfigError) as caught:
+        split_launcher(words)
+    assert message in str(caught.value)
+
+
+def test_it_is_for_sweeps_only():
+    with pytest.raises(ConfigError, match="launcher says how the runs of a sweep start: add --multirun"):
+        compose_config(["launcher=slurm"])

@@ -1,0 +1,173 @@
+"""Sweeps of `cdp-train`: several runs at once, an array for SLURM, and what is shown of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cdp_repro.cli import train as command
+from cdp_repro.config import ConfigError
+from cdp_repro.observe.run_directory import RunDirectory
+from cdp_repro.studies.cells import read_list
+from cdp_repro.studies.sweep_status import sweep_text
+
+SLURM = ("launcher=slurm", "launcher.partition=gpu")
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A folder of commands named as SLURM's: `sbatch` keeps its arguments, `squeue` says what a test writes."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    scripts = {
+        "sbatch": f'echo "$@" > {folder}/asked; echo "$PYTHON" >> {folder}/asked; echo "42;cluster"',
+        "squeue": f"cat {folder}/queue 2>/dev/null",
+        "scontrol": f'echo "$@" > {folder}/requeued',
+        "srun": 'shift; exec "$@"',
+    }
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def sweep(*arguments: str) -> int:
+    return command.main(["-m", *arguments, "hydra.sweep.dir=sweep"])
+
+
+def job(script: Path, index: int) -> subprocess.Popen[str]:
+    """Start one job of an array, as SLURM would."""
+    variables = {"SLURM_ARRAY_TASK_ID": str(index), "SLURM_ARRAY_JOB_ID": "42", "SLURM_SUBMIT_DIR": str(Path.cwd())}
+    environment = {**os.environ, **variables, "PYTHON": sys.executable}
+    return subprocess.Popen(["bash", script], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_runs_at_once_have_a_log_each_and_failures_are_told(tiny, capfd):
+    words = [text for text in tiny if not text.startswith("model.depth")]
+    code = sweep(*words, "epochs=1", "mode=dp", "model.depth=1,4", "seed=0,1", "launcher.jobs=2")
+    out, err = capfd.readouterr()
+    assert code == 1 and "2 of 4 runs finished, in sweep" in out
+    assert "exit code 2: model.depth=1,seed=0 (see sweep/model.depth=1,seed=0.log)" in err
+    assert command.main(["--status=sweep"]) == 0
+    shown = capfd.readouterr().out
+    assert "4 runs: 2 failed, 2 finished" in shown
+    assert shown.count("2 blocks cannot be cut into stages=4") == 2, "the last line of a failure"
+    assert "5 of 5" in shown
+
+
+def test_a_dry_run_shows_what_would_start_and_writes_nothing(tiny, capsys):
+    assert sweep(*tiny, "seed=0,1", "--dry-run") == 0
+    assert capsys.readouterr().out.count("cdp-train dataset=synthetic") == 2
+    assert sweep(*tiny, "seed=0,1", "--dry-run", *SLURM, "launcher.at_once=1", "launcher.gpus_per_node=1") == 0
+    script = capsys.readouterr().out
+    for text in ("--array=0-1%1\n", "--partition=gpu\n", "--gpus-per-node=1\n", "--requeue\n", "run=sweep/seed=1;"):
+        assert text in script
+    assert list(Path().iterdir()) == []
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_an_array_is_queued_and_noted(tiny, capsys, slurm):
+    assert sweep(*tiny, "seed=0,1", *SLURM) == 0
+    assert "queued 2 runs as array 42: cdp-train --status=sweep shows them" in capsys.readouterr().out
+    assert (slurm / "asked").read_text().split() == ["--parsable", "sweep/sweep.sh", sys.executable]
+    assert read_list(Path("sweep")).arrays == {"42": ["seed=0", "seed=1"]}
+    (slurm / "queue").write_text("42_0 RUNNING\n42_1 PENDING\n")
+    shown = sweep_text(Path("sweep"))
+    assert "2 runs: 1 running, 1 queued" in shown
+
+
+def test_a_job_begins_its_run_goes_on_with_it_and_queues_again_before_the_time_is_up(tiny, slurm):
+    words = [text for text in tiny if not text.startswith("epochs")]
+    assert sweep(*words, "epochs=2000", "seed=0,1", *SLURM) == 0
+    script, run = Path("sweep/sweep.sh"), RunDirectory(Path("sweep/seed=1"))
+    for resumed in (False, True):
+        process = job(script, 1)
+        before = run.metrics_path.stat().st_size if resumed else 0
+        deadline = time.monotonic() + 120
+        while not (run.metrics_path.exists() and run.metrics_path.stat().st_size > before):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGUSR2)
+        process.communicate(timeout=120)
+        assert process.returncode == 143
+        assert (slurm / "requeued").read_text() == "requeue 42_1\n"
+        (slurm / "requeued").unlink()
+        assert run.summary()["status"] == "interrupted"
+        shown = sweep_text(Path("sweep"))
+        assert "interrupted" in shown and "missing" in shown
+    assert "resumed at training step" in run.log_path(0).read_text()
+    assert not Path("sweep/seed=0").exists()
+
+
+def test_on_several_nodes_srun_starts_the_ranks(tiny, capsys):
+    words = [*tiny, "workers=2", "placement=replicated", "seed=0,1", "--dry-run", *SLURM, "launcher.nodes=2"]
+    assert sweep(*words) == 0
+    script = capsys.readouterr().out
+    assert "--nodes=2\n" in script and "--ntasks-per-node=1\n" in script
+    assert "0) ranks=2; run=sweep/seed=0;" in script
+    assert 'srun --ntasks=$ranks "${PYTHON:-python}" -m cdp_repro.cli.train "${arguments[@]}" &' in script
+    assert 'scancel --signal=TERM "$SLURM_JOB_ID"' in script and "kill -TERM" not in script
+    assert sweep(*words, "launcher.nodes=3") == 2
+    assert (
+        "launcher.nodes=3 cannot share the 2 ranks of seed=0 equally: use launcher.nodes=1" in capsys.readouterr().err
+    )
+
+
+def test_what_cannot_be_queued_writes_nothing(tiny, capsys, slurm, monkeypatch):
+    (slurm / "sbatch").write_text("#!/bin/bash\necho 'invalid partition' >&2; exit 1\n")
+    assert sweep(*tiny, "seed=0,1", *SLURM) == 2
+    assert "sbatch refuses sweep/sweep.sh: invalid partition" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert command.main(["-m", *tiny, "seed=0,1", *SLURM, "run_dir=other"]) == 2
+    assert "there is no sbatch here" in capsys.readouterr().err
+    assert not Path("other").exists()
+
+
+def test_folders_that_are_none_of_a_sweep_of_this_version(capsys, tiny):
+    assert command.main(["--status=nowhere"]) == 2
+    assert "nowhere is no folder of a sweep: it has no sweep.json" in capsys.readouterr().err
+    Path("sweep").mkdir()
+    path = Path("sweep/sweep.json")
+    for content, said in (
+        ('{"format": "cdp-repro sweep", "version": 2}', "is of version 2, this program reads 1"),
+        ('{"format": "other"}', "is not of a sweep"),
+        ("{", "is damaged"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=said):
+            read_list(Path("sweep"))
+        assert sweep(*tiny, "seed=0,1") == 2, "nothing is started there"
+        assert path.read_text() == content and len(list(Path("sweep").iterdir())) == 1
+    capsys.readouterr()
+    assert command.main(["--status=sweep", "seed=1"]) == 2
+    assert "stands alone: drop seed=1" in capsys.readouterr().err
+    assert command.main(["--dry-run", "seed=1"]) == 2
+    assert "add --multirun" in capsys.readouterr().err
+
+
+def test_a_run_under_way_shows_its_rate_and_the_time_left(tiny, monkeypatch):
+    words = [text for text in tiny if not text.startswith("epochs")]
+    assert sweep(*words, "epochs=1", "seed=0,1") == 0
+    run = RunDirectory(Path("sweep/seed=0"))
+    run.summary_path.unlink()
+    begun = (run.path / "command.txt").stat().st_mtime
+    os.utime(run.metrics_path, (begun + 10, begun + 10))
+    noted = json.loads(Path("sweep/sweep.json").read_text())
+    Path("sweep/sweep.json").write_text(json.dumps({**noted, "epochs": {"seed=0": 1000, "seed=1": 1}}))
+    monkeypatch.setattr("cdp_repro.studies.sweep_status.run_state", lambda directory, row: "running")
+    (line,) = [line for line in sweep_text(Path("sweep")).splitlines() if line.startswith("seed=0")]
+    assert line.split() == ["seed=0", "running", "5", "of", "5000", "0.5", "2.8", "h"]

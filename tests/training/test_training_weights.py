@@ -1,0 +1,187 @@
+"""Weights out and in: plain torchvision and timm code loads them, and computes what the run has measured."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torchvision
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from cdp_repro.config import ConfigError
+from cdp_repro.config.compose import compose_config
+from cdp_repro.config.numerics import loss_fn
+from cdp_repro.models.registry import build_model, original_name
+from cdp_repro.observe.run_directory import RunDirectoryError
+from cdp_repro.predict.cutting import cut_model
+from cdp_repro.training.assembly import load_data
+from cdp_repro.training.checkpoint import CheckpointError
+from cdp_repro.training.equivalence import verify
+from cdp_repro.training.run import train
+from cdp_repro.training.weights import export, start_from_file
+
+IMAGES = ("dataset=synthetic", "dataset.image_size=32", "dataset.train_samples=16", "dataset.test_samples=8")
+SMALL = (*IMAGES, "batch_size=8", "workers=2", "epochs=1", "wandb=disabled", "traced_steps=0")
+
+
+def torchvision_resnet18(classes: int = 10) -> nn.Module:
+    """torchvision's ResNet-18 with the stem for small images, as anyone would write it."""
+    model = torchvision.models.resnet18(num_classes=classes)
+    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    return model
+
+
+def plain_vit() -> nn.Module:
+    return timm.create_model("test_vit", num_classes=10, img_size=32)
+
+
+@pytest.fixture(scope="module", params=["resnet18", "test_vit"])
+def trained(request, tmp_path_factory):
+    """(run directory, configuration, the original model without weights) of a run of two training steps."""
+    folder = tmp_path_factory.mktemp("weights")
+    config = compose_config([*SMALL, f"model={request.param}", "mode=cdp_v1"])
+    train(config, folder / "run", ["test"])
+    return folder / "run", config, {"resnet18": torchvision_resnet18, "test_vit": plain_vit}[request.param]()
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_plain_code_loads_the_weights_and_measures_what_the_run_has_measured(trained, tmp_path, suffix):
+    run_dir, config, plain = trained
+    file = tmp_path / f"weights{suffix}"
+    done = export(run_dir, file)
+    found = load_file(file) if suffix == ".safetensors" else torch.load(file, weights_only=True)
+    assert (done.step, done.tensors) == (2, len(found))
+    plain.load_state_dict(found, strict=True)
+    ((images, targets),) = load_data(config).test_batches(8, device=torch.device("cpu"))
+    with torch.no_grad():
+        loss = loss_fn(plain.eval()(images), targets).item()
+    assert loss == pytest.approx(json.loads((run_dir / "summary.json").read_text())["eval/loss"], rel=1e-5)
+
+
+def test_a_run_starts_from_a_file_of_plain_code(trained, tmp_path):
+    _, config, plain = trained
+    file = tmp_path / "plain.pt"
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for tensor in plain.state_dict().values():
+            tensor.copy_(torch.rand(tensor.shape) * 0.1 if tensor.is_floating_point() else tensor)
+    torch.save(plain.state_dict(), file)
+    started = compose_config([*SMALL, f"model={config.model.name}", f"model.weights={file}"])
+    stages = cut_model(started).stages
+    assert start_from_file(started, stages)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(nn.Sequential(*stages).eval()(images), plain.eval()(images))
+
+
+def test_a_run_that_learns_nothing_gives_back_the_parameters_it_started_from(tmp_path):
+    plain = torchvision_resnet18()
+    save_file(plain.state_dict(), tmp_path / "start.safetensors")
+    still = ("optim.lr=0", "optim.weight_decay=0", f"model.weights={tmp_path / 'start.safetensors'}")
+    train(compose_config([*SMALL, "model=resnet18", *still]), tmp_path / "run", ["test"])
+    export(tmp_path / "run", tmp_path / "end.safetensors")
+    end = load_file(tmp_path / "end.safetensors")
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(end[name], parameter), name
+    assert not torch.equal(end["bn1.running_mean"], plain.bn1.running_mean), "statistics are of the images"
+
+
+def test_a_resumed_run_does_not_need_the_file_any_more(tmp_path, tiny):
+    start = tmp_path / "start.pt"
+    train(compose_config([*tiny]), tmp_path / "first", ["test"])
+    export(tmp_path / "first", start)
+    config = compose_config([*tiny, f"model.weights={start}", "checkpoint_every_steps=3", "keep_checkpoints=9"])
+    whole = train(config, tmp_path / "run", ["test"])
+    start.unlink()
+    (tmp_path / "run" / "summary.json").unlink()
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        if path.name > "step-000000003":
+            shutil.rmtree(path)
+    assert train(config, tmp_path / "run", ["test"], resume=True)["eval/loss"] == whole["eval/loss"]
+
+
+def test_every_rank_starts_from_the_file(tmp_path, tiny):
+    train(compose_config([*tiny]), tmp_path / "first", ["test"])
+    export(tmp_path / "first", tmp_path / "start.pt")
+    weights = f"model.weights={tmp_path / 'start.pt'}"
+    config = compose_config([*tiny, "workers=2", "placement=replicated", "precision=fp64", weights])
+    assert verify(config, steps=2).agrees
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "original"),
+    [
+        ("resnet50", (3, 224, 224), lambda: torchvision.models.resnet50(num_classes=10)),
+        ("vit_b_16", (3, 224, 224), lambda: timm.create_model("vit_base_patch16_224", num_classes=10)),
+        ("deit_tiny_distilled_patch16_224", (3, 224, 224),
+         lambda: timm.create_model("deit_tiny_distilled_patch16_224", num_classes=10)),
+        ("test_efficientnet", (3, 32, 32), lambda: timm.create_model("test_efficientnet", num_classes=10)),
+        ("mobilenetv3_small_050", (3, 64, 64), lambda: timm.create_model("mobilenetv3_small_050", num_classes=10)),
+        ("gmixer_12_224", (3, 224, 224), lambda: timm.create_model("gmixer_12_224", num_classes=10)),
+    ],
+)  # fmt: skip
+def test_names_and_shapes_are_the_originals(name, shape, original):
+    with torch.device("meta"):
+        ours, theirs = build_model(name, input_shape=shape, classes=10).state_dict(), original().state_dict()
+    assert {original_name(name, key): tensor.shape for key, tensor in ours.items()} == {
+        key: tensor.shape for key, tensor in theirs.items()
+    }
+
+
+def refused_start(tmp_path: Path, file: Path, *overrides: str) -> str:
+    """Start a run from a file that does not fit; return the message, after nothing was written."""
+    config = compose_config([*SMALL, "model=resnet18", f"model.weights={file}", *overrides])
+    with pytest.raises(ConfigError) as refusal:
+        train(config, tmp_path / "run", ["test"])
+    assert not (tmp_path / "run").exists()
+    return str(refusal.value)
+
+
+def test_weights_of_another_model_are_refused_with_names_and_shapes(tmp_path):
+    file = tmp_path / "w.pt"
+    torch.save(torchvision_resnet18(classes=7).state_dict(), file)
+    said = refused_start(tmp_path, file)
+    assert "another model than model=resnet18 with 10 classes and images 3x32x32" in said
+    assert "fc.weight is 7x512 there and 10x512 here, fc.bias is 7 there and 10 here" in said
+    torch.save(torchvision.models.resnet34(num_classes=10).state_dict(), file)
+    said = refused_start(tmp_path, file)
+    assert "it has layer1.2.conv1.weight" in said and "conv1.weight is 64x3x7x7 there and 64x3x3x3 here" in said
+    torch.save({"head": torch.zeros(2)}, file)
+    assert "it lacks conv1.weight, bn1.weight, bn1.bias and 119 more; it has head" in refused_start(tmp_path, file)
+
+
+def test_files_that_hold_no_weights_are_refused(tmp_path):
+    assert "cannot be read" in refused_start(tmp_path, tmp_path / "none.pt")
+    for name, content in {
+        "text.pt": b"hello", "text.safetensors": b"hello", "empty.pt": b"", "code.pt": pickle.dumps(Path("x")),
+    }.items():  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+        assert f"{name} is not a file of weights" in refused_start(tmp_path, tmp_path / name)
+    torch.save({"epoch": 3}, tmp_path / "numbers.pt")
+    assert "holds no tensors by name" in refused_start(tmp_path, tmp_path / "numbers.pt")
+
+
+def test_exports_that_cannot_be_made_write_nothing(tmp_path, tiny):
+    run = tmp_path / "run"
+    train(compose_config([*tiny]), run, ["test"])
+    (tmp_path / "kept.pt").write_text("kept")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"use weights\.safetensors or weights\.pt"):
+        export(run, tmp_path / "weights.bin")
+    with pytest.raises(ConfigError, match="cannot write"):
+        export(run, tmp_path / "nowhere" / "weights.pt")
+    with pytest.raises(ConfigError, match="cannot write"):
+        export(run, tmp_path / "kept.pt" / "weights.pt")
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        export(tmp_path / "none", tmp_path / "kept.pt")
+    assert sorted(tmp_path.rglob("*")) == before
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        export(run, tmp_path / "kept.pt")
+    assert (tmp_path / "kept.pt").read_text() == "kept"
