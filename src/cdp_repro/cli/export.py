@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cdp_repro.cli.console import exit_code_of
-from cdp_repro.cli.streams import write_out
+from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError
 from cdp_repro.config.paths import typed_path
 
