@@ -16,7 +16,7 @@ from cdp_repro.launch import LaunchError, launch
 from cdp_repro.launch.signals import StopRequest
 
 if __name__ == "__mp_main__" and "SLOW_IMPORT" in os.environ:  # in a rank that the command below has started
-    Path(os.environ["SLOW_IMPORT"], f"importing-{os.environ['RANK']}").touch()
+    Path(os.environ["SLOW_IMPORT"], f"importing-{os.environ['RANK']}").write_text(str(os.getpid()))
     time.sleep(1)
 
 RANDOM = random.SystemRandom()
@@ -177,6 +177,18 @@ def compare(folder, hashes):
         except LaunchError as error:
             (folder / f"refused-{rank()}").write_text(str(error))
             raise
+
+
+def addresses_of_the_store():
+    """Return where somebody listens at the port of the store, as the kernel writes it."""
+    found = []
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, _, port = local.partition(":")
+            if state == "0A" and int(port, 16) == int(os.environ["MASTER_PORT"]):
+                found.append(address)
+    return found
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ def own_rank():
     return {name: os.environ.get(name) for name in STARTERS}
 
 
-def pids(folder: Path) -> list[int]:
-    return [int(path.read_text()) for path in sorted(folder.glob("pid-*"))]
+def pids(folder: Path, what: str = "pid") -> list[int]:
+    return [int(path.read_text()) for path in sorted(folder.glob(f"{what}-*"))]
 
 
 def is_running(pid: int) -> bool:
@@ -80,6 +80,11 @@ def test_rank_0_answers_and_ranks_share_the_cores(environment, capfd):
     environment.setenv("OMP_NUM_THREADS", "7")
     assert launch(workers.threads, [], 2) == "7"
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="asks the kernel of Linux")
+def test_the_store_listens_on_this_machine_only():
+    assert launch(workers.addresses_of_the_store, [], 2) == ["0100007F"], "127.0.0.1, and nothing else"
 
 
 def test_one_process_is_this_one():
@@ -236,6 +241,15 @@ def test_no_rank_outlives_the_launching_process(tmp_path, command):
     wait_until(lambda: not any(map(is_running, pids(tmp_path))))
 
 
+def test_a_rank_that_still_imports_does_not_outlive_it_either(tmp_path, command, environment):
+    environment.setenv("SLOW_IMPORT", str(tmp_path))
+    process = command("wait_unprepared")
+    wait_until(lambda: len([each for each in tmp_path.glob("importing-*") if each.read_text()]) == 2)
+    process.kill()
+    wait_until(lambda: not any(map(is_running, pids(tmp_path, "importing"))))
+    assert not pids(tmp_path), "none has begun"
+
+
 # Processes that others start
 
 
@@ -372,6 +386,45 @@ def test_a_lacking_address_is_named(environment):
     environment.setenv("WORLD_SIZE", "2")
     with pytest.raises(LaunchError, match="lacks MASTER_ADDR, MASTER_PORT: start"):
         join(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK='' in the environment is not a whole number, 0 or more: torchrun and"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' in the environment is not a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE='' in the environment is not a whole number"),
+        ({"RANK": "9", "WORLD_SIZE": "1"}, "RANK=9 and WORLD_SIZE=1 in the environment do not fit"),
+        ({"SLURM_NTASKS": "", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "a"}, "SLURM_NTASKS=''"),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "x", "SLURM_STEP_NODELIST": "a"}, "SLURM_PROCID='x'"),
+        (
+            {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "a", "SLURM_JOB_ID": "mine"},
+            "SLURM_JOB_ID='mine'",
+        ),
+    ],
+)
+def test_variables_that_are_no_numbers_are_named(environment, variables, told):
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    with pytest.raises(LaunchError, match=re.escape(told)):
+        launch(own_rank, [], 2)
+
+
+@pytest.mark.parametrize("port", ["auto", "0", "65536", "-1"])
+def test_a_port_that_is_none_is_named(numbered, environment, port):
+    numbered(0, 2, 1234)
+    environment.setenv("MASTER_PORT", port)
+    with pytest.raises(LaunchError, match=f"MASTER_PORT='{port}' in the environment is no port: use a free one"):
+        join(2, 1)
+
+
+def test_a_name_that_stands_for_no_address_is_named(numbered, environment):
+    numbered(1, 2, 1234)
+    environment.setenv("MASTER_ADDR", "no-such-host.invalid")
+    with pytest.raises(
+        LaunchError, match=r"MASTER_ADDR='no-such-host\.invalid' in the environment stands for no address"
+    ):
+        join(2, 0.1)
 
 
 @pytest.mark.parametrize(("gpus", "works"), [(0, "use device=cpu$"), (1, "or workers= such that at most 1 processes")])

@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,16 @@ from cdp_repro.launch.signals import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
+_IMPORTED = os.getpid(), os.getppid()
+"""The process that has imported this, and its parent: by then torch is not imported, which takes seconds."""
+
 
 def run_rank(number: int, function: Callable[..., Any], arguments: Sequence[Any], folder: Path) -> None:
     """Run the function; write its value or its failure to a file, by a rename, so that a kill leaves no half a file."""
     os.setpgid(0, 0)  # Ctrl-C reaches the launching process only, which passes it on: twice would end the rank
-    die_with_parent()
+    launcher = parent_process()
+    assert launcher is not None and launcher.pid is not None, "a rank is started by the launching process"
+    end_with(launcher.pid)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         value = function(*arguments)
@@ -37,3 +43,16 @@ def die_with_parent() -> None:
     """Ask the kernel to kill this process as soon as its parent ends, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def first_parent() -> int:
+    """Return the parent that this process had when it imported this, or has if it was forked since."""
+    process, parent = _IMPORTED
+    return parent if process == os.getpid() else os.getppid()
+
+
+def end_with(parent: int) -> None:
+    """Die with the parent, or at once if process `parent` has ended while this one still imported what it needs."""
+    die_with_parent()
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

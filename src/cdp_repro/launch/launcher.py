@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cdp_repro.launch.environment import environment
-from cdp_repro.launch.in_rank import die_with_parent
+from cdp_repro.launch.in_rank import end_with, first_parent
 from cdp_repro.launch.local_ranks import launch_here
 from cdp_repro.launch.starters import check_world_size, variables_of_starter
 
@@ -37,7 +37,7 @@ def launch(function: Callable[..., Any], arguments: Sequence[Any], processes: in
     if started is not None:
         check_world_size(started, processes)
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            die_with_parent()  # else a rank goes on without a torchrun that was killed
+            end_with(first_parent())  # else a rank goes on without a torchrun that was killed
         with environment(started):
             return function(*arguments)
     if processes == 1:

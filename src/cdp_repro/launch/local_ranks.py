@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +22,11 @@ from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from cdp_repro.launch.environment import environment
 from cdp_repro.launch.failures import Failure, error_to_raise
+from cdp_repro.launch.folders import temporary_folder
 from cdp_repro.launch.in_rank import run_rank
 from cdp_repro.launch.signals import STOP_SIGNALS, StopRequest
 
@@ -36,12 +37,14 @@ def launch_here(function: Callable[..., Any], arguments: Sequence[Any], processe
     """Start the ranks and wait for all of them; return the value of rank 0, or raise the first failure."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here: what the ranks import is their affair
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = socket.create_server(("127.0.0.1", 0))  # the store's own socket would listen on all interfaces
+    port = server.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
     ranks: list[_Rank] = []
-    with TemporaryDirectory(prefix="cdp-repro-") as name:
+    with temporary_folder() as folder:
         with StopRequest() as stop:
             try:
-                for rank in _started(function, arguments, processes, Path(name), store.port):
+                for rank in _started(function, arguments, processes, folder, store.port):
                     ranks.append(rank)
                 failures = _watch(ranks, stop, grace_seconds)
             finally:

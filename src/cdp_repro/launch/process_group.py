@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from cdp_repro.launch.failures import LaunchError
 
 _GLOO_LACKS_PEERS = "Gloo connectFullMesh failed"
+_NAME_SECONDS = 10.0
+"""For how long a name may be unknown: that of a machine which starts at the same time."""
 
 
 @contextmanager
@@ -35,7 +38,7 @@ def process_group(device: torch.device, processes: int, timeout_seconds: float) 
     if processes == 1 and "RANK" not in os.environ:
         yield
         return
-    address = _address()
+    address = _address(timeout_seconds)
     gpu = _own_gpu() if device.type == "cuda" else None
     try:
         dist.init_process_group(
@@ -68,15 +71,35 @@ def _end_threads_before_python() -> None:
     atexit.register(gc.collect)
 
 
-def _address() -> str:
-    """Return the address at which the ranks meet."""
+def _address(timeout_seconds: float) -> str:
+    """Return the address at which the ranks meet; raise LaunchError unless it can be one."""
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise LaunchError(
             f"the environment of this rank lacks {', '.join(missing)}: start the processes with torchrun or srun, "
             "or set the address and a free port of rank 0's machine"
         )
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise LaunchError(f"MASTER_PORT={port!r} in the environment is no port: use a free one from 1024 to 65535")
+    _wait_for_name(host, min(timeout_seconds, _NAME_SECONDS))
+    return f"{host}:{port}"
+
+
+def _wait_for_name(host: str, seconds: float) -> None:
+    """Return when a name stands for an address; torch would try until its timeout, and show its C++ stack."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"MASTER_ADDR={host!r} in the environment stands for no address ({error.strerror}): use the name "
+                    "or address of rank 0's machine"
+                ) from error
+        time.sleep(0.2)
 
 
 def _own_gpu() -> torch.device:

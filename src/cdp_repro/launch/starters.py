@@ -10,15 +10,23 @@ from collections.abc import Mapping
 
 from cdp_repro.launch.failures import LaunchError
 
+_UNSET = "torchrun and srun set it; unset it, and the processes are started here"
+
 
 def variables_of_starter(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Return this rank's variables for torch.distributed if torchrun or srun has set some, else None."""
+    """Return this rank's variables for torch.distributed if torchrun or srun has set some, else None.
+
+    Raises:
+        LaunchError: one of them is no number, or none that fits the others.
+    """
     if {"RANK", "WORLD_SIZE"} <= environ.keys():
+        _check_rank(environ, "RANK", "WORLD_SIZE")
         return {name: environ[name] for name in ("RANK", "WORLD_SIZE")}
     # A batch script has the first two as well, but runs once; only srun sets the node list of a step.
     by_srun = {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"} <= environ.keys()
-    if by_srun and int(environ["SLURM_NTASKS"]) > 1:
-        job, step = (int(environ.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    if by_srun and _number(environ, "SLURM_NTASKS") > 1:
+        _check_rank(environ, "SLURM_PROCID", "SLURM_NTASKS")
+        job, step = (_number(environ, name, missing="0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         return {
             "RANK": environ["SLURM_PROCID"],
             "LOCAL_RANK": "0" if _has_own_gpu(environ) else environ.get("SLURM_LOCALID", "0"),  # it chooses the GPU
@@ -29,10 +37,27 @@ def variables_of_starter(environ: Mapping[str, str]) -> dict[str, str] | None:
     return None
 
 
+def _number(environ: Mapping[str, str], name: str, missing: str | None = None) -> int:
+    """Return a variable as a number, 0 or more."""
+    text = environ[name] if missing is None else environ.get(name, missing)
+    if not (text.isascii() and text.isdigit()):
+        raise LaunchError(f"{name}={text!r} in the environment is not a whole number, 0 or more: {_UNSET}")
+    return int(text)
+
+
+def _check_rank(environ: Mapping[str, str], rank: str, size: str) -> None:
+    """Raise LaunchError unless the number of this rank is less than that of all."""
+    if _number(environ, rank) >= _number(environ, size):
+        raise LaunchError(
+            f"{rank}={environ[rank]} and {size}={environ[size]} in the environment do not fit: ranks count from 0 to "
+            f"{size} - 1; {_UNSET}"
+        )
+
+
 def _has_own_gpu(environ: Mapping[str, str]) -> bool:
     """Return whether SLURM shows this task but one of several GPUs, as it does for `--gpus-per-task=1`."""
     visible = environ.get("CUDA_VISIBLE_DEVICES", "")
-    return visible != "" and "," not in visible and int(environ.get("SLURM_GPUS_ON_NODE", 0)) > 1
+    return visible != "" and "," not in visible and _number(environ, "SLURM_GPUS_ON_NODE", missing="0") > 1
 
 
 def _first_host(node_list: str) -> str:
