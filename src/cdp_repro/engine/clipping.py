@@ -88,6 +88,7 @@ class GlobalClipping(Clipping):
 
     def flush(self) -> None:
         """See `Clipping.flush`."""
+        self._squares.clear()  # all updates have been made
         self._outgoing.flush()
 
 
