@@ -187,7 +187,7 @@ def test_a_summary_that_lacks_what_is_shown(tiny, capsys):
     assert command.main([*tiny, "epochs=1", "run_dir=mine"]) == 0
     capsys.readouterr()
     Path("mine/summary.json").write_text('{"status": "finished"}')
-    assert "summary.json says that the run is finished, but lacks 'model'" in refused(capsys, "resume=mine")
+    assert "summary.json says that the run is finished, but lacks 'dataset'" in refused(capsys, "resume=mine")
 
 
 @pytest.mark.parametrize("name", ["früße", "two words, it's a=b"])
@@ -203,7 +203,7 @@ def test_a_path_is_used_as_it_is_typed(tiny, capsys, name):
 def test_the_own_folder_is_found(tiny, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert command.main(["--multirun", *tiny, "epochs=1", "seed=0", "run_dir=~/a b"]) == 0
-    (cell,) = (tmp_path / "a b").iterdir()
+    (cell,) = (path for path in (tmp_path / "a b").iterdir() if path.is_dir())
     assert (cell / "summary.json").exists() and not Path("~").exists()
     assert command.main([f"resume=~/a b/{cell.name}"]) == 0
 

@@ -240,7 +240,7 @@ def test_synthetic_refuses_sizes_below_one(key: str) -> None:
 def test_unknown_name_names_the_nearest() -> None:
     with pytest.raises(ValueError, match="unknown dataset 'cifar'; did you mean 'cifar10'"):
         load_dataset("cifar")
-    assert DATASETS == ("digits", "cifar10", "imagenet", "synthetic")
+    assert DATASETS == ("digits", "cifar10", "imagenet", "synthetic", "text")
 
 
 def test_steps_per_epoch_is_exported(digits: Dataset) -> None:

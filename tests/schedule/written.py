@@ -53,19 +53,26 @@ def schedules(draw, workers=4, accumulate=3, placements=tuple(PLACEMENTS), repli
     )  # fmt: skip
 
 
+ANYWHERE = ("dp", "cdp_v1", "cdp_v2", "matrix")
+"""Modes that every placement can have; others are for pipelines."""
+
+
 def kinds() -> Iterator[Schedule]:
     """Every mode, placement, slot order, summation, accumulation and number of replicas once, in small sizes."""
     modes = [*((mode, None) for mode in MODES), ("matrix", STALE)]
     sizes = ((1, 1), (2, 1), (1, 2))
     for (name, matrix), placement, order, (k, r) in product(modes, PLACEMENTS, ORDERS, sizes):
-        if name == "accumulation" and placement != "single_device":
+        if name not in ANYWHERE and placement not in ("single_device", "pipeline"):
+            continue
+        if (matrix is None and MODES[name].updates_each and k > 1) or (name == "chimera" and r > 1):
             continue
         mode = (matrix * k) if matrix else name
         if matrix and k > 1:
             mode = [[max(1, d) for d in row] for row in mode]
         for collectives in (False, True) if name == "dp" and placement in ("replicated", "zero") else (False,):
             for flush in ("gpipe", "one_f_one_b") if (name, placement) == ("dp", "pipeline") else ("one_f_one_b",):
-                yield Schedule.build(mode, 3, placement=placement, slot_order=order, accumulate=k, replicas=r,
+                workers = 4 if name == "chimera" else 3
+                yield Schedule.build(mode, workers, placement=placement, slot_order=order, accumulate=k, replicas=r,
                                      collectives=collectives, pipeline_schedule=flush)  # fmt: skip
 
 

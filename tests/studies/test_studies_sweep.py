@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import TINY
 from ranks import PRELOADED
 
@@ -148,7 +149,7 @@ def test_a_damaged_run_directory_does_not_keep_others_from_being_trained(quick, 
 
 
 def test_runs_at_once_share_the_cores(monkeypatch):
-    monkeypatch.setattr(missing_runs.torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     environments = failing(monkeypatch)
     sweeps("--jobs=2")

@@ -23,10 +23,10 @@ from cdp_repro.config.compose import compose_config
 from cdp_repro.data.in_memory import InMemoryDataset
 from cdp_repro.engine.randomness import generator
 from cdp_repro.observe.metrics import read_metrics
-from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError
+from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError, arguments_to_go_on
 from cdp_repro.schedule import Action
 from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
-from cdp_repro.training.run import arguments_to_go_on, train
+from cdp_repro.training.run import train
 from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer, _refuse_foreign
 
 MODES = ("mode=dp", "mode=cdp_v1", "mode=cdp_v2", "mode=[[1,2,1,1],[1,1,3,1],[1,1,1,1],[2,1,1,0]]")

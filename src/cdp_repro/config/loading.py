@@ -8,8 +8,8 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cdp_repro.config.errors import ConfigError
-from cdp_repro.config.keys import SCHEDULE_KEYS, example_of, leaves, nested
+from cdp_repro.config.errors import ConfigError, nearest
+from cdp_repro.config.keys import SCHEDULE_KEYS, defaults, example_of, leaves, nested
 from cdp_repro.config.limits import inconsistent, out_of_range
 from cdp_repro.config.schema import RunConfig
 
@@ -87,6 +87,9 @@ def _typed(composed: DictConfig) -> tuple[RunConfig, dict[str, str]]:
 def _mistyped(schema: DictConfig, given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield each key whose value has a wrong type, with a sentence that says so."""
     for key, value in given:
+        if key not in defaults():
+            yield key, f"unknown key {key!r}{nearest(key, [*defaults()])}"
+            continue
         try:
             OmegaConf.merge(schema, nested(key, value))
         except OmegaConfBaseException as error:

@@ -239,6 +239,8 @@ class Engine:
     def _connect(self, feed: Feed) -> None:
         """Learn from the first batch what messages look like; then drop the parameters that other ranks hold."""
         if self._executor.mailbox is None and (first := feed.first()) is not None:
+            for seal in self._seals:
+                seal.open()  # an earlier run, without a step, has closed them; fake copies look at gradients, too
             layouts = layouts_of([*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast)
             self._size([layout.gradients.nbytes for layout in layouts.stages])
             with self._where_ranks_stand("connecting"):

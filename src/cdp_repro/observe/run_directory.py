@@ -239,4 +239,6 @@ def os_error_text(error: OSError, directory: Path) -> str:
 
 def arguments_to_go_on(directory: Path) -> list[str]:
     """Return the arguments of `cdp-train` with which a run goes on; if it has no checkpoint, from its start."""
-    return [f"resume={directory}", "restart=true"]
+    saved = RunDirectory(directory).checkpoints_path
+    begun = any(next(saved.glob(pattern), None) for pattern in ("step-*", ".replaced-step-*"))
+    return [f"resume={directory}"] if begun else [f"resume={directory}", "restart=true"]

@@ -173,10 +173,12 @@ def _accurate(accuracy: Sequence[Comparison], tuned: Sequence[Verdict]) -> Claim
     )
     because = [f"Top-1 minus data parallelism's, 95 % interval, number of seeds: {shown}."] if shown else []
     verdict = FAILS if len(worse) == len(claimed) else PARTLY
+    differences = ", ".join(f"{each.group.mode} {each.difference.mean:+.2f}" for each in claimed if each.difference)
+    brief = f"{differences} points of top-1 on {claimed[0].group.config['dataset.name']}" if claimed else ""
     if tuned:  # a verdict on a learning rate is none on the method
         found = {each.found.verdict for each in tuned}
         verdict = HOLDS if found <= {EQUIVALENT, BETTER} else FAILS if found == {WORSE} else PARTLY
-        shown = "; ".join(each.text for each in tuned)
+        shown = brief = "; ".join(each.text for each in tuned)
         because = [
             f"Each with a learning rate and a method of its own, on fresh seeds: {shown}.",
             *(f"With the learning rate of data parallelism: {each}" for each in because),
@@ -185,7 +187,7 @@ def _accurate(accuracy: Sequence[Comparison], tuned: Sequence[Verdict]) -> Claim
         "The verdict is on CIFAR-10, with a small network and few epochs: the authors' ResNets at full length and "
         "ImageNet were not run here. An interval that holds 0 shows no difference; it does not show that there is none."
     )
-    return Claim(3, text, verdict, " ".join([*because, note]))
+    return Claim(3, text, verdict, " ".join([*because, note]), brief=brief)
 
 
 def _fewer_devices(costs: Sequence[Line]) -> Claim:

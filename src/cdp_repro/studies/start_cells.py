@@ -127,7 +127,13 @@ def _cases(cells: Sequence[Cell], by_srun: bool) -> str:
         lines.append(
             f"{number}) {ranks}run={shlex.quote(str(cell.directory))}; arguments=({shlex.join(cell.begin)}) ;;"
         )
-    lines += ["esac", f'[ -e "$run/{CONFIG}" ] && arguments=("resume=$run" restart=true)']
+    lines += [
+        "esac",
+        f'if [ -e "$run/{CONFIG}" ]; then',
+        '  arguments=("resume=$run")',
+        '  compgen -G "$run/checkpoints/step-*" > /dev/null || arguments+=("restart=true")',
+        "fi",
+    ]
     return "\n".join(lines) + "\n\n"
 
 
