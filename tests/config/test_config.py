@@ -143,8 +143,8 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (["mode=[[0,0],[0,0]]", "workers=2"], "it exists from slot 6 on"),
         (
             ["mode=cdp_v3"],
-            "unknown mode 'cdp_v3': choose accumulation, ampnet, cdp_v1, cdp_v2, chimera, dp, gpipe, interleaved, matrix, "
-            "naive, one_f_one_b, pipedream, pipedream_2bw, zero_bubble; did you mean 'cdp_v2'?",
+            "unknown mode 'cdp_v3': choose accumulation, ampnet, cdp_v1, cdp_v2, chimera, dp, gpipe, interleaved, "
+            "matrix, naive, one_f_one_b, pipedream, pipedream_2bw, zero_bubble; did you mean 'cdp_v2'?",
         ),
         (["dataset=cifar"], "did you mean 'cifar10'?"),
         (["model=resnet19"], "did you mean 'resnet18'?"),
