@@ -22,7 +22,7 @@ from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Program, Schedule
 from cdp_repro.schedule.summation.exchange_in_parts import leaves_in_parts
 from cdp_repro.schedule.values import parameters
 
-PLACEMENTS = ("replicated", "zero", "model_parallel", "pipeline")
+PLACEMENTS = ("replicated", "zero", "model_parallel", "pipeline", "parameter_server")
 STEPS, DRAIN = 5, 3
 MATRIX = "matrix"
 VIT, UNEVEN = "test_vit", "uneven"
@@ -117,7 +117,8 @@ def flat(state, prefix=""):
 def check(tmp_path, kind, mode, placement, n, s, r=1, settings=None):
     schedule = Schedule.build(rule(mode, n, s), n, s, placement, replicas=r, **(settings or {}))
     outcomes = run_ranks(train, schedule.ranks, kind, mode, placement, n, s, r, settings, folder=tmp_path)
-    losses, model, _, reads, state = train(kind, mode, "single_device", n, s, r)
+    alone = {name: value for name, value in (settings or {}).items() if name != "servers"}
+    losses, model, _, reads, state = train(kind, mode, "single_device", n, s, r, alone)
     assert all(torch.isfinite(torch.tensor(losses)).flatten())
     assert outcomes[0][0] == losses
     for _, theirs, *_ in outcomes:
@@ -170,6 +171,16 @@ def test_collectives_compute_what_one_device_computes_but_for_the_order_of_sums(
     assert sum(outcome[3] for outcome in outcomes) == reads
     close(flat(outcomes[0][4]), flat(state))
     check_trace(outcomes[0][2], schedule, n, s, r)
+
+
+@pytest.mark.parametrize(
+    ("mode", "n", "s", "r", "servers"), [("dp", 2, 3, 1, 2), ("cdp_v2", 2, 4, 1, 3), ("cdp_v1", 1, 2, 2, 2)]
+)
+def test_several_servers_compute_what_one_device_computes(tmp_path, mode, n, s, r, servers):
+    schedule, outcomes = check(tmp_path, "linear", mode, "parameter_server", n, s, r, {"servers": servers})
+    assert len(outcomes) == n * r + servers
+    check_trace(outcomes[0][2], schedule, n, s, r)
+    assert all(record.rank < n * r for record in outcomes[0][2].records if any(a.op.is_compute for a in record.actions))
 
 
 @pytest.mark.parametrize("kind", ["resnet8", VIT])

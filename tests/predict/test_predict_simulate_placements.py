@@ -74,6 +74,24 @@ def test_zero_sends_three_times_the_parameters_but_for_what_a_rank_has_itself(n,
         assert max(lent.values()) == 1, "one stage in and one out in a slot"
 
 
+@given(n=sizes, mode=st.sampled_from(("dp", *CYCLIC)), data=st.data())
+@settings_
+def test_a_parameter_server_sends_two_copies_a_worker_and_gets_one_and_cdp_spreads_its_pulls(n, mode, data):
+    p = data.draw(st.integers(1, n), label="servers")
+    built = program(mode, n, placement="parameter_server", servers=p)
+    records, messages = steady(built)
+    sent = sent_per_rank(messages)
+    stages = Counter(built.schedule.placement.holders(stage)[0] for stage in range(n))
+    assert sent == {**dict.fromkeys(range(n), n), **{server: 2 * n * held for server, held in stages.items()}}
+    assert sum(sent.values()) == 3 * n * n  # of stages of one byte: 3P for each worker, none stays where it is
+    pulls = Counter((m.slot, m.source) for m in messages if m.kind == "parameters")
+    assert max(pulls.values()) == (n if mode == "dp" else max(stages.values()))
+    idle = [
+        rank for rank in range(n + p) if not any(a.op.is_compute for r in records if r.rank == rank for a in r.actions)
+    ]
+    assert idle == [*range(n, n + p)]
+
+
 @given(n=sizes, mode=st.sampled_from(CYCLIC))
 @settings_
 def test_a_pipeline_device_holds_n_minus_j_stages_and_moves_micro_batches_only(n, mode):
@@ -100,7 +118,7 @@ def test_the_longest_chain_of_messages_does_not_grow_with_n(placement, mode):
         simulate(program(mode, n, placement=placement), StageCosts.equal(n), 5).max_chain_per_slot
         for n in (3, 4, 5, 8, 12)
     ]
-    assert set(chains) == {2 if (placement, mode) == ("zero", "cdp_v2") else 1}
+    assert set(chains) == {2 if placement in ("zero", "parameter_server") and mode == "cdp_v2" else 1}
 
 
 @pytest.mark.parametrize("n", [3, 4, 8])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from symbolic import prove
 from written import CYCLIC, checked, schedules, written
 
-from cdp_repro.schedule import PLACEMENTS, Op, Program, Schedule, ScheduleError, add_placement
+from cdp_repro.schedule import PLACEMENTS, Op, Program, Schedule, ScheduleError, Spec, add_placement
 from cdp_repro.schedule.parts import part_of
 from cdp_repro.schedule.placements import Pipeline, Placement
 
@@ -42,7 +42,31 @@ class Paired(Pipeline):
 def test_the_number_of_devices(mode, n):
     ranks = {name: Schedule.build(mode, n, placement=name).ranks for name in PLACEMENTS}
     stages = n * n if mode == "dp" else n * (n + 1) // 2
-    assert ranks == {"single_device": 1, "replicated": n, "zero": n, "pipeline": n, "model_parallel": stages}
+    assert ranks == {
+        "single_device": 1, "replicated": n, "zero": n, "pipeline": n, "model_parallel": stages,
+        "parameter_server": n + 1,
+    }  # fmt: skip
+
+
+def test_servers_share_the_stages_and_compute_nothing():
+    placement = Schedule.build("dp", 3, 5, "parameter_server", servers=2).placement
+    assert placement.ranks == 5
+    assert [[*placement.holders(stage)] for stage in range(5)] == [[3], [3], [3], [4], [4]]
+    assert {placement.rank_of(m, stage) for m in range(12) for stage in range(5)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("servers", [0, 6])
+def test_a_server_has_at_least_a_stage(servers):
+    with pytest.raises(ValueError, match=f"servers={servers} for stages=5: use servers=1 to 5"):
+        Schedule.build("dp", 3, 5, "parameter_server", servers=servers)
+
+
+def test_sizes_of_another_placement_are_refused_and_left_out_where_a_job_moves():
+    with pytest.raises(ValueError, match="servers=2 is for placement=parameter_server; placement=zero derives its"):
+        Schedule.build("dp", 2, placement="zero", servers=2)
+    job = Spec("dp", 4, 4, "parameter_server", servers=2)
+    assert job.on("zero") == Spec("dp", 4, 4, "zero")
+    assert job.on("parameter_server") == job
 
 
 @pytest.mark.parametrize(("mode", "n", "r"), product(["dp", *CYCLIC], [1, 2, 3], [1, 2]))
@@ -52,9 +76,9 @@ def test_micro_batches_take_turns_on_the_holders_or_stay_with_their_worker(mode,
         for m, j in product(range(12 * n * r), range(2 * n)):
             rank, holders = schedule.placement.rank_of(m, j), schedule.placement.holders(j)
             assert 0 <= holders[0] <= holders[-1] < schedule.ranks
-            worker = name in ("replicated", "zero")
-            assert rank == (m % (n * r) if worker else holders[m % len(holders)])
-            if name != "zero":
+            lends = name in ("zero", "parameter_server")
+            assert rank == (m % (n * r) if lends or name == "replicated" else holders[m % len(holders)])
+            if not lends:
                 assert rank in holders
 
 

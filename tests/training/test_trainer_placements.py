@@ -27,7 +27,7 @@ from cdp_repro.training.checkpoint import CheckpointStore
 from cdp_repro.training.run import train
 from cdp_repro.training.trainer import Interrupted, Trainer
 
-PLACEMENTS = ("replicated", "zero", "model_parallel", "pipeline")
+PLACEMENTS = ("replicated", "zero", "model_parallel", "pipeline", "parameter_server")
 COLLECTIVE = ("replicated collectives=true", "zero collectives=true")
 """Two ranks: a sum of two does not depend on its order, so that these are bitwise, too."""
 RUNS = [*(("cdp_v2", name) for name in PLACEMENTS), *(("dp", name) for name in COLLECTIVE)]
@@ -122,7 +122,8 @@ def test_a_run_on_any_placement_is_that_on_one_device(tmp_path, tiny, alone, pla
 
 @pytest.mark.parametrize(
     ("first", "second"), [("replicated", "pipeline"), ("pipeline", "zero"), ("zero", "model_parallel"),
-                          ("model_parallel", "single_device"), ("single_device", "replicated")],
+                          ("model_parallel", "parameter_server"), ("parameter_server", "single_device"),
+                          ("single_device", "replicated")],
 )  # fmt: skip
 @pytest.mark.parametrize(("mode", "from_end"), [("cdp_v1", 0), ("cdp_v2", 1)])
 def test_a_run_interrupted_on_any_rank_goes_on_bitwise_on_another_placement(

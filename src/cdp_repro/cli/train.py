@@ -26,6 +26,7 @@ from cdp_repro.config.task import task_of
 from cdp_repro.launch import launch
 from cdp_repro.observe.run_directory import SUMMARY, RunDirectory, RunDirectoryError
 from cdp_repro.observe.text import format_bytes
+from cdp_repro.schedule import PLACEMENT_SIZES
 from cdp_repro.studies.cells import Cell, cells_of, write_list
 from cdp_repro.studies.start_cells import array_script, queue, refuse_without_sbatch, train_here
 from cdp_repro.studies.sweep_status import sweep_text
@@ -131,8 +132,9 @@ def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
         config.merge_with_dotlist(given)
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError([f"{shlex.join(given)}: {str(error).splitlines()[0]}"]) from error
-    if config.placement.name != "pipeline" and not any(text.startswith("ranks=") for text in given):
-        config.ranks = None  # those of the pipeline that it was
+    for name, placement in PLACEMENT_SIZES.items():
+        if config.placement.name != placement and not any(text.startswith(f"{name}=") for text in given):
+            config[name] = None  # that of the placement that it was
     return load_config(config)
 
 

@@ -14,12 +14,12 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from cdp_repro.config.schema import ClusterConfig, RunConfig
 
 SCHEDULE_KEYS = frozenset({
-    "workers", "stages", "accumulate", "replicas", "ranks", "batch_size", "slot_order",
+    "workers", "stages", "accumulate", "replicas", "ranks", "servers", "batch_size", "slot_order",
     "mode.name", "mode.staleness", "placement.name", "pipeline_schedule", "collectives",
 })  # fmt: skip
 """Settings that the schedule is built from: it can be checked only if each of them is in range."""
 
-PLACEMENT_KEYS = ("placement.name", "ranks", "pipeline_schedule", "collectives")
+PLACEMENT_KEYS = ("placement.name", "ranks", "servers", "pipeline_schedule", "collectives")
 """Settings that say where and how the same numbers are computed."""
 
 NEUTRAL_KEYS = (
@@ -32,7 +32,7 @@ NEUTRAL_KEYS = (
 and the run that resumes it."""
 
 RESUME_KEYS = (
-    "ranks", "pipeline_schedule", "collectives", "timeout_seconds", "wandb", "checkpoint_every_steps",
+    "ranks", "servers", "pipeline_schedule", "collectives", "timeout_seconds", "wandb", "checkpoint_every_steps",
     "log_every_steps",
 )  # fmt: skip
 """Settings that the command line may change beside `resume=`; `placement=`, a group, may be given as well."""
@@ -52,6 +52,7 @@ EXAMPLES = {
     "model.name": "model.name=resnet50",
     "stages": "stages=4",
     "ranks": "ranks=2",
+    "servers": "servers=2",
     "cluster.between_hosts_latency_seconds": "cluster.between_hosts_latency_seconds=1e-5",
     "cluster.between_hosts_bandwidth_bytes_per_second": "cluster.between_hosts_bandwidth_bytes_per_second=1e9",
     "cluster.flops_per_second": "cluster.flops_per_second=1e13",

@@ -48,16 +48,16 @@ _MINIMA = {
 }  # fmt: skip
 
 _SIZES = (
-    "workers", "stages", "accumulate", "replicas", "ranks", "batch_size", "evaluation_batch_size", "dataset.channels",
-    "dataset.image_size", "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden",
-    "model.depth",
+    "workers", "stages", "accumulate", "replicas", "ranks", "servers", "batch_size", "evaluation_batch_size",
+    "dataset.channels", "dataset.image_size", "dataset.classes", "dataset.train_samples", "dataset.test_samples",
+    "model.hidden", "model.depth",
 )  # fmt: skip
 _LARGEST_SIZE = 2**31 - 1
 _LARGEST_PROGRAM = 2_000_000
 """Forwards and backwards: a program of so many takes about a minute to make and check."""
 
 _OPTIONAL_MINIMA = {
-    "stages": 1, "ranks": 1, "delay.strength": 0,
+    "stages": 1, "ranks": 1, "servers": 1, "delay.strength": 0,
     "cluster.between_hosts_latency_seconds": 0, "cluster.between_hosts_bandwidth_bytes_per_second": 1,
     "cluster.flops_per_second": 1,
 }  # fmt: skip

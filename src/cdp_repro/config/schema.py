@@ -85,7 +85,8 @@ class PlacementConfig:
 
     name: str = "single_device"
     """Set by placement=...: `single_device`, or in processes of their own `replicated` (a worker each), `zero` (the
-    same, parameters sharded), `model_parallel` (a stage each, on as many as it has micro-batches) or `pipeline`."""
+    same, parameters sharded), `parameter_server` (the same, parameters on ranks more), `model_parallel` (a stage each,
+    on as many as it has micro-batches) or `pipeline`."""
 
 
 @dataclass
@@ -175,6 +176,8 @@ class RunConfig:
     """k: micro-batches that each worker runs in a training step, one after the other; a mini-batch has k N of them."""
     ranks: int | None = None
     """D, of placement=pipeline: ranks that the stages are spread over, a divisor of `stages`; unless set: `workers`."""
+    servers: int | None = None
+    """P, of placement=parameter_server: ranks that hold the stages and compute none; unless set: 1."""
     replicas: int = 1
     """R: ranks that share each worker's micro-batch; on `single_device` one device computes all of them."""
     baseline: str | None = None
@@ -283,6 +286,7 @@ class RunConfig:
             accumulate=self.accumulate,
             replicas=self.replicas,
             ranks=self.ranks,
+            servers=self.servers,
             pipeline_schedule=self.pipeline_schedule,
             collectives=self.collectives and self.baseline is None,
         )

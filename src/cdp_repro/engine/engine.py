@@ -38,6 +38,7 @@ class Choices(TypedDict, total=False):
     accumulate: int
     replicas: int
     ranks: int | None
+    servers: int | None
     pipeline_schedule: str
     collectives: bool
 
@@ -61,8 +62,9 @@ class Engine:
         mode: "dp", "cdp_v1", "cdp_v2", another name in `schedule.MODES`, or a staleness matrix with a row for each
             micro-batch of a training step and a column for each stage.
         placement: where the stages run and who holds their parameters: "single_device", "replicated", "zero",
-            "model_parallel" or "pipeline". All but the first need as many processes in the torch.distributed group
-            as the schedule has ranks, each of which builds the same engine and takes part in every call.
+            "model_parallel", "pipeline" or "parameter_server". All but the first need as many processes in the
+            torch.distributed group as the schedule has ranks, each of which builds the same engine and takes part in
+            every call.
         workers: N, micro-batches that are under way at once; default: the number of stages.
         device: where the stages are moved.
         seed: of what the stages draw in training (dropout), with step, micro-batch and stage.

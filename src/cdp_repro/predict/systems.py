@@ -80,7 +80,7 @@ def compare_systems(config: RunConfig) -> list[System]:
             [f"{micro_batches} micro-batches (workers x accumulate) are no multiple of ranks={ranks}: use "
              f"accumulate={-(-micro_batches // ranks)} workers={ranks}"]
         )  # fmt: skip
-    whole = replace(config, stages=ranks, workers=ranks, accumulate=micro_batches // ranks, ranks=None)
+    whole = replace(config, stages=ranks, workers=ranks, accumulate=micro_batches // ranks, ranks=None, servers=None)
     cuts = {ranks: cut_model(whole)}
     found = []
     for mode, placement in SYSTEMS:

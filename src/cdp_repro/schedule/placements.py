@@ -88,12 +88,32 @@ class Zero(Replicated):
 
     def rank_of(self, micro_batch: int, stage: int) -> int:  # noqa: ARG002 - a worker computes all stages
         """Return the worker's rank."""
-        return micro_batch % self.ranks
+        return micro_batch % self.timeline.sizes.lanes
 
     @classmethod
     def of(cls, timeline: Timeline, collectives: bool) -> Placement:
         """Return the one with shards for collectives of several ranks."""
         return ShardedZero(timeline) if collectives and timeline.sizes.lanes > 1 else cls(timeline)
+
+
+class ParameterServer(Zero):
+    """A worker a rank, and the state of the stages spread evenly over P ranks more, which compute none of them.
+
+    Workers pull parameters and push gradients (Li et al. 2014). A server is `Zero`'s owner without a worker.
+    """
+
+    name = "parameter_server"
+
+    @cached_property
+    def ranks(self) -> int:
+        """N R + P."""
+        return self.timeline.sizes.lanes + self.timeline.sizes.servers
+
+    def holders(self, stage: int) -> range:
+        """Return the one server of the stage."""
+        sizes = self.timeline.sizes
+        server = sizes.lanes + stage * sizes.servers // sizes.stages
+        return range(server, server + 1)
 
 
 class ShardedZero(Replicated):

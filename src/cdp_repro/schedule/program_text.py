@@ -25,7 +25,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from cdp_repro.schedule.actions import Action, Slot
@@ -215,7 +215,7 @@ def _entry(number: int, line: str) -> dict[str, Any]:
 
 def _schedule(header: dict[str, Any]) -> Schedule:
     """Return the schedule that a header describes."""
-    missing = [each.name for each in fields(Spec) if each.name not in header]
+    missing = [each.name for each in fields(Spec) if each.default is MISSING and each.name not in header]
     if missing:
         raise ScheduleError(f"the header lacks {', '.join(missing)}")
     sizes = header.pop(_GRADIENT_BYTES, [])

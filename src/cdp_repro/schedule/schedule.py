@@ -7,7 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cdp_repro.schedule.placements import ModelParallel, Pipeline, Placement, Replicated, SingleDevice, Zero
+from cdp_repro.schedule.placements import (
+    ModelParallel,
+    ParameterServer,
+    Pipeline,
+    Placement,
+    Replicated,
+    SingleDevice,
+    Zero,
+)
 from cdp_repro.schedule.rules import Fresh, Freshest, Matrix, NoStashing, Rule, UniformDelay
 from cdp_repro.schedule.sizes import Sizes
 from cdp_repro.schedule.timelines import (
@@ -24,6 +32,8 @@ from cdp_repro.schedule.timelines import (
 
 SLOT_ORDERS = ("paper", "backward_first")
 PIPELINE_SCHEDULES = ("one_f_one_b", "gpipe")
+PLACEMENT_SIZES = {"ranks": "pipeline", "servers": "parameter_server"}
+"""By size that one placement alone has: its name."""
 COLLECTIVE_PLACEMENTS = ("replicated", "zero")
 """Where each worker is a rank, so that a collective of all ranks is one of all workers."""
 
@@ -32,7 +42,8 @@ TIMELINES: dict[str, type[Timeline]] = {
     for timeline in (Simultaneous, Sequential, Cyclic, GPipe, OneForwardOneBackward, Interleaved, ZeroBubble, Chimera)
 }
 PLACEMENTS: dict[str, type[Placement]] = {
-    placement.name: placement for placement in (SingleDevice, Replicated, Zero, ModelParallel, Pipeline)
+    placement.name: placement
+    for placement in (SingleDevice, Replicated, Zero, ModelParallel, Pipeline, ParameterServer)
 }
 
 
@@ -99,6 +110,8 @@ class Spec:
     """R."""
     ranks: int | None = None
     """D, of the placement `pipeline` only; None: N of them."""
+    servers: int | None = None
+    """P, of the placement `parameter_server` only; None: one."""
     pipeline_schedule: str = "one_f_one_b"
     """How data parallelism runs on the placement `pipeline`: `one_f_one_b` or `gpipe`."""
     collectives: bool = False
@@ -129,7 +142,13 @@ class Spec:
         """The five numbers."""
         pipeline_ranks = 1 if self.placement != "pipeline" else self.workers if self.ranks is None else self.ranks
         each = self.chosen_mode.updates_each
-        return Sizes(self.stages, self.workers, self.accumulate, self.replicas, pipeline_ranks, each)
+        servers = 1 if self.servers is None else self.servers
+        return Sizes(self.stages, self.workers, self.accumulate, self.replicas, pipeline_ranks, servers, each)
+
+    def on(self, placement: str) -> Spec:
+        """Return the same on another placement, without the sizes that this one alone has."""
+        left_out = {name: None for name, of in PLACEMENT_SIZES.items() if of != placement}
+        return replace(self, placement=placement, **left_out)  # type: ignore[arg-type]
 
     @property
     def forwards(self) -> int:
@@ -160,6 +179,7 @@ class Schedule:
         accumulate: int = 1,
         replicas: int = 1,
         ranks: int | None = None,
+        servers: int | None = None,
         pipeline_schedule: str = "one_f_one_b",
         collectives: bool = False,
         gradient_bytes: Sequence[int] = (),
@@ -171,7 +191,7 @@ class Schedule:
         return cls.of(
             Spec(
                 named, workers, workers if stages is None else stages, placement, slot_order, accumulate, replicas,
-                ranks, pipeline_schedule, collectives,
+                ranks, servers, pipeline_schedule, collectives,
             ),
             gradient_bytes,
         )  # fmt: skip
@@ -190,11 +210,12 @@ class Schedule:
         ):
             if value not in choices:
                 raise ValueError(f"unknown {name} {value!r}: choose {', '.join(choices)}")
-        if spec.ranks is not None and spec.placement != "pipeline":
-            raise ValueError(
-                f"ranks={spec.ranks} is for placement=pipeline; placement={spec.placement} derives its ranks from "
-                "workers, stages and replicas: leave ranks out"
-            )
+        for name, of in PLACEMENT_SIZES.items():
+            if (value := getattr(spec, name)) is not None and spec.placement != of:
+                raise ValueError(
+                    f"{name}={value} is for placement={of}; placement={spec.placement} derives its ranks from "
+                    f"workers, stages and replicas: leave {name} out"
+                )
         mode, sizes = spec.chosen_mode, spec.sizes
         sizes.check()
         timeline = TIMELINES[mode.timeline](sizes)

@@ -24,6 +24,8 @@ class Sizes:
     """R: ranks that share what a worker computes."""
     pipeline_ranks: int = 1
     """D: ranks that the stages of one pipeline are spread over."""
+    servers: int = 1
+    """P: ranks of a parameter server."""
     updates_each: bool = False
     """Whether each micro-batch is a training step of its own, M = R, while N of them are under way."""
 
@@ -60,6 +62,8 @@ class Sizes:
             raise ValueError(
                 f"ranks={self.pipeline_ranks} do not share stages={self.stages} equally: use ranks={choices}"
             )
+        if not 1 <= self.servers <= self.stages:
+            raise ValueError(f"servers={self.servers} for stages={self.stages}: use servers=1 to {self.stages}")
 
 
 def check_divisible(batch_size: int, workers: int, accumulate: int = 1, replicas: int = 1) -> None:

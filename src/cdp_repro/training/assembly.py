@@ -14,7 +14,7 @@ from cdp_repro.config.program_file import read_program_file
 from cdp_repro.data import Dataset, load_dataset, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.predict.cutting import CutModel
-from cdp_repro.schedule import Program, Spec
+from cdp_repro.schedule import Program, Schedule, Spec
 from cdp_repro.training.optim import learning_rate_factor, optimizer_factory
 
 
@@ -100,17 +100,9 @@ def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | 
     spec = config.spec()
     return Engine(
         *model,
-        spec.mode,
-        spec.placement,
-        slot_order=spec.slot_order,
-        accumulate=spec.accumulate,
-        replicas=spec.replicas,
-        ranks=spec.ranks,
-        pipeline_schedule=spec.pipeline_schedule,
-        collectives=spec.collectives,
+        program=Program(Schedule.of(spec)) if config.program is None else program_of(config.program, spec),
         delay=delay_factory(config.delay),
         clip_norm=config.optim.clip_norm,
-        program=None if config.program is None else program_of(config.program, spec),
         traced_steps=config.traced_steps,
         **common,
     )

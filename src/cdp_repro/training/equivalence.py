@@ -64,7 +64,7 @@ def verify(config: RunConfig, steps: int) -> Comparison:
     config = _with_dropout(config)
     alone = copy.deepcopy(config)
     alone.placement.name, alone.baseline, alone.collectives = "single_device", None, False
-    alone.ranks = alone.program = None
+    alone.ranks = alone.servers = alone.program = None
     blocks = [len(names) for names in cut_model(alone).block_names]  # once: a cut by time may differ from the next
     expected = _train(alone, steps, blocks)
     found = launch(_train, (config, steps, blocks), config.processes)

@@ -187,7 +187,8 @@ def _resized(
         for cluster in clusters
     ]
     ranks = None if job.ranks is None else size * job.ranks // job.workers
-    return replace(job, workers=size, stages=stages, ranks=ranks), smaller, resized
+    servers = None if job.servers is None else max(1, size * job.servers // job.workers)
+    return replace(job, workers=size, stages=stages, ranks=ranks, servers=servers), smaller, resized
 
 
 def _shrunk(values: tuple[Any, ...], number: int) -> tuple[Any, ...]:

@@ -145,8 +145,7 @@ def _can_run(job: Spec) -> bool:
 
 def _job(chosen: Spec, mode: str | tuple[tuple[int, ...], ...], placement: str) -> Spec:
     by_library = chosen.collectives and mode == "dp" and placement in COLLECTIVE_PLACEMENTS
-    ranks = chosen.ranks if placement == "pipeline" else None
-    return replace(chosen, mode=mode, placement=placement, ranks=ranks, collectives=by_library)
+    return replace(chosen.on(placement), mode=mode, collectives=by_library)
 
 
 def quote_text(quote: Quote) -> str:

@@ -56,11 +56,16 @@ def replace_backwards(slots: Slots, stages: Iterable[int], by: Callable[[Action]
 
 
 def completed(action: Action, schedule: Schedule, stages: Iterable[int]) -> int | None:
-    """Return the version that can be made when `action` has completed the sum of one of `stages`; else None."""
-    if action.stage in stages:
+    """Return the version that can be made when `action` has completed the sum of one of `stages`; else None.
+
+    A sum is completed on a rank that holds the stage. A received one was completed elsewhere, but for the gradients of
+    a step's only micro-batch, which comes to an owner that does not compute.
+    """
+    step = schedule.micro_batches
+    if action.stage in stages and action.rank in schedule.placement.holders(action.stage):
         for value in action.writes:
-            if value.kind == GRADIENTS and len(value.members) == schedule.micro_batches and action.op is not Op.RECEIVE:
-                return value.stop // schedule.micro_batches
+            if value.kind == GRADIENTS and len(value.members) == step and (action.op is not Op.RECEIVE or step == 1):
+                return value.stop // step
     return None
 
 
