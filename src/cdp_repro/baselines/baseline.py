@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import ChainMap
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from cdp_repro.engine.batches import MiniBatch, TensorMiniBatch
 from cdp_repro.engine.compute import LossFn
 from cdp_repro.engine.engine import refuse_shared_parameters
 from cdp_repro.engine.executor import StepResult
+from cdp_repro.engine.outputs import TestBatches, outputs_of
 from cdp_repro.engine.parameters import OptimizerFactory
 from cdp_repro.engine.team import Team
 from cdp_repro.trace import Trace
@@ -130,6 +131,10 @@ class Baseline(ABC):
         stages = _merge(self.step, parts, len(self._skeleton))["stages"]
         values = [{**stage["versions"][self.step], **_mean_buffers(stage["buffers"])} for stage in stages]
         return fill(self._skeleton, values, self._device)
+
+    def outputs(self, batches: TestBatches, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (output, targets) of every N-th batch of an evaluation, by a copy of the whole model; see `Engine`."""
+        return outputs_of(self.model(), batches(range(self.rank, count, self.workers)), self._autocast)
 
     @property
     def parameter_bytes(self) -> int:

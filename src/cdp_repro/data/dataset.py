@@ -80,12 +80,24 @@ class Dataset(ABC):
 
     @abstractmethod
     def test_batches(
-        self, batch_size: int, *, device: torch.device, dtype: torch.dtype = torch.float32, channels_last: bool = False
+        self,
+        batch_size: int,
+        numbers: Iterable[int] | None = None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return (images, class numbers) of the whole test set, in order; the last batch may be short.
+        """Return (images, class numbers) of batches of the test set by their numbers; unless given, of all in order.
 
-        Shapes: [n, channels, height, width] in `dtype` and [n] int64, n <= `batch_size`.
+        Shapes: [n, channels, height, width] in `dtype` and [n] int64, n <= `batch_size`; the last batch may be short.
         """
+
+    def _test_slices(self, batch_size: int, numbers: Iterable[int] | None) -> list[slice]:
+        """Return which samples of the test set are in the batches of these numbers; unless given, in all batches."""
+        firsts = range(0, self.test_size, batch_size)
+        chosen = range(len(firsts)) if numbers is None else numbers
+        return [slice(firsts[number], min(firsts[number] + batch_size, self.test_size)) for number in chosen]
 
     def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return an evaluation as it is logged, from `eval/top1_percent`, `eval/top5_percent` and `eval/loss`."""

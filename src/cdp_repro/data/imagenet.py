@@ -104,11 +104,17 @@ class _ImageNet(Dataset):
         return (mini_batch(*entry, images) for entry, images in zip(to_return, loaded, strict=True))
 
     def test_batches(
-        self, batch_size: int, *, device: torch.device, dtype: torch.dtype = torch.float32, channels_last: bool = False
+        self,
+        batch_size: int,
+        numbers: Iterable[int] | None = None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """See `Dataset.test_batches`."""
         normalise = Normalise(STATISTICS, device, dtype, channels_last)
-        batches = [slice(first, first + batch_size) for first in range(0, self.test_size, batch_size)]
+        batches = self._test_slices(batch_size, numbers)
         loaded = self._images(
             ([Sample(file) for file in self._test.files[batch]] for batch in batches), device, self._loader_workers
         )

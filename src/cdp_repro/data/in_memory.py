@@ -86,13 +86,18 @@ class InMemoryDataset(Dataset):
         )
 
     def test_batches(
-        self, batch_size: int, *, device: torch.device, dtype: torch.dtype = torch.float32, channels_last: bool = False
+        self,
+        batch_size: int,
+        numbers: Iterable[int] | None = None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """See `Dataset.test_batches`."""
         _, test = self._splits(device)
         normalise = Normalise(self._statistics, device, dtype, channels_last)
-        for first in range(0, self.test_size, batch_size):
-            batch = slice(first, first + batch_size)
+        for batch in self._test_slices(batch_size, numbers):
             yield normalise(test.images[batch]), test.labels[batch].clone()
 
     def fingerprint(self) -> str:

@@ -145,6 +145,7 @@ class TextDataset(Dataset):
     def test_batches(
         self,
         batch_size: int,
+        numbers: Iterable[int] | None = None,
         *,
         device: torch.device,
         dtype: torch.dtype = torch.float32,  # noqa: ARG002 - as above
@@ -152,8 +153,8 @@ class TextDataset(Dataset):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """See `Dataset.test_batches`; [n, context] int64 each."""
         _, tokens = self._parts(device)
-        for first in range(0, self.test_size, batch_size):
-            sequences = torch.arange(first, min(first + batch_size, self.test_size), device=device)
+        for batch in self._test_slices(batch_size, numbers):
+            sequences = torch.arange(batch.start, batch.stop, device=device)
             yield tuple(_sequences(tokens, sequences, self.input_shape[0], shift) for shift in (0, 1))  # type: ignore[misc]
 
     def metrics(self, means: Mapping[str, float]) -> dict[str, float]:

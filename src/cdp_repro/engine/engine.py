@@ -19,6 +19,7 @@ from cdp_repro.engine.executor import Executor, Settings, StepResult
 from cdp_repro.engine.losses import Losses
 from cdp_repro.engine.mailbox import Mailbox, connect
 from cdp_repro.engine.messages import Layout, layouts_of
+from cdp_repro.engine.outputs import PipelinedOutputs, TestBatches, outputs_of
 from cdp_repro.engine.parameters import Buffers, OptimizerFactory, StageState, average, check_buffers
 from cdp_repro.engine.positions import Positions
 from cdp_repro.engine.seal import Seal
@@ -26,6 +27,7 @@ from cdp_repro.engine.shards import Shards
 from cdp_repro.engine.team import Team
 from cdp_repro.engine.tracing import Tracer
 from cdp_repro.schedule import Program, RankProgram, Schedule, Value
+from cdp_repro.schedule.forward_only import is_pipelined
 from cdp_repro.schedule.summation import strategy_of
 from cdp_repro.schedule.values import PARAMETERS, buffers
 from cdp_repro.trace import Trace
@@ -305,12 +307,38 @@ class Engine:
             whole = self._whole_parameters(number)
             for name, parameter in stage.named_parameters() if not self._holds(number) else ():
                 parameter.data = whole[name]
-            mean = average(self._buffers_of_workers(number)) if list(stage.buffers()) else {}
-            for name, buffer in stage.named_buffers():
-                buffer.copy_(mean[name])
+        self._average_buffers()
         for seal in self._seals:
             seal.open()
         return self._stages
+
+    def outputs(self, batches: TestBatches, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (output, targets) of the batches of an evaluation that end on this rank; together they are all.
+
+        All ranks must ask for it together, and exhaust it. Where each rank holds only some of the stages, and computes
+        them where they are, batches pass from rank to rank without parameters; else each of n ranks computes
+        every n-th batch with the whole model.
+
+        Args:
+            batches: gives the batches of the numbers that it is asked for, each below `count`, in that order. A rank
+                asks for those only that it reads.
+            count: number of batches.
+        """
+        self._require_drained()
+        if not is_pipelined(self.schedule):
+            own = batches(range(self.team.rank, count, self.team.size))
+            return outputs_of(self.model(), own, self._autocast)
+        self._average_buffers()
+        self._stages.eval()
+        stages = [*self._stages]
+        return PipelinedOutputs(self.schedule, stages, self.team, self._device, self._autocast).run(batches, count)
+
+    def _average_buffers(self) -> None:
+        """Give the stages the mean of all workers' buffers; collective."""
+        for number, stage in enumerate(self._stages):
+            mean = average(self._buffers_of_workers(number)) if list(stage.buffers()) else {}
+            for name, buffer in stage.named_buffers():
+                buffer.copy_(mean[name])
 
     def _whole_parameters(self, number: int) -> Mapping[str, Tensor]:
         """Return the current parameters of a stage, from the ranks that hold them; all must ask for it together."""

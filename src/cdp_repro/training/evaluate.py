@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -32,21 +31,13 @@ class Score:
         }
 
 
-def evaluate(
-    model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    autocast: Callable[[], AbstractContextManager[object]],
-) -> Score:
-    """Return the score of the model on all batches: logits [B, ..., classes] for targets [B, ...]."""
+def score_of(outputs: Iterable[tuple[Tensor, Tensor]]) -> Score:
+    """Return the score of all outputs: logits [B, ..., classes] for targets [B, ...]."""
     score = Score()
-    model.eval()
-    with torch.no_grad():
-        for inputs, targets in batches:
-            with autocast():
-                logits = model(inputs)
-            logits = (logits if logits.dtype == torch.float64 else logits.float()).flatten(0, -2)
-            targets = targets.flatten()
-            hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
-            loss = F.cross_entropy(logits, targets, reduction="sum").item()
-            score += Score(hits[:, 0].sum().item(), hits.any(1).sum().item(), loss, len(targets))
+    for logits, targets in outputs:
+        logits = (logits if logits.dtype == torch.float64 else logits.float()).flatten(0, -2)
+        targets = targets.flatten()
+        hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
+        loss = F.cross_entropy(logits, targets, reduction="sum").item()
+        score += Score(hits[:, 0].sum().item(), hits.any(1).sum().item(), loss, len(targets))
     return score

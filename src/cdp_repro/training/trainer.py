@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from cdp_repro.baselines.baseline import Baseline
 from cdp_repro.config import RunConfig
 from cdp_repro.config.keys import NEUTRAL_KEYS, flat, settings_of
-from cdp_repro.config.numerics import autocast, parameter_dtype
+from cdp_repro.config.numerics import parameter_dtype
 from cdp_repro.data import Dataset, MiniBatch, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.engine.executor import StepResult
@@ -29,7 +29,7 @@ from cdp_repro.trace import Trace
 from cdp_repro.training.agreement import StopAgreement
 from cdp_repro.training.assembly import reading_rule
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from cdp_repro.training.evaluate import Score, evaluate
+from cdp_repro.training.evaluate import Score, score_of
 from cdp_repro.training.lookahead import Lookahead
 
 
@@ -249,14 +249,15 @@ class Trainer:
         values = {"train/epoch_loss": self.position.epoch_loss}
         self.position.loss_sum, self.position.loss_steps = 0.0, 0
         if epoch % self._config.evaluate_every_epochs == 0 or epoch == self._config.epochs:
-            batches = self._dataset.test_batches(
-                self._config.evaluation_batch_size,
+            size = self._config.evaluation_batch_size
+            batches = partial(
+                self._dataset.test_batches,
+                size,
                 device=self._device,
                 dtype=parameter_dtype(self._config),
                 channels_last=self._config.channels_last,
             )
-            own = islice(batches, self._team.rank, None, self._team.size)
-            score = evaluate(self._engine.model(), own, autocast(self._config, self._device.type))
+            score = score_of(self._engine.outputs(batches, -(-self._dataset.test_size // size)))
             means = self._team.share(sum(self._team.gather(score), start=Score())).means()
             self.position.evaluation = self._dataset.metrics(means)
             values |= self.position.evaluation

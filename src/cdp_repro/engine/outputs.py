@@ -1,0 +1,96 @@
+"""Outputs of a model that nobody trains meanwhile: whole on each rank, or stage after stage where they are held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cdp_repro.engine.team import Team
+from cdp_repro.engine.transfers import Outgoing, Transfer
+from cdp_repro.schedule import Schedule
+from cdp_repro.schedule.forward_only import order, path
+
+TestBatches = Callable[[Iterable[int]], Iterable[tuple[Tensor, Tensor]]]
+"""Numbers of batches -> (inputs [B, ...], targets [B, ...]) of each, in the order of the numbers."""
+Autocast = Callable[[], AbstractContextManager[object]]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+_MOST_DIMENSIONS = 8
+_MOST_ON_THEIR_WAY = 2
+"""Batches that a rank has sent and the next one has not taken; more would only take memory."""
+
+
+def outputs_of(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], autocast: Autocast
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the output of a whole model on each batch, with the batch's targets."""
+    model.eval()
+    for inputs, targets in batches:
+        yield _forward(model, inputs, autocast), targets
+
+
+class PipelinedOutputs:
+    """The stages of this rank, between those of the ranks before and after it.
+
+    A batch is read on the rank of its first hop, and its targets travel with it. A rank begins a batch when the one
+    before has sent it, while that goes on with the next. No parameter is sent.
+    """
+
+    def __init__(
+        self, schedule: Schedule, stages: Sequence[nn.Module], team: Team, device: torch.device, autocast: Autocast
+    ) -> None:
+        self._schedule, self._stages, self._team = schedule, stages, team
+        self._device, self._autocast = device, autocast
+        self._outgoing = Outgoing()
+
+    def run(self, batches: TestBatches, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield output and targets of each batch whose last stage is here; every rank must exhaust its iterator."""
+        tasks = order(self._schedule, self._team.rank, count)
+        own = iter(batches([batch for batch, place in tasks if place == 0]))
+        for number, (batch, place) in enumerate(tasks):
+            hops = path(self._schedule, batch)
+            values, targets = next(own) if place == 0 else self._receive(hops[place - 1].rank)
+            for stage in hops[place].stages:
+                values = _forward(self._stages[stage], values, self._autocast)
+            if place + 1 < len(hops):
+                self._send(number, (values, targets), hops[place + 1].rank)
+            else:
+                yield values, targets
+        self._outgoing.flush()
+
+    def _send(self, number: int, tensors: Sequence[Tensor], peer: int) -> None:
+        """Send tensors, and before them what they look like, as the task of this number on this rank."""
+        self._outgoing.let_go(before=number - _MOST_ON_THEIR_WAY)
+        header = torch.tensor([_described(tensor) for tensor in tensors])
+        self._outgoing.append(Transfer.of(header, dist.isend(header, peer, group=self._team.control)), number)
+        for tensor in tensors:
+            sent = tensor.contiguous()
+            self._outgoing.append(Transfer.of(sent, dist.isend(sent, peer)), number)
+
+    def _receive(self, peer: int) -> tuple[Tensor, Tensor]:
+        header = torch.zeros(2, 2 + _MOST_DIMENSIONS, dtype=torch.int64)
+        dist.recv(header, peer, group=self._team.control)
+        values, targets = (self._received(described, peer) for described in header.tolist())
+        return values, targets
+
+    def _received(self, described: Sequence[int], peer: int) -> Tensor:
+        dtype, dimensions, *shape = described
+        tensor = torch.empty(shape[:dimensions], dtype=_DTYPES[dtype], device=self._device)
+        dist.recv(tensor, peer)
+        return tensor
+
+
+def _described(tensor: Tensor) -> list[int]:
+    """Return type and shape of a tensor as so many numbers for any tensor."""
+    padding = [0] * (_MOST_DIMENSIONS - tensor.dim())
+    return [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
+
+
+def _forward(module: nn.Module, inputs: Tensor, autocast: Autocast) -> Tensor:
+    with torch.no_grad(), autocast():
+        outputs: Tensor = module(inputs)
+    return outputs

@@ -1,0 +1,53 @@
+"""Forwards without backwards, as an evaluation needs them: which ranks a batch passes through, and in which order.
+
+rank 0   0  1  2  3            A batch is passed on as soon as it can be. With D ranks and M batches a rank
+rank 1      0  1  2  3         idles in D-1 of D-1+M slots.
+rank 2         0  1  2  3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cdp_repro.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Hop:
+    """Consecutive stages that a batch passes on one rank."""
+
+    rank: int
+    stages: range
+
+
+def is_pipelined(schedule: Schedule) -> bool:
+    """Whether forwards pass from rank to rank: stages are computed where they are held, and no rank holds them all."""
+    holders = [schedule.placement.holders(stage) for stage in range(schedule.stages)]
+    return not schedule.lent and not set(holders[0]).intersection(*holders[1:])
+
+
+def path(schedule: Schedule, batch: int) -> list[Hop]:
+    """Return the hops of a batch: those of the micro-batch with its number, so that replicas take turns."""
+    hops: list[Hop] = []
+    for stage in range(schedule.stages):
+        rank = schedule.placement.rank_of(batch, stage)
+        if hops and hops[-1].rank == rank:
+            hops[-1] = Hop(rank, range(hops[-1].stages.start, stage + 1))
+        else:
+            hops.append(Hop(rank, range(stage, stage + 1)))
+    return hops
+
+
+def order(schedule: Schedule, rank: int, batches: int) -> list[tuple[int, int]]:
+    """Return what a rank computes, as (batch, number of the hop), in its order.
+
+    Batch b is at hop h in round b + h: what a hop waits for has an earlier round on its rank, and two ranks see the
+    messages between them in the same order. So no rank waits for ever, and messages need no tag.
+    """
+    hops = [
+        (batch + place, batch, place)
+        for batch in range(batches)
+        for place, hop in enumerate(path(schedule, batch))
+        if hop.rank == rank
+    ]
+    return [(batch, place) for _, batch, place in sorted(hops)]
