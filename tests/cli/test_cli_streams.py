@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from cdp_repro.cli.console import console_logging
 
 
 def shell(command: str, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -45,3 +48,9 @@ def test_a_mistake_is_one_though_nobody_hears_of_it(tmp_path):
     done = shell("PROGRAM 2>&-", "plan", "mode=none")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
     assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_matplotlib_says_nothing_of_its_font_cache_between_the_lines_of_a_run():
+    console_logging()
+    assert not logging.getLogger("matplotlib.font_manager").isEnabledFor(logging.WARNING)
+    assert logging.getLogger("cdp_repro").isEnabledFor(logging.INFO)

@@ -86,6 +86,7 @@ def console_logging() -> None:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # tells of a cache that it makes once
 
 
 _LABEL_WIDTH = 37
