@@ -70,6 +70,7 @@ def called(tmp_path, monkeypatch):
         ("verify", ["--steps=1"], 2),
         ("report", ["--help"], 0),
         ("report", ["check", "--results=nowhere"], 2),
+        ("report", ["sweep"], 2),
         ("export", ["--help"], 0),
     ],
 )

@@ -33,7 +33,8 @@ def style(mode: str, others: Sequence[str] = ()) -> dict[str, Any]:
     return {"color": colour, "linestyle": line}
 
 
-def _plain(axis: Axes) -> None:
+def plain_axes(axis: Axes) -> None:
+    """Leave of a panel only what the eye needs."""
     axis.grid(axis="y", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -86,7 +87,7 @@ def _draw_curves(axis: Axes, case: Case) -> None:
         label="(N+1)/2N of DP's peak",
     )
     axis.set(ylabel=f"live activations [{name}]", ylim=(0, 1.05 * peak / unit))
-    _plain(axis)
+    plain_axes(axis)
 
 
 def reduction_curves(cases: Sequence[Case]) -> Figure:
@@ -123,7 +124,7 @@ def _draw_reduction(axis: Axes, model: str, blocks: StageCosts, cases: Sequence[
     axis.set(title=f"{model} ({blocks.stages} blocks)", xlabel="workers N", xscale="log", ylim=(0.4, 1.0))
     axis.set_xticks([2, 4, 8, 16, 32, 64], ["2", "4", "8", "16", "32", "64"])
     axis.minorticks_off()
-    _plain(axis)
+    plain_axes(axis)
 
 
 def timelines(groups: Sequence[Group], workers: int) -> Figure | None:
@@ -158,7 +159,7 @@ def communication(groups: Sequence[Group], workers: int) -> Figure | None:
             step = [each / 1024 for each in [*sent, *[0] * 3 * slots][2 * slots : 3 * slots]]
             axis.step(range(slots), step, where="mid", label=mode, linewidth=1.3, **style(mode))
         axis.set(title=f"{PLACEMENT_NAMES[placement]}, N = {workers}", xlabel="slot of a training step", ylim=(0, None))
-        _plain(axis)
+        plain_axes(axis)
     axes[0].set_ylabel("sent by all ranks [KiB]")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
@@ -185,7 +186,7 @@ def accuracy_curves(found: Sequence[Comparison]) -> Figure | None:
         axis.set(title=study, xlabel="epoch", ylabel="test top-1 [%]")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
-        _plain(axis)
+        plain_axes(axis)
     return figure
 
 
@@ -234,7 +235,7 @@ def staleness(found: Sequence[Comparison]) -> Figure | None:
     axis.set(xlabel="delay of the parameters [training steps]", ylabel="test top-1 [%]")
     axis.set_xticks(sorted({delay for by_delay in points.values() for delay in by_delay}))
     axis.legend(frameon=False)
-    _plain(axis)
+    plain_axes(axis)
     return figure
 
 
