@@ -68,9 +68,13 @@ class Page:
                    mobile=is_phone)  # fmt: skip
         self._call("Emulation.setTouchEmulationEnabled", enabled=is_phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._call("Emulation.setEmulatedMedia", features=[scheme])
+        self._call("Emulation.setEmulatedMedia", media="", features=[scheme])
         self._call("Page.navigate", url=path.as_uri())
         self.ask("new Promise(done => document.readyState === 'complete' ? done() : addEventListener('load', done))")
+
+    def print_style(self) -> None:
+        """Show the page as it is printed, until another is opened."""
+        self._call("Emulation.setEmulatedMedia", media="print")
 
     def ask(self, expression: str) -> Any:
         """Return what a line of JavaScript gives, awaited."""

@@ -15,7 +15,7 @@ from cdp_repro.observe.text import byte_unit
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.memory_reduction import curve, theory
 from cdp_repro.report.accuracy import Comparison, data_parallel
-from cdp_repro.report.activation_memory import CUTS, ORDERS, Case, profiles
+from cdp_repro.report.activation_memory import CUTS, ORDERS, SHOWN_WORKERS, Case, profiles
 from cdp_repro.report.groups import Group
 from cdp_repro.studies.cost_settings import PLACEMENT_NAMES
 
@@ -37,6 +37,34 @@ def plain_axes(axis: Axes) -> None:
     """Leave of a panel only what the eye needs."""
     axis.grid(axis="y", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+_REMEDIES = {
+    "cut by FLOPs": ("flops", "paper", "#D55E00"),
+    "cut by activation bytes": ("activations", "paper", "#0072B2"),
+    "and backward first": ("activations", "backward_first", "#56B4E9"),
+}
+"""By name: the cut, the order of a slot, and the colour of a bar."""
+
+
+def peak_bars(cases: Sequence[Case]) -> Figure:
+    """Draw CDP's executed peak over DP's with `SHOWN_WORKERS` workers: a group of bars a network, a bar a remedy."""
+    found = {(case.model, case.partition): case.ratios for case in cases if case.workers == SHOWN_WORKERS}
+    models = [model for model in profiles(cases) if all((model, cut) in found for cut in CUTS)]
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axis = figure.subplots()
+    for number, (name, (cut, order, colour)) in enumerate(_REMEDIES.items()):
+        heights = [found[model, cut][order] for model in models]
+        bars = axis.bar([place + 0.27 * (number - 1) for place in range(len(models))], heights, 0.25, color=colour)
+        bars.set_label(name)
+        axis.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    axis.axhline(theory(SHOWN_WORKERS), color="black", linestyle=":", linewidth=0.9, label="equal stages, (N+1)/2N")
+    axis.axhline(1, color=_MODES["dp"][0], linestyle="--", linewidth=0.9, label="data parallelism")
+    axis.set(ylabel="activation peak, CDP-v2 / DP", ylim=(0, 1.1))
+    axis.set_xticks(range(len(models)), models)
+    figure.legend(frameon=False, loc="outside lower center", ncols=3, fontsize="small")
+    plain_axes(axis)
+    return figure
 
 
 def memory_curves(cases: Sequence[Case]) -> Figure:

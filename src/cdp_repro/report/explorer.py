@@ -1,7 +1,7 @@
 """The explorer: programs on one page that opens without a network, to scroll, zoom, play and ask.
 
 The page holds the actions of each system as the program writes them, with what `simulate` says of each slot; the
-scripts in `explorer_page/` read and draw them.
+scripts in `web/` read and draw them.
 """
 
 from __future__ import annotations
@@ -9,16 +9,22 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Iterable, Sequence
-from importlib.resources import files
+from dataclasses import replace
 from typing import Any
 
+from cdp_repro.observe.text import format_bytes
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import held_bytes, simulate_slots, version_bytes
+from cdp_repro.predict.system_specs import CHUNKS, fitting_specs
+from cdp_repro.report.template import filled, web_file
 from cdp_repro.schedule import Program, Schedule, Slot
 from cdp_repro.trace import Trace
 
 MOST_BYTES = 1_000_000
 """Of a page; systems that would make it larger are left out."""
+
+_LAYER_BYTES = 2**20
+"""Of activations, and of parameters, of an equal layer."""
 
 _SCRIPTS = ("program.js", "drawing.js", "details.js", "explorer.js")
 """In the order in which they stand on the page."""
@@ -50,20 +56,29 @@ def explorer(title: str, systems: Iterable[tuple[Schedule, StageCosts]]) -> tupl
 
 
 def _page(title: str, systems: Sequence[str]) -> str:
-    parts = {
-        "title": html.escape(title),
-        "style": _file("explorer.css"),
-        "script": "\n".join(map(_file, _SCRIPTS)),
-        "systems": f"[{','.join(systems)}]",
-    }
-    page = _file("explorer.html")
-    for name, text in parts.items():
-        page = page.replace(f"[[{name}]]", text)
+    return filled(
+        "explorer.html",
+        title=html.escape(title),
+        style=web_file("explorer.css"),
+        script="\n".join(map(web_file, _SCRIPTS)),
+        systems=f"[{','.join(systems)}]",
+    )
+
+
+def explorer_of_equal_layers(ranks: int) -> str:
+    """Return the page of all systems on `ranks` ranks, for a network of equal layers, as many as any has stages."""
+    layers = ranks * CHUNKS
+
+    def costs(stages: int) -> StageCosts:
+        equal = StageCosts.equal(stages, layers // stages * _LAYER_BYTES, layers // stages * _LAYER_BYTES)
+        between = (_LAYER_BYTES,) * (stages - 1)  # whatever a stage holds, one layer's output leaves it
+        return replace(equal, output_bytes=(*between, 0), input_gradient_bytes=(0, *between))
+
+    page, _ = explorer(
+        f"{layers} equal layers of {format_bytes(_LAYER_BYTES)}, N = {ranks}",
+        ((Schedule.of(spec), costs(spec.stages)) for spec in fitting_specs(ranks)),
+    )
     return page
-
-
-def _file(name: str) -> str:
-    return (files("cdp_repro.report") / "explorer_page" / name).read_text(encoding="utf-8")
 
 
 def _name(schedule: Schedule) -> str:

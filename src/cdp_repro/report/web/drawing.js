@@ -4,7 +4,7 @@ const AXIS = 20, CELL = 26, STRIP = 15, GAP = 6, CHART = 80, COLOURS = 8;
 
 /** Return an SVG element with attributes, inside a parent. */
 function shape(parent, name, attributes, text) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+  const element = document.createElementNS(svg.namespaceURI, name);
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
   if (text !== undefined) element.textContent = text;
   parent.append(element);
@@ -112,7 +112,8 @@ function drawFlows(drawing, action, sources, readers) {
   };
   const line = (from, to, kind) => {
     const [x1, y1] = middle(from), [x2, y2] = middle(to), bend = (x1 + x2) / 2;
-    shape(drawing.flows, "path", { class: `flow ${kind}`, d: `M${x1},${y1} C${bend},${y1} ${bend},${y2} ${x2},${y2}` });
+    const [first, last] = y1 === y2 ? [y1 - CELL, y2 - CELL] : [y1, y2]; // an arc, where it would cross out labels
+    shape(drawing.flows, "path", { class: `flow ${kind}`, d: `M${x1},${y1} C${bend},${first} ${bend},${last} ${x2},${y2}` });
   };
   drawing.flows.replaceChildren();
   for (const source of sources) line(source, action, "in");

@@ -51,11 +51,11 @@ function senderOf(system, receive) {
   return sends.find(send => send.slot >= receive.slot) ?? sends.at(-1);
 }
 
-/** Return the actions of the same rank that read what `action` writes, until it is written again. */
+/** Return the actions of the same rank that read what `action` writes, up to the one that writes it again. */
 function readersOf(system, action, value) {
   const later = system.byRank[action.rank].filter(other => other.index > action.index);
-  const end = later.findIndex(other => other.writes.includes(value) && !other.reads.includes(value));
-  return (end < 0 ? later : later.slice(0, end)).filter(other => other.reads.includes(value));
+  const end = later.findIndex(other => other.writes.includes(value));
+  return (end < 0 ? later : later.slice(0, end + 1)).filter(other => other.reads.includes(value));
 }
 
 /** Say what a value is. */
