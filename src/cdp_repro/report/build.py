@@ -33,6 +33,7 @@ from cdp_repro.report.evidence import provenance
 from cdp_repro.report.explorer import explorer_of_equal_layers
 from cdp_repro.report.groups import Group, grouped
 from cdp_repro.report.page import Finding, Picture, Section, page
+from cdp_repro.report.pipeline_curves import curves, draw_curves, gpipe_table
 from cdp_repro.report.tables import Table
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.cost_settings import EXECUTED_WORKERS
@@ -122,6 +123,7 @@ class Report:
             *(cost_table(self.lines, n, self._cost_notes(n), self._cost_evidence(n)) for n in EXECUTED_WORKERS),
             agreement_table(self.lines),
             large_table(self.large_lines),
+            gpipe_table(),
             *self._delay_tables(),
         ]
         return {table.name: table for table in found}
@@ -211,11 +213,13 @@ class Report:
                 figures.staleness_caption(self.comparisons),
             ),
         }  # fmt: skip
-        return {
+        shown = {
             name: Shown(draw, _digest(row.file_name + row.command + str(row.summary) for row in rows), caption)
             for name, (draw, rows, caption) in found.items()
             if rows and draw is not None
         }
+        systems = Shown(partial(draw_curves, curves()), _digest([repr(curves())]), _CURVES)
+        return {**shown, "systems": systems}
 
     def page(self, svgs: Mapping[str, bytes]) -> str:
         """Return the page, with the pictures given."""
@@ -235,6 +239,7 @@ class Report:
             Section(
                 "costs", "Costs", [_COSTS], tables=[tables[f"costs_N{max(EXECUTED_WORKERS)}"], tables["costs_large"]]
             ),
+            Section("systems", "Systems", [_SYSTEMS], pictures=pictures("systems"), tables=[tables["gpipe"]]),
             Section("accuracy", "Accuracy", [_ACCURACY], tables=[tables["accuracy"], tables["tuning"]]),
         ]  # fmt: skip
         if delayed := self._delay_tables():
@@ -282,6 +287,16 @@ _COSTS = (
     "A small network of equal layers on handwritten digits, N = S; each setting was derived by formula, simulated, and "
     "run in processes of its own. Data parallelism on our placements sums gradients along a chain of ranks in the "
     "order of the workers; the libraries' rows say what collectives would send."
+)
+_SYSTEMS = (
+    "Every schedule that people compare is here a timeline, a rule and a placement; cdp-plan --systems compares them "
+    "on any model. GPipe keeps all micro-batches of a training step, 1F1B as many as there are ranks; more "
+    "micro-batches shrink the bubble of all that flush."
+)
+_CURVES = (
+    "Pipelines of 4 ranks with equal stages, from their programs. Left: micro-batches whose activations the first rank "
+    "keeps. Right: idle share; one_f_one_b idles as gpipe does, interleaved has two stages a rank, zero_bubble counts "
+    "a part of a backward as a slot, and cdp_v2 is never idle."
 )
 _ACCURACY = (
     "CIFAR-10 here is a copy from JPEG files, re-encoded, so that its numbers are not those of the original. Networks "
