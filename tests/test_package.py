@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -15,6 +16,9 @@ def test_the_wheel_trains_in_an_empty_folder(tmp_path):
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path / "dist", ROOT]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    files = [path for path in (ROOT / "src").rglob("*") if path.suffix in (".yaml", ".html", ".css", ".js")]
+    assert files and {str(path.relative_to(ROOT / "src")) for path in files} <= packed
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", wheel]
     subprocess.run(install, check=True, capture_output=True)
     empty = tmp_path / "empty"

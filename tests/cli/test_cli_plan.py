@@ -59,6 +59,23 @@ def test_files_on_request(capsys, tmp_path):
     assert "<svg" in (tmp_path / "plan" / "timeline.svg").read_text()
 
 
+def test_an_explorer_on_request(capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    small = ("model=mlp", "workers=2", "batch_size=16")
+    shown = shown_by(capsys, *small, "mode=cdp_v2", f"--html={page}")
+    assert "timeline of cdp_v2" in shown and f"html: {page}" in shown
+    assert [text in page.read_text() for text in ("mlp, N = 2", '"name":"cdp_v2, single_device"', "zero_bubble")] == (
+        [True] * 3
+    )
+    for arguments, said in (
+        (["--html="], "--html= names no file: give --html=FILE"),
+        ([f"--html={tmp_path}/none/plan.html"], "cannot write there"),
+        (["--html=x", "price=true", "cluster.flops_per_second=1e9"], "price=true how long it takes: leave one out"),
+    ):
+        assert command.main([*small, *arguments]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_impossible_settings_are_refused_with_one_that_works(capsys):
     assert command.main(["mode=[[0,1],[1,0]]", "workers=2"]) == 2
     shown = capsys.readouterr().err

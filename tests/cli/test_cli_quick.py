@@ -70,6 +70,7 @@ def called(tmp_path, monkeypatch):
         ("verify", ["--steps=1"], 2),
         ("report", ["--help"], 0),
         ("report", ["check", "--results=nowhere"], 2),
+        ("report", ["sweep"], 2),
         ("export", ["--help"], 0),
     ],
 )
@@ -98,3 +99,4 @@ def test_a_check_of_the_report_imports_no_torch(called, tmp_path):
     code, modules = called("report", "check")
     assert code == 0
     assert SLOW & modules <= {"matplotlib", "scipy", "numpy", "PIL"}
+    assert not {"scipy.stats", "matplotlib.pyplot"} & modules

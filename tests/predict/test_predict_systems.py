@@ -8,7 +8,8 @@ import pytest
 
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
-from cdp_repro.predict.systems import SYSTEMS, compare_systems, systems_text, write_systems
+from cdp_repro.predict.system_specs import SYSTEMS
+from cdp_repro.predict.systems import compare_systems, explored, systems_text, write_systems
 
 SIZES = ["model=mlp", "model.depth=7", "model.hidden=16", "batch_size=64"]
 
@@ -53,6 +54,24 @@ def test_messages_and_bytes_are_of_a_mini_batch_whatever_a_step_is():
 def test_systems_that_cannot_have_the_sizes_are_left_out():
     _, found = compared("workers=3", "batch_size=60")
     assert ("chimera", "pipeline") not in found and ("interleaved", "pipeline") in found
+
+
+def test_a_system_that_needs_more_blocks_than_the_model_has_is_left_out_and_named():
+    config, found = compared("workers=4", "model.depth=5")
+    assert ("interleaved", "pipeline") not in found and ("chimera", "pipeline") in found
+    assert "interleaved is left out: mlp has too few blocks" in systems_text([*found.values()], config)
+
+
+def test_a_run_is_explored_beside_all_systems_or_alone_where_they_cannot_have_its_sizes():
+    def specs(*overrides):
+        config = compose_config([*SIZES, *overrides], check_device=False)
+        return [(schedule.mode, schedule.spec.placement) for schedule, _ in explored(config)]
+
+    own = [("cdp_v2", "replicated"), ("dp", "replicated")]
+    found = specs("workers=2", "mode=cdp_v2", "placement=replicated")
+    assert found[:2] == own and sorted(found) == sorted(SYSTEMS)
+    alone = specs("workers=2", "mode=cdp_v2", "placement=replicated", "replicas=2")
+    assert alone == own
 
 
 def test_a_cluster_gives_seconds():

@@ -2,47 +2,83 @@
 
 from __future__ import annotations
 
-import html
-import json
-import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from browser import BROWSER, NO_BROWSER, chromium
 
 PAGE = Path(__file__).parents[2] / "results" / "report.html"
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PROBE = """<script>addEventListener("load", () => {
-  const page = document.getElementById("page").contentDocument, root = page.documentElement;
+TOO_WIDE = """(() => {
   const scrolls = element => { for (; element; element = element.parentElement)
     if (getComputedStyle(element).overflowX === "auto") return true; return false; };
-  const found = {
-    images: page.images.length,
-    broken: [...page.images].filter(image => !image.complete || image.naturalWidth === 0).length,
-    wide: [...page.body.querySelectorAll("*")]
-      .filter(element => element.getBoundingClientRect().right > root.clientWidth + 1 && !scrolls(element))
-      .map(element => element.outerHTML.slice(0, 80)),
-    scroll: root.scrollWidth, width: root.clientWidth,
-  };
-  document.title = "measured"; document.getElementById("found").textContent = JSON.stringify(found);
-});</script>"""
+  const right = document.documentElement.clientWidth + 1;
+  return [...document.body.querySelectorAll("*")]
+    .filter(element => element.getBoundingClientRect().right > right && !scrolls(element))
+    .map(element => element.outerHTML.slice(0, 80));
+})()"""
+FRAME = "document.querySelector('iframe').contentDocument"
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=NO_BROWSER)
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium (apt-get install chromium)")
-@pytest.mark.parametrize("width", [1280, 390])
-def test_the_page_is_whole_and_fits(width, tmp_path):
-    (tmp_path / "report.html").write_bytes(PAGE.read_bytes())
-    frame = f'<iframe id="page" src="report.html" style="border:0;width:{width}px;height:900px"></iframe>'
-    (tmp_path / "probe.html").write_text(f'<!doctype html><pre id="found"></pre>{frame}{PROBE}')
-    command = [
-        str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
-        f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=10000", "--hide-scrollbars", "--dump-dom",
-        (tmp_path / "probe.html").as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    text = re.search(r"<pre id=.found.>(.*?)</pre>", done.stdout, re.DOTALL)[1]
-    found = json.loads(html.unescape(text))
-    assert found["width"] == width
-    assert found["images"] >= 5 and found["broken"] == 0
-    assert found["wide"] == [] and found["scroll"] <= width
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture(params=[1280, 390], ids=["desk", "phone"])
+def page(request, browser):
+    browser.errors.clear()
+    browser.open(PAGE, width=request.param)
+    browser.width = request.param
+    yield browser
+    assert browser.errors == []
+
+
+def test_the_page_is_whole_and_fits(page):
+    assert page.ask("document.images.length") >= 6
+    assert page.ask("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
+    page.ask("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    assert page.ask("document.documentElement.clientWidth") == page.width
+    assert page.ask(TOO_WIDE) == [] and page.ask("document.documentElement.scrollWidth") <= page.width
+
+
+def test_text_has_a_readable_measure_and_numbers_stand_to_the_right(page):
+    widest = page.ask("Math.max(...[...document.querySelectorAll('main > p')].map(p => p.clientWidth))")
+    letter = page.ask("parseFloat(getComputedStyle(document.body).fontSize)")
+    assert widest <= 45 * letter
+    sides = page.ask("[...document.querySelectorAll('td.number')].map(cell => getComputedStyle(cell).textAlign)")
+    assert len(sides) > 100 and set(sides) == {"right"}
+
+
+def test_the_evidence_is_folded_until_it_is_asked_for(page):
+    shown = "document.querySelector('details.evidence p').checkVisibility({contentVisibilityAuto: true})"
+    assert page.ask("document.querySelector('details.evidence').open") is False
+    page.click("details.evidence summary")
+    assert page.ask("document.querySelector('details.evidence').open") and page.ask(shown)
+
+
+def test_the_contents_list_follows(page):
+    here = "[...document.querySelectorAll('nav a.here')].map(link => link.textContent)"
+    page.ask("document.getElementById('memory-section').scrollIntoView()")
+    page.ask("new Promise(done => setTimeout(done, 200))")
+    assert page.ask(here) == ["Activation memory"]
+    assert page.ask("document.querySelector('nav').getBoundingClientRect().top") == 0
+    page.ask("document.querySelector('nav a[href=\"#costs-section\"]').click()")
+    page.ask("new Promise(done => setTimeout(done, 200))")
+    assert page.ask(here) == ["Costs"]
+
+
+def test_the_explorer_in_it_works(page):
+    assert page.ask(f"{FRAME}.getElementById('system').options.length") >= 14
+    page.ask(f"{FRAME}.querySelector('.cell.B').dispatchEvent(new MouseEvent('click', {{bubbles: true}}))")
+    assert "backward: B" in page.ask(f"{FRAME}.getElementById('details').innerText")
+
+
+def test_on_paper_all_is_unfolded_and_what_needs_a_screen_is_gone(page):
+    page.ask("dispatchEvent(new Event('beforeprint'))")
+    assert page.ask("[...document.querySelectorAll('details')].every(each => each.open)")
+    page.print_style()
+    assert page.ask("getComputedStyle(document.querySelector('nav')).display") == "none"
+    assert page.ask("getComputedStyle(document.querySelector('iframe')).display") == "none"

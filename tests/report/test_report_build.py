@@ -45,9 +45,15 @@ def test_what_is_committed_is_what_the_rows_give(committed):
 def test_the_page_is_small_and_holds_every_table_and_figure(committed):
     text = committed[ROOT / "results" / "report.html"].decode()
     assert len(text) < 3_000_000 and "http" not in re.sub(r'src="data:[^"]*"', "", text)
-    for name in ("claims", "accuracy", "memory", "costs_N4", "reduction", "timelines", "communication"):
-        assert f'id="{name}"' in text
-    assert text.index('id="claims"') < text.index('id="memory"') < text.index('id="accuracy"')
+    figures = ("timelines", "peaks", "communication", "accuracy", "staleness", "reduction", "memory")
+    for name in ("claims", "accuracy", "memory", "costs_N4", *(f"figure-{figure}" for figure in figures)):
+        assert text.count(f'id="{name}"') == 1, name
+    places = [
+        text.index(f'id="{name}"') for name in ("figure-peaks", "explorer-section", "claims", "memory", "accuracy")
+    ]
+    assert places == sorted(places)
+    assert text.index('id="figure-staleness"') < text.index('id="explorer-section"')
+    assert text.count('<details class="evidence">') >= 4 and "N = 3" in text
 
 
 @pytest.mark.xdist_group("report")

@@ -117,7 +117,7 @@ def test_a_disagreement_is_shown_with_all_numbers():
     assert replace(line, closed={}).text("devices") == "1 (s, e)"
     rows = agreement_table([line]).rows
     assert [row[-1] for row in rows] == ["yes", "no"]
-    assert len(cost_table([line], 4, []).rows) == 1 and not cost_table([line], 3, []).rows
+    assert len(cost_table([line], 4, [], []).rows) == 1 and not cost_table([line], 3, [], []).rows
 
 
 def test_stored_simulations_are_what_simulation_gives_today():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 
 import pytest
 
-from cdp_repro.report.page import Picture, Section, page
+from cdp_repro.report.page import Finding, Picture, Section, page
 from cdp_repro.report.tables import Table
 
 TABLE = Table("t", "100 % of it", ("a_b", "±"), [["1 | 2", "<b> & `x`"], ["", "50 %"]], ["Run by `cdp-train x=1`."])
@@ -51,12 +52,29 @@ def test_html_escapes_and_marks_code():
     assert "&lt;b&gt; &amp; <code>x</code>" in text and "<code>cdp-train x=1</code>" in text
 
 
+def test_html_puts_numbers_to_the_right_and_folds_the_evidence():
+    rows = [["a", "97.17 ± 0.24 (2)", "12.5 KiB", "-1.00 [-1.40, -0.60] (5)", "3"],
+            ["b", "not run: `x`", "", "< 0.001", "three"]]  # fmt: skip
+    table = Table("t", "T", ("name", "top-1", "bytes", "minus", "mixed"), rows, ["How."], ["Run by `x`."])
+    text = table.html()
+    assert re.findall(r"<th( [^>]*)?>", text) == ["", *[' class="number"'] * 3, ""]
+    before, folded = text.split("<details")
+    assert "How." in before and "<code>x</code>" in folded and "How." not in folded
+    assert "<details" not in TABLE.html()
+    assert table.markdown().endswith("\n\nHow.\n\nRun by `x`.\n") and "Run by x." in table.latex()
+
+
 def test_rows_of_another_width_are_refused():
     with pytest.raises(ValueError, match="a row of 1 cells in 2 columns"):
         Table("t", "", ("a", "b"), [["1"]])
 
 
 def test_the_page_loads_nothing_from_elsewhere():
-    text = page("T", ["in <general>"], [Section("s", "S", ["p"], [Picture("f", b"<svg/>", 'look "here"')], [TABLE])])
+    picture = Picture("f", b"<svg/>", 'look "here"')
+    finding = Finding("It is so", "holds in <part>", False, "7 of 8", [picture])
+    section = Section("s", "S", ["p"], [finding], "<p title='x'>&amp;</p>", [picture], [picture], [TABLE])
+    text = page("T", ["in <general>"], [section])
     assert "http" not in text and 'src="data:image/svg+xml;base64,' in text
+    assert '<span class="verdict fails">holds in &lt;part&gt;</span>' in text and "<p>7 of 8</p>" in text
+    assert "srcdoc='<p title=&#39;x&#39;>&amp;amp;</p>'" in text
     assert "&lt;general&gt;" in text and 'href="#s-section"' in text and 'id="s-section"' in text

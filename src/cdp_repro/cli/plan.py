@@ -14,10 +14,11 @@ from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.paths import typed_path
+from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.schedule import Program
 from cdp_repro.schedule.program_text import write_program
 
-USAGE = """usage: cdp-plan [--systems] [--out=FOLDER] [--program=FILE] [key=value ...]
+USAGE = """usage: cdp-plan [--systems] [--out=FOLDER] [--program=FILE] [--html=FILE] [key=value ...]
 
 Show the timeline, the stage cuts and the activation memory of the run that `cdp-train` with the same
 values would make, beside data parallelism. Needs no data, and computes nothing: seconds for any network.
@@ -26,6 +27,8 @@ values would make, beside data parallelism. Needs no data, and computes nothing:
   cdp-plan dataset=imagenet model=resnet50 partition=activations slot_order=backward_first
   cdp-plan mode=cdp_v1 --out=plan                  also as SVG, PNG, CSV and Perfetto traces in plan/
   cdp-plan mode=cdp_v2 placement=zero --program=zero.txt       all ranks' actions as text, for cdp-verify
+  cdp-plan mode=cdp_v2 workers=3 --html=plan.html  one page to scroll, zoom, play and ask what an action reads and
+                                                   writes; it switches between all systems on the same sizes
 
 With --systems compare every system of the field on the same model, micro-batches and ranks: idle share, bytes,
 messages, staleness; with price=true and a cluster, seconds; with --out one picture of all timelines:
@@ -40,14 +43,17 @@ With price=true show instead what a training step takes on a cluster, for every 
 
 
 def _run(line: CommandLine) -> int:
-    folder, program = line.options.get("out"), line.options.get("program")
+    folder, program, page = (line.options.get(name) for name in ("out", "program", "html"))
     if folder == "":
         raise ConfigError(["--out= names no folder: give --out=FOLDER"])
-    if program == "":
-        raise ConfigError(["--program= names no file: give --program=FILE"])
+    for name, path in (("program", program), ("html", page)):
+        if path == "":
+            raise ConfigError([f"--{name}= names no file: give --{name}=FILE"])
     config = compose_config(line.overrides, check_device=False, source=line.source)
     if program and config.price:
         raise ConfigError(["--program=FILE writes the program of one run, price=true prices many: leave one out"])
+    if page and config.price:
+        raise ConfigError(["--html=FILE shows what runs, price=true how long it takes: leave one out"])
     if program and line.flags:
         raise ConfigError(["--program=FILE writes the program of one run, --systems shows many: leave one out"])
     answer = _systems if line.flags else _quote if config.price else _plan
@@ -60,16 +66,30 @@ def _run(line: CommandLine) -> int:
             raise ConfigError([f"--out={folder}: cannot write there: {error.strerror}"]) from error
         write_out("\nwritten: " + " ".join(map(str, written)) + "\n")
     if program and chosen is not None:
-        _write_program(chosen, Path(typed_path(program)))
+        _write("program", Path(typed_path(program)), write_program(chosen))
+    if page:
+        _write_page(config, Path(typed_path(page)))
     return 0
 
 
-def _write_program(program: Program, path: Path) -> None:
+def _write_page(config: RunConfig, path: Path) -> None:
+    """Write the explorer of the run, of data parallelism, and of all systems that can have its sizes."""
+    from cdp_repro.predict.systems import explored  # here: torch takes seconds
+    from cdp_repro.report.explorer import explorer
+
+    sizes = f"{config.model.name}, N = {config.workers} workers, mini-batch {config.batch_size}"
+    page, left_out = explorer(sizes, explored(config))
+    _write("html", path, page)
+    if left_out:
+        write_out(f"left out, so that the page stays small: {'; '.join(left_out)}\n")
+
+
+def _write(option: str, path: Path, text: str) -> None:
     try:
-        path.write_text(write_program(program))
+        replace_file(path, text.encode())
     except OSError as error:
-        raise ConfigError([f"--program={path}: cannot write there: {error.strerror}"]) from error
-    write_out(f"\nprogram: {path}\n")
+        raise ConfigError([f"--{option}={path}: cannot write there: {error.strerror}"]) from error
+    write_out(f"\n{option}: {path}\n")
 
 
 Answer = tuple[str, Callable[[Path], list[Path]], Program | None]
@@ -98,7 +118,7 @@ def _quote(config: RunConfig) -> Answer:
     return quote_text(quote), partial(write_quote, quote), None
 
 
-COMMAND = Command("cdp-plan", USAGE, _run, options=("out", "program"), flags=(("--systems",),))
+COMMAND = Command("cdp-plan", USAGE, _run, options=("out", "program", "html"), flags=(("--systems",),))
 main = command(COMMAND.main)
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from cdp_repro.cli.console import exit_code_of
 from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError
 from cdp_repro.config.paths import typed_path
+from cdp_repro.observe.text import table as text_table
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.collecting import collect
 from cdp_repro.studies.rows import ROWS, Row, write_row
@@ -20,8 +21,9 @@ USAGE = f"""usage: cdp-report build   [--results=results] [--root=.]
        cdp-report check   [--results=results] [--root=.]
        cdp-report collect [--results=results] [--study=NAME] RUN_DIRECTORY...
        cdp-report status  [--results=results] [--runs=runs/studies] [STUDY...]
+       cdp-report sweep   SWEEP_DIRECTORY --x=KEY --y=NUMBER [--group=KEY,...] [--out=FOLDER]
 
-Rebuild the paper's tables and figures from finished runs.
+Rebuild the paper's tables and figures from finished runs; show the results of any sweep.
 
   build    write tables (.md, .csv, .tex), figures (.svg, .png) and report.html from the rows in results/rows, and
            renew the marked parts of README.md and docs/ below --root; trains nothing, takes seconds
@@ -29,6 +31,9 @@ Rebuild the paper's tables and figures from finished runs.
   collect  keep what the tables need of finished runs as rows in results/rows/STUDY; without --study the study whose
            runs they are. A study of your own (--study=mine) gets lines in the accuracy table
   status   show each run of the studies: state, progress, log
+  sweep    show a number of each finished run of a sweep, such as eval/top1_percent, against a setting, or against
+           --x=epoch: mean and spread over seeds, a line for each value of --group=, by default of all that differs
+           beside x; write it as .csv, .svg and .png into SWEEP_DIRECTORY, or FOLDER
 
 Studies: {", ".join(STUDIES)}.
 scripts/accuracy.py, scripts/memory.py and scripts/costs.py train what is missing, here or on SLURM.
@@ -40,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, 1 if `check` finds a difference, 2 for the user's mistakes."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     commands: dict[str, Callable[[dict[str, str], list[str]], int]] = {
-        "build": _build, "check": _check, "collect": _collect, "status": _status,
+        "build": _build, "check": _check, "collect": _collect, "status": _status, "sweep": _sweep,
     }  # fmt: skip
     if not arguments or {"--help", "-h"} & set(arguments):
         write_out(USAGE)
@@ -61,6 +66,7 @@ _OPTIONS = {
     "check": {"results", "root"},
     "collect": {"results", "study"},
     "status": {"results", "runs"},
+    "sweep": {"x", "y", "group", "out"},
 }
 
 
@@ -142,6 +148,25 @@ def _status(options: dict[str, str], words: list[str]) -> int:
             Path(typed_path(options.get("results", "results"))),
         )
     )
+    return 0
+
+
+def _sweep(options: dict[str, str], words: list[str]) -> int:
+    if len(words) != 1:
+        raise ConfigError([f"cdp-report sweep takes one directory of a sweep, not {' '.join(words) or 'none'}"])
+    root = Path(typed_path(words[0]))
+    folder = Path(typed_path(options["out"])) if options.get("out") else root
+    group = [key for key in options["group"].split(",") if key] if "group" in options else None
+    from cdp_repro.report.sweep_results import sweep_results  # here: a library that tests takes a second
+
+    results = sweep_results(root, options.get("x"), options.get("y"), group)
+    table = results.table()
+    write_out("\n".join([text_table([table.columns, *table.rows]), "", *table.notes, ""]))
+    for name, why in results.left_out.items():
+        write_out(f"not in it: {name} ({why})\n")
+    from cdp_repro.report.sweep_figure import write_sweep
+
+    write_out("written: " + " ".join(map(str, write_sweep(results, folder))) + "\n")
     return 0
 
 

@@ -7,30 +7,21 @@ updates of it.
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.observe.text import format_bytes, table
+from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.cutting import CutModel, cut_model
 from cdp_repro.predict.pricing import price
 from cdp_repro.predict.pricing.quote import cluster_of
 from cdp_repro.predict.simulate import simulate_slots, version_bytes
+from cdp_repro.predict.system_specs import CHUNKS, fitting_specs
 from cdp_repro.predict.training_state import optimizer_states
-from cdp_repro.schedule import Program, Schedule, Slot, Spec
-
-SYSTEMS = (
-    ("dp", "replicated"), ("cdp_v1", "replicated"), ("cdp_v2", "replicated"),
-    ("dp", "zero"), ("cdp_v1", "zero"), ("cdp_v2", "zero"),
-    ("naive", "pipeline"), ("gpipe", "pipeline"), ("one_f_one_b", "pipeline"), ("interleaved", "pipeline"),
-    ("zero_bubble", "pipeline"), ("chimera", "pipeline"), ("pipedream_2bw", "pipeline"), ("cdp_v2", "pipeline"),
-    ("pipedream", "pipeline"), ("ampnet", "pipeline"),
-)  # fmt: skip
-"""Mode and placement. On a pipeline `cdp_v1` is `pipedream_2bw`."""
-
-CHUNKS = 2
-"""Stages a rank of the interleaved pipeline; all others have one."""
+from cdp_repro.schedule import Program, Schedule, Slot
 
 
 @dataclass(frozen=True)
@@ -65,6 +56,15 @@ class System:
 def compare_systems(config: RunConfig) -> list[System]:
     """Simulate the model of `config` on every system that can have its sizes.
 
+    Raises:
+        ConfigError: sizes that do not fit together, with values that work.
+    """
+    return [_system(schedule, cut, config) for schedule, cut in systems_of(config)]
+
+
+def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, CutModel]]:
+    """Yield every system that can have the sizes of `config`, with its model cut for it.
+
     D ranks, `ranks` or else `workers` of them, each run M = `workers` x `accumulate` micro-batches of a mini-batch.
 
     Raises:
@@ -81,27 +81,29 @@ def compare_systems(config: RunConfig) -> list[System]:
              f"accumulate={-(-micro_batches // ranks)} workers={ranks}"]
         )  # fmt: skip
     whole = replace(config, stages=ranks, workers=ranks, accumulate=micro_batches // ranks, ranks=None, servers=None)
-    cuts = {ranks: cut_model(whole)}
-    found = []
-    for mode, placement in SYSTEMS:
-        stages = ranks * CHUNKS if mode == "interleaved" else ranks
-        if stages not in cuts:
-            cuts[stages] = cut_model(replace(whole, stages=stages))
-        spec = _spec(mode, placement, ranks, stages, whole.accumulate)
-        if spec is not None:
-            found.append(_system(Schedule.of(spec, cuts[stages].costs.gradient_bytes), cuts[stages], whole))
-    return found
+    usual = cut_model(whole)
+    for spec in fitting_specs(ranks, whole.accumulate):
+        cut = usual if spec.stages == ranks else _finer_cut(whole, spec.stages)
+        if cut is not None:
+            yield Schedule.of(spec, cut.costs.gradient_bytes), cut
 
 
-def _spec(mode: str, placement: str, ranks: int, stages: int, accumulate: int) -> Spec | None:
-    """Return what a system is made from; None if it cannot have these sizes."""
-    each = mode in ("pipedream", "ampnet")
-    spec = Spec(mode, ranks, stages, placement, accumulate=1 if each else accumulate)
+def _finer_cut(config: RunConfig, stages: int) -> CutModel | None:
+    """Return the model cut into more stages than ranks; None if it has too few blocks."""
     try:
-        Schedule.of(spec)
-    except ValueError:  # an odd number of ranks for Chimera
+        return cut_model(replace(config, stages=stages))
+    except ConfigError:
         return None
-    return spec
+
+
+def explored(config: RunConfig) -> Iterator[tuple[Schedule, StageCosts]]:
+    """Yield the schedule of `config`, its data parallelism, and every system that can have its sizes, with costs."""
+    cut = cut_model(config)
+    chosen = config.schedule(cut.costs.gradient_bytes)
+    own = {schedule.spec: schedule for schedule in (chosen, chosen.data_parallel())}
+    yield from ((schedule, cut.costs) for schedule in own.values())
+    with suppress(ConfigError):  # the other systems cannot have these sizes
+        yield from ((schedule, cut.costs) for schedule, cut in systems_of(config) if schedule.spec not in own)
 
 
 def _system(schedule: Schedule, cut: CutModel, config: RunConfig) -> System:
@@ -162,7 +164,11 @@ def systems_text(systems: Sequence[System], config: RunConfig) -> str:
         f"{config.batch_size // micro_batches} samples\n"
         "idle: share of the slots of all ranks; activations, parameters (all versions): the rank that has most;\n"
         "messages: of all ranks; sent: by a rank; staleness: updates that a forward misses, mean over all\n"
-        f"interleaved has {CHUNKS} stages a rank, all others one"
+        + (
+            f"interleaved has {CHUNKS} stages a rank, all others one"
+            if any(each.mode == "interleaved" for each in systems)
+            else f"interleaved is left out: {config.model.name} has too few blocks for {CHUNKS} stages a rank"
+        )
     )
     return f"{notes}\n\n{table(rows)}\n"
 

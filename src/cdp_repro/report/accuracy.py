@@ -79,9 +79,9 @@ def accuracy_table(found: Sequence[Comparison], paper: Mapping[str, float]) -> T
         "two-sided paired t-test. Seconds per epoch are of one thread on a machine that did other work, too: compare "
         "them with care.",
         f"The column `paper` is read from results/{PAPER_VALUES}, which says how to fill it.",
-        *(note for study, runs in _by_study(found).items() for note in provenance(runs, study)),
     ]
-    return Table("accuracy", "Accuracy of each mode against data parallelism", COLUMNS, rows, notes)
+    evidence = [note for study, runs in _by_study(found).items() for note in provenance(runs, study)]
+    return Table("accuracy", "Accuracy of each mode against data parallelism", COLUMNS, rows, notes, evidence)
 
 
 def chosen_rate(groups: Sequence[Group]) -> float:
@@ -110,10 +110,10 @@ def tuning_table(groups: Sequence[Group], study: Study) -> Table:
         for cell in missing
     ]  # fmt: skip
     notes = ["Chosen is the smallest learning rate whose training loss is within 1 % of the lowest; the test set has "
-             "no say. The paper's modes all run with that of data parallelism.",
-             *provenance([row for group in groups for row in group.rows])]  # fmt: skip
+             "no say. The paper's modes all run with that of data parallelism."]  # fmt: skip
+    evidence = provenance([row for group in groups for row in group.rows])
     columns = ("model", "mode", "lr", "epochs", "train loss", "test top-1 [%]", "chosen")
-    return Table("tuning", "The choice of the learning rates", columns, rows, notes)
+    return Table("tuning", "The choice of the learning rates", columns, rows, notes, evidence)
 
 
 def _by_study(found: Sequence[Comparison]) -> dict[str, list[Row]]:

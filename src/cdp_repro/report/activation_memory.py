@@ -16,6 +16,8 @@ from cdp_repro.studies.study import Cell
 PEAK = "memory/activation_peak_bytes_total"
 ORDERS = ("paper", "backward_first")
 CUTS = ("flops", "activations")
+SHOWN_WORKERS = 8
+"""N of the numbers in sentences and bars."""
 
 
 @dataclass(frozen=True)
@@ -93,41 +95,26 @@ def memory_table(found: Sequence[Case]) -> Table:
         "Peak of live activation bytes of CDP-v2 over that of DP, all workers on one device, executed at 224 px with "
         "micro-batches of one image, S = N; bytes are exact, so that one run is enough. `blocks`: every block is a "
         "stage.",
-        *provenance(runs),
     ]
-    return Table("memory", "Activation memory of CDP against DP, executed", columns, rows, notes)
+    return Table("memory", "Activation memory of CDP against DP, executed", columns, rows, notes, provenance(runs))
 
 
 def _name(cell: Cell) -> str:
     return f"{cell.settings['model.name']}, N = {cell.settings['workers']}"
 
 
-def answer(found: Sequence[Case]) -> str:
-    """Return the paragraph on the distance of each network from one half, its cause and its remedies."""
+def answer(found: Sequence[Case]) -> list[str]:
+    """Return a sentence for each network: how far from one half its peak is, and why."""
     sentences = []
     for model, blocks in profiles(found).items():
-        mine = {(case.workers, case.partition): case.ratios for case in found if case.model == model}
-        largest = max(blocks.forward_bytes) / (blocks.activation_bytes / blocks.stages)
-        text = f"{model}:"
-        for (workers, cut), ratios in sorted(mine.items()):
-            if cut in CUTS and workers == 8:
-                text += (
-                    f" with N = 8 stages cut by {cut} {ratios['paper']:.3f} of DP's peak in the paper's order"
-                    f" ({theory(8):.3f} for equal stages) and {ratios['backward_first']:.3f} backward first;"
-                )
+        mine = {case.partition: case.ratios for case in found if (case.model, case.workers) == (model, SHOWN_WORKERS)}
+        if not all(cut in mine for cut in CUTS):
+            continue
         share = sum(blocks.forward_bytes[: blocks.stages // 2]) / blocks.activation_bytes
-        text += (
-            f" the first half of its {blocks.stages} blocks holds {100 * share:.0f} % of the activations, the largest "
-            f"block {largest:.1f} times the mean."
+        sentences.append(
+            f"With N = {SHOWN_WORKERS} {model} has {mine['flops']['paper']:.2f} of data parallelism's peak, "
+            f"{mine['activations']['paper']:.2f} if it is cut by activation bytes, "
+            f"{mine['activations']['backward_first']:.2f} if each slot also runs its backward first: the first half of "
+            f"its {blocks.stages} blocks holds {100 * share:.0f}\N{NO-BREAK SPACE}% of the activations."
         )
-        sentences.append(text)
-    if not sentences:
-        return "Nothing has been run yet."
-    return (
-        " ".join(sentences) + " What holds a network back are early stages: stage j keeps N-j micro-batches, so bytes "
-        "in early stages count most, and a cut by FLOPs gives convolutional networks early stages that hold more than "
-        "their share. Cutting by activation bytes buys it back as far as blocks are fine enough to be cut evenly, at "
-        "the price of stages of unequal time; with hardly more blocks than workers no cut is even. Running backwards "
-        "first in each slot frees one micro-batch's stage before another's is filled, which for equal stages leads to "
-        "one half. Neither changes the mathematics: the updates are the same."
-    )
+    return sentences

@@ -25,13 +25,15 @@ from cdp_repro.report.accuracy import (
     read_paper_values,
     tuning_table,
 )
-from cdp_repro.report.activation_memory import Case, answer, cases, memory_table
-from cdp_repro.report.claims import Claim, claim_table, claims, verdict_table
+from cdp_repro.report.activation_memory import SHOWN_WORKERS, Case, answer, cases, memory_table
+from cdp_repro.report.claims import HOLDS, Claim, claim_table, claims, verdict_table
 from cdp_repro.report.cost_table import SIMULATED, Line, agreement_table, cost_table, large_lines, large_table, lines
 from cdp_repro.report.delay_costs import delay_table, delay_tuning_table, verdicts
 from cdp_repro.report.evidence import provenance
+from cdp_repro.report.explorer import explorer_of_equal_layers
 from cdp_repro.report.groups import Group, grouped
-from cdp_repro.report.page import Picture, Section, page
+from cdp_repro.report.page import Finding, Picture, Section, page
+from cdp_repro.report.pipeline_curves import curves, draw_curves, gpipe_table
 from cdp_repro.report.tables import Table
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.cost_settings import EXECUTED_WORKERS
@@ -118,9 +120,10 @@ class Report:
             accuracy_table(self.comparisons, read_paper_values(self._results / PAPER_VALUES)),
             tuning_table(self.groups.get("cifar10-tuning", ()), STUDIES["cifar10-tuning"]),
             memory_table(self.cases),
-            *(cost_table(self.lines, n, self._cost_notes(n)) for n in EXECUTED_WORKERS),
+            *(cost_table(self.lines, n, self._cost_notes(n), self._cost_evidence(n)) for n in EXECUTED_WORKERS),
             agreement_table(self.lines),
             large_table(self.large_lines),
+            gpipe_table(),
             *self._delay_tables(),
         ]
         return {table.name: table for table in found}
@@ -139,7 +142,6 @@ class Report:
 
     def _cost_notes(self, workers: int) -> list[str]:
         mine = [line for line in self.lines if line.workers == workers]
-        runs = [row for row in self._rows_of("costs") if row.config["workers"] == workers]
         missing = sum(not line.executed for line in mine)
         differing = [f"{line.setting.name} {line.setting.mode}: {', '.join(names)}" for line in mine
                      if (names := line.disagreements())]  # fmt: skip
@@ -156,8 +158,10 @@ class Report:
             "in brackets: c, s, e. Libraries are not traced, so that only what they hold is measured. The chain is the "
             "longest sequence of messages, between two slots, each of which waits for the one before. " + agree,
             *([f"{missing} settings have not been run: python scripts/costs.py"] if missing else []),
-            *provenance(runs),
         ]
+
+    def _cost_evidence(self, workers: int) -> list[str]:
+        return provenance([row for row in self._rows_of("costs") if row.config["workers"] == workers])
 
     def _rows_of(self, *studies: str) -> list[Row]:
         return [row for row in self.rows if row.study in studies]
@@ -167,6 +171,11 @@ class Report:
         """All figures that have data, by name."""
         costs, n = self.groups.get("costs", []), max(EXECUTED_WORKERS)
         found: dict[str, tuple[Callable[[], Figure] | None, Sequence[Row], str]] = {
+            "peaks": (
+                partial(figures.peak_bars, self.cases) if self.cases else None, self._rows_of("memory"),
+                f"Activation peak of CDP-v2 over that of DP, executed with N = {SHOWN_WORKERS}. Look at how far the "
+                "bars stand above the dotted line of equal stages, and what each remedy brings.",
+            ),
             "memory": (
                 partial(figures.memory_curves, self.cases) if self.cases else None, self._rows_of("memory"),
                 "Live activation bytes of all workers on one device, executed: data parallelism rises to N times the "
@@ -204,11 +213,13 @@ class Report:
                 figures.staleness_caption(self.comparisons),
             ),
         }  # fmt: skip
-        return {
+        shown = {
             name: Shown(draw, _digest(row.file_name + row.command + str(row.summary) for row in rows), caption)
             for name, (draw, rows, caption) in found.items()
             if rows and draw is not None
         }
+        systems = Shown(partial(draw_curves, curves()), _digest([repr(curves())]), _CURVES)
+        return {**shown, "systems": systems}
 
     def page(self, svgs: Mapping[str, bytes]) -> str:
         """Return the page, with the pictures given."""
@@ -218,25 +229,34 @@ class Report:
             return [Picture(name, svgs[name], self.figures[name].caption) for name in names if name in svgs]
 
         sections = [
+            Section("brief", "In brief", findings=self._findings(pictures)),
+            Section("explorer", "Explorer", [_EXPLORER], embedded=explorer_of_equal_layers(_EXPLORED_RANKS)),
             Section("claims", "Claims", tables=[tables["claims"]]),
             Section(
-                "memory", "Activation memory", [answer(self.cases)], pictures("memory", "reduction"), [tables["memory"]]
+                "memory", "Activation memory", [*answer(self.cases), _MEMORY], pictures=pictures("reduction"),
+                folded=pictures("memory"), tables=[tables["memory"]],
             ),
-            Section("timelines", "Timelines and communication", pictures=pictures("timelines", "communication")),
             Section(
                 "costs", "Costs", [_COSTS], tables=[tables[f"costs_N{max(EXECUTED_WORKERS)}"], tables["costs_large"]]
             ),
-            Section(
-                "accuracy",
-                "Accuracy",
-                [_ACCURACY],
-                pictures("accuracy", "staleness"),
-                [tables["accuracy"], tables["tuning"]],
-            ),
-        ]
+            Section("systems", "Systems", [_SYSTEMS], pictures=pictures("systems"), tables=[tables["gpipe"]]),
+            Section("accuracy", "Accuracy", [_ACCURACY], tables=[tables["accuracy"], tables["tuning"]]),
+        ]  # fmt: skip
         if delayed := self._delay_tables():
             sections.append(Section("delay", "What delay costs", [_DELAY], tables=delayed))
         return page("Cyclic data parallelism, executed", [_INTRODUCTION], sections)
+
+    def _findings(self, pictures: Callable[..., list[Picture]]) -> list[Finding]:
+        """Return the few things to know: the timeline itself, and the claims that a figure shows."""
+        by_number = {claim.number: claim for claim in self.claims}
+        shown = [
+            (by_number[number], pictures(name))
+            for number, name in ((1, "peaks"), (2, "communication"), (3, "accuracy"), (6, "staleness"))
+        ]
+        return [
+            Finding(_TIMELINE, "", True, "", pictures("timelines")),
+            *(Finding(claim.text, claim.verdict, claim.verdict == HOLDS, claim.brief, them) for claim, them in shown),
+        ]
 
 
 def _as_drawn(figure: Figure | None) -> Callable[[], Figure] | None:
@@ -249,10 +269,34 @@ _INTRODUCTION = (
     "measured by really running that timeline, on CPUs, and compares it with what the paper claims. Every number comes "
     "from a run that can be repeated with the command below its table."
 )
+_TIMELINE = (
+    "Data parallelism has all workers on one stage at once; cyclic data parallelism has one worker on each, with a "
+    "uniform delay"
+)
+_EXPLORED_RANKS = 3
+_EXPLORER = (
+    "The programs themselves: what each rank does in each slot, on every system with the same sizes. Hover or tap an "
+    "action to see what it reads and writes, from whom, and at which version. cdp-plan --html=FILE writes such a "
+    "page for any run."
+)
+_MEMORY = (
+    "Equal stages give (N + 1)/2N. Stage j keeps N - j micro-batches, so bytes in early stages count most; cutting by "
+    "activation bytes and running backwards first change no update."
+)
 _COSTS = (
     "A small network of equal layers on handwritten digits, N = S; each setting was derived by formula, simulated, and "
     "run in processes of its own. Data parallelism on our placements sums gradients along a chain of ranks in the "
     "order of the workers; the libraries' rows say what collectives would send."
+)
+_SYSTEMS = (
+    "Every schedule that people compare is here a timeline, a rule and a placement; cdp-plan --systems compares them "
+    "on any model. GPipe keeps all micro-batches of a training step, 1F1B as many as there are ranks; more "
+    "micro-batches shrink the bubble of all that flush."
+)
+_CURVES = (
+    "Pipelines of 4 ranks with equal stages, from their programs. Left: micro-batches whose activations the first rank "
+    "keeps. Right: idle share; one_f_one_b idles as gpipe does, interleaved has two stages a rank, zero_bubble counts "
+    "a part of a backward as a slot, and cdp_v2 is never idle."
 )
 _ACCURACY = (
     "CIFAR-10 here is a copy from JPEG files, re-encoded, so that its numbers are not those of the original. Networks "

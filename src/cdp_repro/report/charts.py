@@ -15,7 +15,7 @@ from cdp_repro.observe.text import byte_unit
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.memory_reduction import curve, theory
 from cdp_repro.report.accuracy import Comparison, data_parallel
-from cdp_repro.report.activation_memory import CUTS, ORDERS, Case, profiles
+from cdp_repro.report.activation_memory import CUTS, ORDERS, SHOWN_WORKERS, Case, profiles
 from cdp_repro.report.groups import Group
 from cdp_repro.studies.cost_settings import PLACEMENT_NAMES
 
@@ -33,9 +33,38 @@ def style(mode: str, others: Sequence[str] = ()) -> dict[str, Any]:
     return {"color": colour, "linestyle": line}
 
 
-def _plain(axis: Axes) -> None:
+def plain_axes(axis: Axes) -> None:
+    """Leave of a panel only what the eye needs."""
     axis.grid(axis="y", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+_REMEDIES = {
+    "cut by FLOPs": ("flops", "paper", "#D55E00"),
+    "cut by activation bytes": ("activations", "paper", "#0072B2"),
+    "and backward first": ("activations", "backward_first", "#56B4E9"),
+}
+"""By name: the cut, the order of a slot, and the colour of a bar."""
+
+
+def peak_bars(cases: Sequence[Case]) -> Figure:
+    """Draw CDP's executed peak over DP's with `SHOWN_WORKERS` workers: a group of bars a network, a bar a remedy."""
+    found = {(case.model, case.partition): case.ratios for case in cases if case.workers == SHOWN_WORKERS}
+    models = [model for model in profiles(cases) if all((model, cut) in found for cut in CUTS)]
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axis = figure.subplots()
+    for number, (name, (cut, order, colour)) in enumerate(_REMEDIES.items()):
+        heights = [found[model, cut][order] for model in models]
+        bars = axis.bar([place + 0.27 * (number - 1) for place in range(len(models))], heights, 0.25, color=colour)
+        bars.set_label(name)
+        axis.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    axis.axhline(theory(SHOWN_WORKERS), color="black", linestyle=":", linewidth=0.9, label="equal stages, (N+1)/2N")
+    axis.axhline(1, color=_MODES["dp"][0], linestyle="--", linewidth=0.9, label="data parallelism")
+    axis.set(ylabel="activation peak, CDP-v2 / DP", ylim=(0, 1.1))
+    axis.set_xticks(range(len(models)), models)
+    figure.legend(frameon=False, loc="outside lower center", ncols=3, fontsize="small")
+    plain_axes(axis)
+    return figure
 
 
 def memory_curves(cases: Sequence[Case]) -> Figure:
@@ -86,7 +115,7 @@ def _draw_curves(axis: Axes, case: Case) -> None:
         label="(N+1)/2N of DP's peak",
     )
     axis.set(ylabel=f"live activations [{name}]", ylim=(0, 1.05 * peak / unit))
-    _plain(axis)
+    plain_axes(axis)
 
 
 def reduction_curves(cases: Sequence[Case]) -> Figure:
@@ -123,7 +152,7 @@ def _draw_reduction(axis: Axes, model: str, blocks: StageCosts, cases: Sequence[
     axis.set(title=f"{model} ({blocks.stages} blocks)", xlabel="workers N", xscale="log", ylim=(0.4, 1.0))
     axis.set_xticks([2, 4, 8, 16, 32, 64], ["2", "4", "8", "16", "32", "64"])
     axis.minorticks_off()
-    _plain(axis)
+    plain_axes(axis)
 
 
 def timelines(groups: Sequence[Group], workers: int) -> Figure | None:
@@ -158,7 +187,7 @@ def communication(groups: Sequence[Group], workers: int) -> Figure | None:
             step = [each / 1024 for each in [*sent, *[0] * 3 * slots][2 * slots : 3 * slots]]
             axis.step(range(slots), step, where="mid", label=mode, linewidth=1.3, **style(mode))
         axis.set(title=f"{PLACEMENT_NAMES[placement]}, N = {workers}", xlabel="slot of a training step", ylim=(0, None))
-        _plain(axis)
+        plain_axes(axis)
     axes[0].set_ylabel("sent by all ranks [KiB]")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
@@ -185,7 +214,7 @@ def accuracy_curves(found: Sequence[Comparison]) -> Figure | None:
         axis.set(title=study, xlabel="epoch", ylabel="test top-1 [%]")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
-        _plain(axis)
+        plain_axes(axis)
     return figure
 
 
@@ -234,7 +263,7 @@ def staleness(found: Sequence[Comparison]) -> Figure | None:
     axis.set(xlabel="delay of the parameters [training steps]", ylabel="test top-1 [%]")
     axis.set_xticks(sorted({delay for by_delay in points.values() for delay in by_delay}))
     axis.legend(frameon=False)
-    _plain(axis)
+    plain_axes(axis)
     return figure
 
 

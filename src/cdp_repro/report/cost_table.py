@@ -134,7 +134,7 @@ def _setting_key(setting: Setting) -> tuple[object, ...]:
     return setting.mode, setting.placement, setting.baseline, setting.pipeline_schedule, setting.collectives
 
 
-def cost_table(found: Sequence[Line], workers: int, notes: Sequence[str]) -> Table:
+def cost_table(found: Sequence[Line], workers: int, notes: Sequence[str], evidence: Sequence[str]) -> Table:
     """Return the table of N = `workers`."""
     rows = [
         [line.setting.name, line.setting.mode, *(line.text(quantity) for quantity in QUANTITIES)]
@@ -142,7 +142,7 @@ def cost_table(found: Sequence[Line], workers: int, notes: Sequence[str]) -> Tab
         if line.workers == workers
     ]
     title = f"What each setting costs with N = S = {workers}"
-    return Table(f"costs_N{workers}", title, ("setting", "mode", *_SHORT.values()), rows, notes)
+    return Table(f"costs_N{workers}", title, ("setting", "mode", *_SHORT.values()), rows, notes, evidence)
 
 
 def agreement_table(found: Sequence[Line]) -> Table:

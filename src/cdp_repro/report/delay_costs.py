@@ -85,10 +85,10 @@ def delay_tuning_table(groups: Sequence[Group], study: Study) -> Table:
     notes = [
         "The lowest training loss wins; the test set has no say. Every setting has the same learning rates and one run "
         f"of each, on seed {study.cells[0].seeds[0]}, which no other table uses; nothing is chosen before that.",
-        *provenance([row for group in groups for row in group.rows]),
     ]
+    evidence = provenance([row for group in groups for row in group.rows])
     columns = ("mode", "method", "lr", "train loss", "chosen")
-    return Table(study.name.replace("-", "_"), study.title, columns, rows, notes)
+    return Table(study.name.replace("-", "_"), study.title, columns, rows, notes, evidence)
 
 
 def against_data_parallelism(groups: Sequence[Group], group: Group, margin: float) -> Equivalence | None:
@@ -144,10 +144,11 @@ def delay_table(groups: Sequence[Group], study: Study, tuning: Sequence[Group]) 
         "mode", "method", "lr", task.label, f"minus dp [{task.difference_unit}], 95 % interval", "verdict",
         "optimizer + delay state [MiB]", "seconds a step",
     )  # fmt: skip
-    return Table(study.name.replace("-", "_"), study.title, columns, rows, _notes(groups, study, task.difference_unit))
+    notes, evidence = _notes(study, task.difference_unit), provenance([row for group in groups for row in group.rows])
+    return Table(study.name.replace("-", "_"), study.title, columns, rows, notes, evidence)
 
 
-def _notes(groups: Sequence[Group], study: Study, unit: str) -> list[str]:
+def _notes(study: Study, unit: str) -> list[str]:
     rule = (
         "Verdict: equivalent if two one-sided tests at 5 % each show the difference to be less than "
         f"{study.margin:g} {unit}, the margin stated before the runs; else worse or better if the 95 % interval lies "
@@ -159,7 +160,6 @@ def _notes(groups: Sequence[Group], study: Study, unit: str) -> list[str]:
         "Mean ± standard deviation over seeds, number of runs in brackets; differences are paired by seed. State is of "
         "the device with most, beside parameters.",
         rule,
-        *provenance([row for group in groups for row in group.rows]),
     ]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scipy import stats
+from scipy.special import stdtr, stdtrit  # Student's t by (degrees, x), without the second that scipy.stats takes
 
 from cdp_repro.config.keys import RUN_KEYS
 from cdp_repro.schedule import MODES
@@ -96,8 +96,8 @@ class Difference:
         if n == 1:
             return cls(mean, math.nan, math.nan, math.nan, 1)
         error = statistics.stdev(differences) / math.sqrt(n)
-        half = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) * error
-        p_value = 2 * float(stats.t.sf(abs(mean) / error, n - 1)) if error else float(mean == 0)
+        half = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * error
+        p_value = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
         return cls(mean, mean - half, mean + half, p_value, n)
 
 

@@ -25,6 +25,10 @@ _MARKUP = re.compile(r"""
 """What is markup in a line of GitHub's Markdown."""
 
 
+_NUMBER = re.compile(r"[-+<≤~]?\s?\d[\d.,]*(e[-+]?\d+)?( ?%| bytes| [KMG]iB)?( ±.*| \[.*| \(.*)?")
+"""A number with its unit, spread, interval and number of runs."""
+
+
 @dataclass(frozen=True)
 class Table:
     """Texts in rows and columns, with a title, and notes on where they come from below."""
@@ -35,6 +39,9 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
+    """How to read it."""
+    evidence: Sequence[str] = ()
+    """Which runs it is made of, by which commands; a page folds it."""
     for_readers: bool = True
     """Whether it is for people; a long one is data, as CSV only."""
 
@@ -46,7 +53,7 @@ class Table:
     def markdown(self) -> str:
         """Return a GitHub table with its notes; cells and notes are text, with `code` marked."""
         lines = [_pipes(self.columns), _pipes(["---"] * len(self.columns)), *map(_pipes, self.rows)]
-        return "\n".join([*lines, *(f"\n{_as_markdown(note)}" for note in self.notes)]) + "\n"
+        return "\n".join([*lines, *(f"\n{_as_markdown(note)}" for note in [*self.notes, *self.evidence])]) + "\n"
 
     def csv(self) -> str:
         """Return the table without title and notes."""
@@ -60,7 +67,7 @@ class Table:
         """Return a `table` environment, for the package booktabs."""
         body = "\n".join(" & ".join(cell.translate(_LATEX) for cell in row) + r" \\" for row in self.rows)
         head = " & ".join(column.translate(_LATEX) for column in self.columns) + r" \\"
-        notes = " ".join(self.notes).replace("`", "").translate(_LATEX)
+        notes = " ".join([*self.notes, *self.evidence]).replace("`", "").translate(_LATEX)
         return (
             f"\\begin{{table}}\n\\centering\\small\n\\caption{{{self.title.translate(_LATEX)}. {notes}}}\n"
             f"\\label{{tab:{self.name}}}\n\\begin{{tabular}}{{{'l' * len(self.columns)}}}\n\\toprule\n{head}\n"
@@ -68,14 +75,27 @@ class Table:
         )
 
     def html(self) -> str:
-        """Return a table that scrolls sideways where the page is narrow."""
-        head = "".join(f"<th>{_inline(column)}</th>" for column in self.columns)
-        body = "\n".join("<tr>" + "".join(f"<td>{_inline(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
+        """Return a table that scrolls sideways where the page is narrow, numbers to the right, its evidence folded."""
+        looks = [' class="number"' if _is_numeric(column) else "" for column in zip(*self.rows, strict=True)]
+        looks = looks or [""] * len(self.columns)
+        head = "".join(f"<th{look}>{_inline(each)}</th>" for each, look in zip(self.columns, looks, strict=True))
+        body = "\n".join(
+            f"<tr>{''.join(f'<td{look}>{_inline(cell)}</td>' for cell, look in zip(row, looks, strict=True))}</tr>"
+            for row in self.rows
+        )
         notes = "".join(f'<p class="note">{_inline(note)}</p>' for note in self.notes)
+        evidence = "".join(f"<p>{_inline(text)}</p>" for text in self.evidence)
+        folded = f'<details class="evidence"><summary>runs, commands, commits</summary>{evidence}</details>\n'
         return (
             f'<div class="table" id="{self.name}"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>'
-            f"</table></div>\n{notes}\n"
+            f"</table></div>\n{notes}\n{folded if evidence else ''}"
         )
+
+
+def _is_numeric(cells: Sequence[str]) -> bool:
+    """Return whether the cells of a column that say something are numbers, but for runs that are missing."""
+    said = [cell for cell in cells if cell and not cell.startswith("not run: ")]
+    return bool(said) and all(map(_NUMBER.fullmatch, said))
 
 
 def _pipes(cells: Sequence[str]) -> str:

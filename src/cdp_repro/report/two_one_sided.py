@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scipy import stats
+from scipy.special import stdtr
 
 from cdp_repro.report.groups import Difference
 
@@ -51,7 +51,7 @@ def _p_value(differences: list[float], margin: float) -> float:
         return math.nan
     inside = margin - abs(statistics.fmean(differences))
     error = statistics.stdev(differences) / math.sqrt(n)
-    return float(stats.t.sf(inside / error, n - 1)) if error else float(inside <= 0)
+    return float(stdtr(n - 1, -inside / error)) if error else float(inside <= 0)
 
 
 def _verdict(difference: Difference, p_value: float, more_is_better: bool) -> str:

@@ -1,0 +1,32 @@
+"""The systems of the field that are compared on the same sizes: mode and placement of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cdp_repro.schedule import Schedule, Spec
+
+SYSTEMS = (
+    ("dp", "replicated"), ("cdp_v1", "replicated"), ("cdp_v2", "replicated"),
+    ("dp", "zero"), ("cdp_v1", "zero"), ("cdp_v2", "zero"), ("dp", "parameter_server"), ("cdp_v2", "parameter_server"),
+    ("naive", "pipeline"), ("gpipe", "pipeline"), ("one_f_one_b", "pipeline"), ("interleaved", "pipeline"),
+    ("zero_bubble", "pipeline"), ("chimera", "pipeline"), ("pipedream_2bw", "pipeline"), ("cdp_v2", "pipeline"),
+    ("pipedream", "pipeline"), ("ampnet", "pipeline"),
+)  # fmt: skip
+"""Mode and placement. On a pipeline `cdp_v1` is `pipedream_2bw`."""
+
+CHUNKS = 2
+"""Stages a rank of the interleaved pipeline; all others have one."""
+
+
+def fitting_specs(ranks: int, accumulate: int = 1) -> Iterator[Spec]:
+    """Yield the systems that can have these sizes: `ranks` ranks, `ranks` x `accumulate` micro-batches a mini-batch."""
+    for mode, placement in SYSTEMS:
+        stages = ranks * CHUNKS if mode == "interleaved" else ranks
+        each = mode in ("pipedream", "ampnet")
+        spec = Spec(mode, ranks, stages, placement, accumulate=1 if each else accumulate)
+        try:
+            Schedule.of(spec)
+        except ValueError:  # an odd number of ranks for Chimera
+            continue
+        yield spec

@@ -1,0 +1,73 @@
+"""A sweep's results as files: the table, and a figure with mean and standard deviation over seeds, a line a series."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
+
+from cdp_repro.config import ConfigError
+from cdp_repro.observe.atomic_file import replace_file
+from cdp_repro.observe.figures import save_figure
+from cdp_repro.report.charts import plain_axes, style
+from cdp_repro.report.sweep_results import EPOCH, SweepResults
+
+_MOST_TICKS = 12
+_SPAN_OF_A_LOG_AXIS = 10
+
+
+def write_sweep(results: SweepResults, folder: Path) -> list[Path]:
+    """Write the table as CSV and the figure as SVG and PNG into a folder; return their paths.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    path = folder / results.file_name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(table := Path(f"{path}.csv"), results.table().csv().encode())
+        figures = [Path(f"{path}{suffix}") for suffix in (".svg", ".png")]
+        for each in figures:
+            save_figure(sweep_figure(results), each)
+    except OSError as error:
+        raise ConfigError([f"cannot write to {folder}: {error.strerror or error}; pass another --out="]) from error
+    return [table, *figures]
+
+
+def sweep_figure(results: SweepResults) -> Figure:
+    """Draw every series; x has equal distances if it is text, and a logarithmic axis from one decade on."""
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    axis = figure.subplots()
+    places = list(dict.fromkeys(x for points in results.series.values() for x in points))
+    numbers = [x for x in places if not isinstance(x, str)]
+    is_text = len(numbers) < len(places)
+    names = [results.label(values) for values in results.series]
+    for name, points in zip(names, results.series.values(), strict=True):
+        xs = [places.index(x) if is_text else x for x in points]
+        look = style(name, names)
+        errors = [sample.deviation for sample in points.values()]  # NaN for one run, which draws no bar
+        axis.errorbar(xs, [sample.mean for sample in points.values()], errors, label=name, marker="o", markersize=4,
+                      capsize=3, linewidth=1.3, **({**look, "linestyle": ""} if is_text else look))  # fmt: skip
+    if is_text:
+        axis.set_xticks(range(len(places)), list(map(str, places)))
+    else:
+        _number_axis(axis, results.x, sorted(numbers))
+    axis.set(xlabel=results.x, ylabel=results.y)
+    plain_axes(axis)
+    if results.group:
+        figure.legend(frameon=False, loc="outside lower center", ncols=3, title=", ".join(results.group))
+    return figure
+
+
+def _number_axis(axis: Axes, x: str, values: Sequence[float]) -> None:
+    if x != EPOCH and values[0] > 0 and values[-1] / values[0] >= _SPAN_OF_A_LOG_AXIS:
+        axis.set_xscale("log")
+    if len(values) <= _MOST_TICKS:
+        axis.set_xticks(values, [f"{value:g}" for value in values])
+        axis.xaxis.set_minor_locator(NullLocator())
+    elif all(isinstance(value, int) for value in values):
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_formatter(ScalarFormatter())

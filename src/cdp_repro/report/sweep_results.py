@@ -1,0 +1,228 @@
+"""A sweep's results: a number of each finished run against a setting or the epoch, mean and spread over seeds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cdp_repro.config import ConfigError
+from cdp_repro.config.compose import GROUPS
+from cdp_repro.config.errors import nearest
+from cdp_repro.config.keys import settings_of
+from cdp_repro.observe.json_values import from_json
+from cdp_repro.observe.metrics import read_metrics
+from cdp_repro.observe.run_directory import RunDirectory
+from cdp_repro.report.groups import Sample
+from cdp_repro.report.tables import Table
+from cdp_repro.studies.cells import read_list
+from cdp_repro.studies.status import run_state
+
+EPOCH = "epoch"
+"""In the place of a setting: the number is read at the end of each epoch, counted from 1."""
+
+Value = int | float | str
+"""Of a setting, as tables and axes show it; lists and `null` as text."""
+
+_OF_ONE_RUN = ("seed", "run_dir")
+"""Settings in which runs that are averaged differ."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One run of a sweep that has ended well."""
+
+    name: str
+    settings: Mapping[str, Value]
+    """By dotted key."""
+    numbers: Mapping[str, float]
+    """Of its summary."""
+    epochs: Sequence[Mapping[str, float]]
+    """What was logged at the end of each epoch."""
+    code: str
+    """Hash of the code that it ran."""
+
+    def numbers_at(self, x: str) -> dict[Value, Mapping[str, float]]:
+        """Return the numbers by the place on the axis `x` at which they stand."""
+        if x == EPOCH:
+            return dict(enumerate(self.epochs, start=1))
+        return {self.settings[x]: self.numbers}
+
+
+@dataclass(frozen=True)
+class SweepResults:
+    """The mean of `y` over seeds for each value of `x`, in a series for each combination of the settings `group`."""
+
+    x: str
+    y: str
+    group: Sequence[str]
+    series: Mapping[tuple[Value, ...], Mapping[Value, Sample]]
+    left_out: Mapping[str, str]
+    """Runs that are not in it, by name, and why."""
+    notes: Sequence[str]
+
+    @property
+    def file_name(self) -> str:
+        """Name of the files of table and figure, without suffix."""
+        return f"{self.y}_by_{self.x}".replace("/", "-")
+
+    def label(self, values: tuple[Value, ...]) -> str:
+        """Return the name of a series."""
+        if len(self.group) == 1:
+            return str(values[0])
+        return ", ".join(f"{key}={value}" for key, value in zip(self.group, values, strict=True))
+
+    def table(self) -> Table:
+        """Return a row for each point: the settings of its series, x, mean, standard deviation, number of runs."""
+        rows = [
+            [*map(str, values), str(x), f"{sample.mean:.6g}", _spread(sample), str(sample.n)]
+            for values, points in self.series.items()
+            for x, sample in points.items()
+        ]
+        columns = [*self.group, self.x, f"mean of {self.y}", "standard deviation", "runs"]
+        return Table(self.file_name, f"{self.y} by {self.x}", columns, rows, self.notes)
+
+
+def _spread(sample: Sample) -> str:
+    return f"{sample.deviation:.3g}" if sample.n > 1 else ""
+
+
+def sweep_results(root: Path, x: str | None, y: str | None, group: Sequence[str] | None = None) -> SweepResults:
+    """Return what the finished runs of a sweep say of `y` by `x`.
+
+    `x` and `group` are settings by dotted key, or groups such as `mode`; `x` may be `EPOCH`. `y` is a number of the
+    summary, or of the end of each epoch. Without `group` it is the settings by which runs differ beside `x`.
+
+    Raises:
+        ConfigError: the folder is none of a sweep, or of another version; no run has finished; an unknown key; runs
+            would be averaged that differ in more than the seed.
+    """
+    runs, left_out = _read(root)
+    x = _known_setting("--x", x, runs, [EPOCH])
+    y = _known_number(y, x, runs)
+    left_out |= {run.name: f"has no {y}" for run in runs if not _has(run, x, y)}
+    runs = [run for run in runs if run.name not in left_out]
+    keys = _telling_apart(runs, x) if group is None else [_known_setting("--group", key, runs) for key in group]
+    by_series: dict[tuple[Value, ...], list[Finished]] = {}
+    for run in runs:
+        by_series.setdefault(tuple(run.settings[key] for key in keys), []).append(run)
+    series = {values: _points(members, x, y, keys) for values, members in by_series.items()}
+    versions = len({run.code for run in runs})
+    notes = [f"The runs are of {versions} versions of the code: compare them with care."] if versions > 1 else []
+    return SweepResults(x, y, keys, series, left_out, notes)
+
+
+def _read(root: Path) -> tuple[list[Finished], dict[str, str]]:
+    """Return the finished runs of a sweep, and the state of each other run by its name."""
+    states = {name: run_state(root / name, None) for name in read_list(root).epochs}
+    found = [_finished(root / name) for name, state in states.items() if state == "finished"]
+    unfinished = {name: state for name, state in states.items() if state != "finished"}
+    if not found:
+        said = ", ".join(f"{name} is {state}" for name, state in unfinished.items())
+        raise ConfigError([f"no run of {root} has finished: {said or 'it has none'}; start the sweep again to go on"])
+    return found, unfinished
+
+
+def _finished(directory: Path) -> Finished:
+    run = RunDirectory.open(directory)
+    summary = run.summary()
+    return Finished(
+        directory.name,
+        {key: _shown(value) for key, value in settings_of(run.config()).items()},
+        _numbers(summary),
+        [_numbers(row) for row in read_metrics(run.metrics_path) if "train/epoch_loss" in row],
+        str(summary.get("version/code")),
+    )
+
+
+def _shown(value: Any) -> Value:
+    return value if isinstance(value, int | float | str) and not isinstance(value, bool) else json.dumps(value)
+
+
+def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
+    read = {key: from_json(value) for key, value in found.items()}
+    return {key: value for key, value in read.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+
+
+def _known_setting(option: str, key: str | None, runs: Sequence[Finished], others: Sequence[str] = ()) -> str:
+    """Return a setting by its dotted key; a group stands for its name."""
+    known = [*others, *runs[0].settings]
+    if not key:
+        differing = ", ".join([*others, *_differing(runs)])
+        raise ConfigError([f"{option}= names no setting: in this sweep you can choose {differing}"])
+    full = f"{key}.name" if key in GROUPS else key
+    if full not in known:
+        raise ConfigError([f"{option}={key}: there is no such setting{nearest(key, [*known, *GROUPS])}"])
+    return full
+
+
+def _known_number(y: str | None, x: str, runs: Sequence[Finished]) -> str:
+    known = list(dict.fromkeys(key for run in runs for row in run.numbers_at(x).values() for key in row))
+    where = "the end of an epoch" if x == EPOCH else "the summary of a run"
+    if not y:
+        raise ConfigError([f"--y= names no number: {where} has {', '.join(known)}"])
+    if y not in known:
+        raise ConfigError([f"--y={y}: {where} has no such number{nearest(y, known)}"])
+    return y
+
+
+def _has(run: Finished, x: str, y: str) -> bool:
+    return any(y in row for row in run.numbers_at(x).values())
+
+
+def _differing(runs: Sequence[Finished]) -> list[str]:
+    """Return the settings in which runs differ, those that choose a group first."""
+    keys = [key for key in runs[0].settings if len({run.settings[key] for run in runs}) > 1 and key != "run_dir"]
+    return sorted(keys, key=lambda key: not key.endswith(".name"))  # stable
+
+
+def _telling_apart(runs: Sequence[Finished], x: str) -> list[str]:
+    """Return the fewest settings, in order, that tell runs apart beside `x` and the seed.
+
+    One that follows from those before it is left out: `optim=sgd,adamw` differ in many settings, one says it.
+    """
+    chosen: list[str] = []
+    for key in _differing(runs):
+        if key in (x, *_OF_ONE_RUN):
+            continue
+        before = {tuple(run.settings[each] for each in (x, *chosen) if each != EPOCH) for run in runs}
+        after = {tuple(run.settings[each] for each in (x, *chosen, key) if each != EPOCH) for run in runs}
+        if len(after) > len(before):
+            chosen.append(key)
+    return chosen
+
+
+def _points(runs: Sequence[Finished], x: str, y: str, group: Sequence[str]) -> dict[Value, Sample]:
+    """Return the samples of a series by their place on the axis, in order."""
+    at: dict[Value, list[Finished]] = {}
+    values: dict[Value, list[float]] = {}
+    for run in runs:
+        for place, row in run.numbers_at(x).items():
+            if y in row:
+                at.setdefault(place, []).append(run)
+                values.setdefault(place, []).append(row[y])
+    for members in at.values():
+        _refuse_mixture(members, x, group)
+    return {place: Sample.from_values(values[place]) for place in _in_order(values)}
+
+
+def _refuse_mixture(runs: Sequence[Finished], x: str, group: Sequence[str]) -> None:
+    first = runs[0]
+    for run in runs[1:]:
+        keys = [key for key in _differing([first, run]) if key not in (x, *_OF_ONE_RUN)]
+        if keys:
+            raise ConfigError(
+                [
+                    f"{first.name} and {run.name} would be averaged, but differ in {', '.join(keys)}: "
+                    f"give --group={','.join([*group, keys[0]])}"
+                ]
+            )
+
+
+def _in_order(values: Iterable[Value]) -> list[Value]:
+    """Return numbers from small to large; where there is text, all as they are."""
+    found = list(values)
+    numbers = [value for value in found if not isinstance(value, str)]
+    return [*sorted(numbers)] if len(numbers) == len(found) else found

@@ -1,0 +1,153 @@
+"""`cdp-report sweep`: what the finished runs of a sweep say, without a line of code of one's own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from conftest import TINY
+
+from cdp_repro.cli import report as command
+from cdp_repro.config.compose import Source
+from cdp_repro.observe.metrics import MetricsLog
+from cdp_repro.observe.run_directory import RunDirectory
+from cdp_repro.studies.cells import cells_of, write_list
+
+ROOT = Path("sweep")
+SETTINGS = [text for text in TINY if not text.startswith("epochs")]
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def top1(settings) -> float:
+    """A number that tells all runs apart."""
+    return 80 + 100 * settings.optim.lr + settings.seed + (0.5 if settings.mode.name == "dp" else 0)
+
+
+def swept(*overrides: str, unfinished: str = "nothing", **summary) -> None:
+    """Leave the directories of a sweep as its runs would have left them."""
+    cells = cells_of(ROOT, [*SETTINGS, "epochs=2", *overrides], Source())
+    write_list(ROOT, cells)
+    for cell in cells:
+        run = RunDirectory.create(cell.directory, cell.config.to_dict(), ["cdp-train"])
+        if unfinished in cell.name:
+            continue
+        log = MetricsLog(run.metrics_path)
+        for epoch in range(2):
+            log.log(5 * epoch, {"train/loss": 9.0})
+            log.log(5 + 5 * epoch, {"train/epoch_loss": 1.0, "eval/top1_percent": top1(cell.config) / (2 - epoch)})
+        log.close()
+        run.write_summary({"status": "finished", "eval/top1_percent": top1(cell.config), "version/code": "c"} | summary)
+
+
+def told(capsys, *arguments: str) -> str:
+    assert command.main(["sweep", str(ROOT), *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments: str) -> str:
+    assert command.main(["sweep", str(ROOT), *arguments]) == 2
+    assert not list(ROOT.glob("*.csv"))
+    return capsys.readouterr().err
+
+
+def written(name: str) -> list[dict[str, str]]:
+    assert (ROOT / f"{name}.png").stat().st_size and "<svg" in (ROOT / f"{name}.svg").read_text()
+    with (ROOT / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_seeds_are_averaged_and_all_else_that_differs_has_a_line(capsys):
+    swept("mode=dp,cdp_v2", "optim.lr=0.1,0.02", "seed=0,1,4")
+    shown = told(capsys, "--x=optim.lr", "--y=eval/top1_percent")
+    rows = written("eval-top1_percent_by_optim.lr")
+    assert [(row["mode.name"], row["optim.lr"]) for row in rows] == [
+        ("dp", "0.02"), ("dp", "0.1"), ("cdp_v2", "0.02"), ("cdp_v2", "0.1"),
+    ]  # fmt: skip
+    assert {row["runs"] for row in rows} == {"3"}
+    values = [82.5 + seed for seed in (0, 1, 4)]
+    assert float(rows[0]["mean of eval/top1_percent"]) == pytest.approx(statistics.fmean(values), abs=1e-3)
+    assert float(rows[0]["standard deviation"]) == pytest.approx(statistics.stdev(values), abs=1e-2)
+    assert all(row["mean of eval/top1_percent"] in shown for row in rows)
+
+
+def test_a_number_by_the_epoch(capsys):
+    swept("mode=dp,cdp_v2", "seed=0,1")
+    told(capsys, "--x=epoch", "--y=eval/top1_percent", "--group=mode")
+    rows = written("eval-top1_percent_by_epoch")
+    assert [(row["mode.name"], row["epoch"], row["runs"]) for row in rows] == [
+        ("dp", "1", "2"), ("dp", "2", "2"), ("cdp_v2", "1", "2"), ("cdp_v2", "2", "2"),
+    ]  # fmt: skip
+    first, last = (float(row["mean of eval/top1_percent"]) for row in rows[:2])
+    assert last == pytest.approx(2 * first, rel=1e-4)
+
+
+def test_an_axis_of_names_and_a_folder_of_ones_own(capsys):
+    swept("mode=dp,cdp_v2")
+    shown = told(capsys, "--x=mode", "--y=eval/top1_percent", "--out=plots")
+    assert "written: plots/eval-top1_percent_by_mode.name.csv" in shown
+    assert not list(ROOT.glob("*.svg"))
+
+
+def test_of_settings_that_go_together_one_is_enough(capsys):
+    swept("optim=sgd,adamw", "seed=0,1")
+    told(capsys, "--x=epochs", "--y=eval/top1_percent")
+    assert {"optim.name", "epochs", "runs"} < written("eval-top1_percent_by_epochs")[0].keys()
+    assert "optim.beta1" not in written("eval-top1_percent_by_epochs")[0]
+
+
+def test_runs_that_are_not_in_it_are_named(capsys):
+    swept("mode=dp,cdp_v2", "seed=0,1", unfinished="mode=dp,seed=1")
+    shown = told(capsys, "--x=mode", "--y=eval/top1_percent")
+    assert "not in it: mode=dp,seed=1 (stopped)" in shown
+    assert [row["runs"] for row in written("eval-top1_percent_by_mode.name")] == ["1", "2"]
+
+
+def test_runs_without_the_number_are_named(capsys):
+    swept("seed=0,1")
+    run = RunDirectory.open(ROOT / "seed=0")
+    run.write_summary(run.summary() | {"memory/peak_bytes": 7, "version/code": "other"})
+    shown = told(capsys, "--x=mode", "--y=memory/peak_bytes")
+    assert "not in it: seed=1 (has no memory/peak_bytes)" in shown
+    assert "2 versions of the code" in told(capsys, "--x=mode", "--y=eval/top1_percent")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--x=optm.lr", "--y=eval/top1_percent"], "--x=optm.lr: there is no such setting; did you mean 'optim.lr'?"),
+        (["--x=optim.lr", "--y=top1_percent"], "no such number; did you mean 'eval/top1_percent'?"),
+        (["--x=epoch", "--y=train/los"], "the end of an epoch has no such number; did you mean 'train/epoch_loss'?"),
+        (["--x=seed", "--y=eval/top1_percent", "--group=moed"], "--group=moed: there is no such setting"),
+        (["--y=eval/top1_percent"], "--x= names no setting: in this sweep you can choose epoch, mode.name, seed"),
+        (["--x=mode"], "--y= names no number: the summary of a run has eval/top1_percent"),
+        (["--x=seed", "--y=eval/top1_percent", "--group="], "differ in mode.name: give --group=mode.name"),
+        (["--x=seed", "--y=eval/top1_percent", "--gruop=mode"], "cdp-report sweep knows no --gruop="),
+        (["another", "--x=seed", "--y=eval/top1_percent"], "takes one directory of a sweep, not sweep another"),
+    ],
+)
+def test_mistakes_are_told_with_what_would_work(arguments, said, capsys):
+    swept("mode=dp,cdp_v2", "seed=0,1")
+    assert said in refused(capsys, *arguments)
+
+
+def test_a_folder_of_another_version_or_without_a_finished_run(capsys):
+    assert "sweep is no folder of a sweep" in refused(capsys, "--x=mode", "--y=eval/top1_percent")
+    swept("seed=0,1", unfinished="seed")
+    assert "no run of sweep has finished: seed=0 is stopped" in refused(capsys, "--x=mode", "--y=eval/loss")
+    noted = json.loads((ROOT / "sweep.json").read_text())
+    (ROOT / "sweep.json").write_text(json.dumps(noted | {"version": 2}))
+    assert "sweep.json is of version 2, this program reads 1" in refused(capsys, "--x=mode", "--y=eval/loss")
+
+
+def test_a_folder_that_cannot_be_written(capsys):
+    swept("seed=0,1")
+    Path("file").write_text("")
+    said = refused(capsys, "--x=mode", "--y=eval/top1_percent", "--out=file/plots")
+    assert "cannot write to file/plots" in said and "pass another --out=" in said
