@@ -8,6 +8,7 @@ import re
 import pytest
 from browser import BROWSER, NO_BROWSER, chromium
 
+from cdp_repro.config import ConfigError
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import simulate_slots
 from cdp_repro.predict.system_specs import fitting_specs
@@ -73,7 +74,8 @@ def test_what_would_make_it_too_large_is_left_out_and_named(monkeypatch):
     page, left_out = explorer("", systems(3))
     assert len(page) < len(whole) and left_out and all("," in name for name in left_out)
     monkeypatch.setattr(module, "MOST_BYTES", 20_000)
-    with pytest.raises(ValueError, match=r"cdp_v2, single_device makes a page of .* bytes, more than 20,000"):
+    said = r"cdp_v2, single_device with workers=3 makes a page of .* bytes, more than 20,000: use workers=2 or fewer"
+    with pytest.raises(ConfigError, match=said):
         explorer("", systems(3))
 
 

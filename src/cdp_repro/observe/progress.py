@@ -12,11 +12,18 @@ logger = logging.getLogger("cdp_repro")
 
 
 class Progress:
-    """Shows how far a run is, in training steps."""
+    """Shows how far a run is: samples or tokens, their rate, and the time left, by the rate of the last steps."""
 
-    def __init__(self, total_steps: int, first_step: int, shown: bool = True) -> None:
+    def __init__(
+        self, total_steps: int, first_step: int, units_per_step: int, unit: str = "images", shown: bool = True
+    ) -> None:
+        """`units_per_step` images, or whatever `unit` is, are trained on in a training step."""
         is_hidden = not (shown and sys.stderr.isatty())
-        self._bar = tqdm(total=total_steps, initial=first_step, unit="step", disable=is_hidden, leave=False)
+        self._units_per_step = units_per_step
+        self._bar = tqdm(
+            total=total_steps * units_per_step, initial=first_step * units_per_step, unit=f" {unit}", unit_scale=True,
+            disable=is_hidden, leave=False,
+        )  # fmt: skip
 
     def __enter__(self) -> Progress:
         return self
@@ -26,10 +33,11 @@ class Progress:
     ) -> None:
         self._bar.close()
 
-    def step(self, loss: float) -> None:
-        """Count one training step."""
-        self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        self._bar.update()
+    def step(self, loss: float, idle_share: float | None = None) -> None:
+        """Count one training step; `idle_share`, 0 to 1, is that of the slots of all ranks, if it is known yet."""
+        idle = {} if idle_share is None else {"idle": f"{100 * idle_share:.0f}%"}
+        self._bar.set_postfix({"loss": f"{loss:.4f}", **idle}, refresh=False)
+        self._bar.update(self._units_per_step)
 
     def line(self, text: str) -> None:
         """Log a line without tearing the bar."""

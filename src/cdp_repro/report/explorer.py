@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cdp_repro.config import ConfigError
 from cdp_repro.observe.text import format_bytes
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import held_bytes, simulate_slots, version_bytes
@@ -34,7 +36,7 @@ def explorer(title: str, systems: Iterable[tuple[Schedule, StageCosts]]) -> tupl
     """Return the page of some systems, the first shown first, and the names of those that are left out.
 
     Raises:
-        ValueError: there is no system, or the first alone makes a page of more than `MOST_BYTES`.
+        ConfigError: the first system alone makes a page of more than `MOST_BYTES`.
     """
     empty = len(_page(title, []).encode())
     shown: list[str] = []
@@ -44,15 +46,23 @@ def explorer(title: str, systems: Iterable[tuple[Schedule, StageCosts]]) -> tupl
         text = json.dumps(_system(schedule, costs), separators=(",", ":")).replace("</", "<\\/")
         added = len(text.encode()) + 1
         if not shown and size + added > MOST_BYTES:
-            raise ValueError(f"{_name(schedule)} makes a page of {size + added:,} bytes, more than {MOST_BYTES:,}")
+            raise _too_large(schedule, size + added)
         if size + added > MOST_BYTES:
             left_out.append(_name(schedule))
             continue
         shown.append(text)
         size += added
-    if not shown:
-        raise ValueError("there is no system to show")
+    assert shown, "there is a system to show"
     return _page(title, shown), left_out
+
+
+def _too_large(schedule: Schedule, size: int) -> ConfigError:
+    workers = schedule.spec.workers
+    fitting = max(1, math.isqrt(workers**2 * MOST_BYTES // size))  # actions grow with ranks times slots
+    return ConfigError(
+        [f"{_name(schedule)} with workers={workers} makes a page of {size:,} bytes, more than {MOST_BYTES:,}: use "
+         f"workers={fitting} or fewer, or --program=FILE"]
+    )  # fmt: skip
 
 
 def _page(title: str, systems: Sequence[str]) -> str:

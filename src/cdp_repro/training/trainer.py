@@ -48,6 +48,10 @@ class Interrupted(RuntimeError):  # noqa: N818 - not an error of the program
         self.signal = signal
 
 
+_IDLE_SHARE = "time/idle_share_of_slots"
+"""Key of the summary."""
+
+
 @dataclass
 class Position:
     """The trainer's own state between two steps, beside the engine's; a part of every checkpoint."""
@@ -150,7 +154,8 @@ class Trainer:
             DatasetError: a damaged image, after a checkpoint.
         """
         self._measure_parameters()
-        with Progress(self._total_steps, self._engine.step, shown=self._is_main) as progress:
+        unit = self._config.task.unit
+        with Progress(self._total_steps, self._engine.step, self._units_per_step, unit, self._is_main) as progress:
             while self._engine.step < self._total_steps:
                 was_tracing = self._engine.is_tracing
                 self._train_segment(stop, progress)
@@ -193,7 +198,7 @@ class Trainer:
             begin = now
             if math.isfinite(loss):
                 self._after_step(result, loss)
-                progress.step(loss)
+                progress.step(loss, self.position.traced.get(_IDLE_SHARE))
             else:
                 self._divergence = result, loss
 
@@ -307,8 +312,13 @@ class Trainer:
             "comm/max_messages_per_slot": trace.max_messages_per_slot,
             "comm/max_chain_per_slot": trace.max_chain_per_slot,
             "memory/versions_kept": trace.versions_kept,
-            "time/idle_share_of_slots": trace.idle_share(self._slots_per_step),
+            _IDLE_SHARE: trace.idle_share(self._slots_per_step),
         }
+
+    @property
+    def _units_per_step(self) -> int:
+        """Images, or tokens, of a mini-batch."""
+        return self._config.batch_size * self._config.task.units(self._config.input_shape)
 
     def measured(self) -> dict[str, Any]:
         """Return the measured part of the summary, as far as the run has come."""
@@ -322,8 +332,7 @@ class Trainer:
         if self._step_seconds:
             seconds = statistics.median(self._step_seconds)
             summary["time/step_seconds_median"] = seconds
-            units = self._config.batch_size * self._config.task.units(self._config.input_shape)
-            summary[f"throughput/{self._config.task.unit}_per_second"] = units / seconds
+            summary[f"throughput/{self._config.task.unit}_per_second"] = self._units_per_step / seconds
         if self._device.type == "cuda":
             summary["memory/cuda_allocator_peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
         return summary
