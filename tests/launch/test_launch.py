@@ -224,6 +224,16 @@ def test_signals_end_ranks_that_do_not_expect_them_and_the_launching_process_wit
     assert process.returncode == -signal.SIGTERM
 
 
+def test_ranks_that_have_not_ended_in_the_grace_after_a_signal_are_killed_and_named(tmp_path, command, environment):
+    environment.setenv("GRACE", "1")
+    process = command("stop_for_ever")
+    wait_for_both(tmp_path)
+    process.terminate()
+    shown = process.communicate(timeout=LONG)[1]
+    assert "StalledError: of 2 ranks 0, 1 had not ended 1 s after SIGTERM, and were killed (grace_seconds=" in shown
+    assert not any(map(is_running, pids(tmp_path)))
+
+
 def test_ctrl_c_during_the_start_shows_one_traceback(tmp_path, command, environment):
     environment.setenv("SLOW_IMPORT", str(tmp_path))
     process = command("wait_unprepared")

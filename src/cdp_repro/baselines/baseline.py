@@ -105,6 +105,7 @@ class Baseline(ABC):
         between two steps, and a closed iterator stops there. After an error load a checkpoint into a new baseline.
         """
         for batch in batches:
+            self.team.positions.enter(f"training step {self.step}")
             for stage in self._stages:
                 stage.train()
                 stage.step = self.step

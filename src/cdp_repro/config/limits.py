@@ -34,9 +34,9 @@ _CHOICES = {
 
 _MINIMA = {
     **dict.fromkeys(
-        ("workers", "accumulate", "replicas", "batch_size", "epochs", "timeout_seconds", "evaluate_every_epochs",
-         "evaluation_batch_size", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps",
-         "optim.step_epochs", "dataset.channels", "dataset.image_size",
+        ("workers", "accumulate", "replicas", "batch_size", "epochs", "timeout_seconds", "grace_seconds",
+         "evaluate_every_epochs", "evaluation_batch_size", "checkpoint_every_steps", "keep_checkpoints",
+         "log_every_steps", "optim.step_epochs", "dataset.channels", "dataset.image_size",
          "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden", "model.depth",
          "model.width", "model.heads", "model.context",
          "cluster.devices_per_host", "cluster.bandwidth_bytes_per_second"), 1,

@@ -6,7 +6,8 @@ On a single device the team is this process alone, and every exchange is with it
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from cdp_repro.engine.messages import Layout
+from cdp_repro.launch.failures import StalledError, is_lost_peer
+from cdp_repro.launch.positions import Positions
 
 T = TypeVar("T")
 _CLOCK_TAG = 2
@@ -45,6 +48,7 @@ class Team:
         self.control = self._control_group() if self.size > 1 else None
         """A group for objects and small tensors on the CPU; None if there is one rank only."""
         self._store = self._own_store() if self.size > 1 else None
+        self.positions = Positions(_store_of_all() if self.size > 1 else None, self.size, self.rank)
 
     @staticmethod
     def _control_group() -> dist.ProcessGroup:
@@ -112,6 +116,22 @@ class Team:
         assert self._store is not None, "asked only where there are several ranks"
         return self._store
 
+    @contextmanager
+    def naming_stalled(self) -> Iterator[None]:
+        """Turn an error of waiting for other ranks in vain into one that names those that stall.
+
+        Raises:
+            StalledError: They do not answer.
+        """
+        try:
+            yield
+        except StalledError:
+            raise
+        except (RuntimeError, OSError) as error:
+            if self.size == 1 or not is_lost_peer(error):
+                raise
+            raise self.positions.stalled(error) from error
+
     def _own_store(self) -> Store:
         """Return a store for this team alone, without what ranks wrote for an earlier one in the same process.
 
@@ -131,3 +151,11 @@ class Team:
         buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
         dist.broadcast(buffer, source)
         return {name: view.clone() for name, view in layout.views(buffer).items()}
+
+
+def _store_of_all() -> Store:
+    """Return the store at which the ranks have met: without the prefixes of torch, as the launching process has it."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store

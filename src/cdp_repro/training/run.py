@@ -52,6 +52,7 @@ def train(
     Raises:
         ConfigError, DatasetError, ModelError, CheckpointError, RunDirectoryError, LaunchError: the user's mistakes.
         Interrupted, DivergedError: the run has stopped early; summary.json says so.
+        StalledError: other ranks do not answer.
     """
     device, schedule = config.torch_device, config.schedule()
     if device.type == "cuda":
@@ -60,6 +61,7 @@ def train(
         keep_freed_memory()
     with process_group(device, config.processes, config.timeout_seconds), ExitStack() as stack:
         team = Team(config.processes, device, f"baseline {config.baseline}" if config.baseline else str(schedule))
+        stack.enter_context(team.naming_stalled())
         directory, checkpoint = None, None
         if resume and team.rank == 0:
             directory = stack.enter_context(RunDirectory.open(run_dir).locked())
@@ -277,15 +279,18 @@ class _Run:
 
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
-    """Copy the log of the package to `path`."""
+    """Copy the log of the package to `path`, and what an error of the body tells to those who read code."""
     path.parent.mkdir(parents=True, exist_ok=True)  # on another host there is no run directory yet
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     try:
         yield
+    except Exception:
+        logger.debug("the run ends", exc_info=True)
+        raise
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)

@@ -245,6 +245,7 @@ class Trainer:
     def _end_epoch(self, progress: Progress) -> None:
         """Log the epoch's mean training loss and, where it is due, an evaluation."""
         epoch = self._engine.step // self._steps_per_epoch
+        self._team.positions.enter(f"the end of epoch {epoch}")
         self.position.epoch_loss = self.position.loss_sum / self.position.loss_steps
         values = {"train/epoch_loss": self.position.epoch_loss}
         self.position.loss_sum, self.position.loss_steps = 0.0, 0
@@ -267,6 +268,7 @@ class Trainer:
         progress.line(f"epoch {epoch}/{self._config.epochs}  {shown}")
 
     def _save(self, store: CheckpointStore) -> None:
+        self._team.positions.enter(f"the checkpoint of step {self._engine.step}")
         tensors = {"engine": self._engine.state_dict(), "torch_random_state": torch.get_rng_state()}
         meta = {**self._facts, "position": asdict(self.position)}
         if self._is_main:
