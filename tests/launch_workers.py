@@ -17,7 +17,7 @@ from cdp_repro.launch.signals import StopRequest
 
 if __name__ == "__mp_main__" and "SLOW_IMPORT" in os.environ:  # in a rank that the command below has started
     Path(os.environ["SLOW_IMPORT"], f"importing-{os.environ['RANK']}").write_text(str(os.getpid()))
-    time.sleep(1)
+    time.sleep(4)  # longer than it takes to start the other one, on a machine that is busy
 
 RANDOM = random.SystemRandom()
 
