@@ -47,6 +47,9 @@ TINY = (
 )  # fmt: skip
 """Two epochs of five training steps."""
 LIMIT_SECONDS = 120.0
+"""Until a run comes to its moment, and until all its processes have ended after a kill."""
+END_SECONDS = 900.0
+"""Until a run that nobody disturbs any more has ended: seconds, but for a machine that has much else to do."""
 TOGETHER = 2
 _BLOCK = re.compile(r"(<!-- kill -->\n).*?(<!-- /kill -->)", re.DOTALL)
 
@@ -137,8 +140,8 @@ def trial(settings: Sequence[str], folder: Path, moments: Sequence[tuple[str, in
         kills.append({"moment": moment, "victim": who, "seconds_until_all_ended": round(seconds, 1)})
     ends = [_started("kill_moments.py", [*begin, f"run_dir={folder / 'undisturbed'}"], folder, {})]
     ends.append(_started("kill_moments.py", _next(begin, folder / "run"), folder, {}))
-    codes = [process.wait(LIMIT_SECONDS * 3) for process in ends]
-    problem = problem or ("" if codes == [0, 0] else f"exit codes {codes}")
+    codes = [_exit_code(process) for process in ends]
+    problem = problem or ("" if codes == [0, 0] else f"exit codes {codes}, None: not ended in {END_SECONDS:g} s")
     problem = problem or difference(folder / "undisturbed", folder / "run")
     return [{**kill, "equal": not problem, "problem": problem} for kill in kills]
 
@@ -161,6 +164,15 @@ def _started(
             [sys.executable, *start, *arguments], stdout=output, stderr=output, start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         )  # fmt: skip
+
+
+def _exit_code(run: subprocess.Popen[bytes]) -> int | None:
+    """Wait for the end of a run; kill one that takes too long, and return None."""
+    try:
+        return run.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        _kill(run, "tree", random.Random(0))
+        return None
 
 
 def _await(run: subprocess.Popen[bytes], told: Path, seconds: float) -> None:
