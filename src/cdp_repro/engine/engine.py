@@ -23,7 +23,7 @@ from cdp_repro.engine.parameters import Buffers, OptimizerFactory, StageState, a
 from cdp_repro.engine.seal import Seal
 from cdp_repro.engine.shards import Shards
 from cdp_repro.engine.team import Team
-from cdp_repro.engine.tracing import Tracer
+from cdp_repro.engine.tracing import Tracer, as_plain, from_plain
 from cdp_repro.schedule import Program, RankProgram, Schedule, Value
 from cdp_repro.schedule.summation import strategy_of
 from cdp_repro.schedule.values import PARAMETERS, buffers
@@ -343,7 +343,7 @@ class Engine:
         All ranks must ask for it together; rank 0 gets that of all ranks, others their own.
         """
         sizes, recorded = self.schedule.sizes, self._tracer.recorded()
-        parts = self.team.gather(recorded) or [recorded]
+        parts = [from_plain(each) for each in self.team.gather(as_plain(recorded))] or [recorded]
         return Trace.merged(sizes.micro_batches, sizes.lanes, sizes.stages, parts)
 
     @property

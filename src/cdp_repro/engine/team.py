@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from cdp_repro.engine.messages import Layout
+from cdp_repro.launch import control_messages
 from cdp_repro.launch.failures import StalledError, is_lost_peer
 from cdp_repro.launch.positions import Positions
 
@@ -61,20 +62,16 @@ class Team:
         return group
 
     def gather(self, value: T) -> list[T]:
-        """Return everyone's value, by rank, on rank 0; on others an empty list."""
-        if self.size == 1:
-            return [value]
-        gathered: list[T | None] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, gathered, dst=0, group=self.control)
-        return gathered or []  # type: ignore[return-value]
+        """Return everyone's value, by rank, on rank 0; on others an empty list.
+
+        Of numbers, texts, tensors, and dicts, lists and tuples of them; tensors from other ranks are on the CPU.
+        """
+        return [value] if self.size == 1 else control_messages.gather(value, self.control)
 
     def share(self, value: T) -> T:
-        """Return the value of rank 0."""
-        if self.size == 1:
-            return value
-        shared = [value]
-        dist.broadcast_object_list(shared, src=0, group=self.control)
-        return shared[0]
+        """Return the value of rank 0, of what can be gathered."""
+        shared: T = value if self.size == 1 else control_messages.share(value, self.control)
+        return shared
 
     def clock_offset(self) -> float:
         """Return the seconds to add to this rank's `time.perf_counter` to get that of rank 0.

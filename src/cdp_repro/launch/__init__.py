@@ -2,7 +2,7 @@
 
 `launcher` runs a function in every rank, `starters` reads what torchrun and srun say, `local_ranks` starts processes
 here, `process_group` joins them, `signals` turns SIGTERM into a request, `positions` says where each
-rank stands. Only `process_group` imports torch.
+rank stands, `control_messages` is what ranks tell each other. It and `process_group` alone import torch.
 """
 
 from cdp_repro.launch.failures import LaunchError, RankFailedError, StalledError

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from cdp_repro.launch import control_messages
 from cdp_repro.launch.failures import LaunchError
 
 _GLOO_LACKS_PEERS = "Gloo connectFullMesh failed"
@@ -137,16 +138,17 @@ def _explanation(error: Exception, address: str, processes: int, timeout_seconds
     )
 
 
-def refuse_differing(what: Mapping[str, str]) -> None:
+def refuse_differing(what: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
     """Compare named hashes with those of rank 0; without a process group there is nobody to differ from.
+
+    `group` is one of gloo, if that of the world is not.
 
     Raises:
         LaunchError: Some differ, on some rank; all ranks raise it.
     """
     if not dist.is_initialized():
         return
-    gathered: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, dict(what))
+    gathered = control_messages.share(control_messages.gather(dict(what), group), group)
     names = sorted({name for hashes in gathered for name in hashes})
     ranks = {
         name: [rank for rank, hashes in enumerate(gathered) if hashes.get(name) != gathered[0].get(name)]

@@ -66,7 +66,9 @@ def train(
         if resume and team.rank == 0:
             directory = stack.enter_context(RunDirectory.open(run_dir).locked())
             checkpoint = _newest_checkpoint(directory, restart)
-        finished, checkpoint = team.share((_finished(directory), checkpoint))
+        own = None if checkpoint is None else (checkpoint.step, checkpoint.tensors, checkpoint.meta)
+        finished, found = team.share((_finished(directory), own))
+        checkpoint = None if found is None else Checkpoint(*found)
         if finished is not None:
             logger.info("%s is finished already", run_dir)
             return finished
@@ -80,13 +82,14 @@ def train(
                 "config": _digest(settings),
                 "data": _digest(dataset.fingerprint()),
                 "weights": weights,
-            }
+            },
+            team.control,
         )
         if directory is not None:
             directory.add_command(command)
         elif team.rank == 0:
             directory = stack.enter_context(RunDirectory.create(run_dir, config.to_dict(), command).locked())
-        path = team.share(directory.path if directory else run_dir)
+        path = Path(team.share(str(directory.path if directory else run_dir)))
         stop = stack.enter_context(StopRequest())
         stack.enter_context(_log_file(RunDirectory(path).log_path(team.rank)))
         files = stack.enter_context(_files(config, directory)) if directory else None

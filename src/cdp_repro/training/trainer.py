@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from cdp_repro.baselines.baseline import Baseline
 from cdp_repro.config import RunConfig
 from cdp_repro.config.keys import NEUTRAL_KEYS, flat, settings_of
 from cdp_repro.config.numerics import autocast, parameter_dtype
-from cdp_repro.data import Dataset, MiniBatch, steps_per_epoch
+from cdp_repro.data import Dataset, DatasetError, MiniBatch, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.engine.executor import StepResult
 from cdp_repro.launch.signals import StopRequest
@@ -103,7 +103,7 @@ class Trainer:
         self._is_main = engine.rank == 0
         self._slots_per_step = config.schedule().slots_per_step
         self._agreement = StopAgreement(engine.team, engine.max_lead)
-        self._divergence: tuple[StepResult, float] | None = None
+        self._divergence: tuple[int, float, list[float]] | None = None
         self._steps_per_epoch = steps_per_epoch(dataset.train_size, config.batch_size)
         self._total_steps = self._steps_per_epoch * config.epochs
         self._device = config.torch_device
@@ -195,7 +195,7 @@ class Trainer:
                 self._after_step(result, loss)
                 progress.step(loss)
             else:
-                self._divergence = result, loss
+                self._divergence = result.step, loss, result.losses
 
     def _look_ahead(self, first: int, end: int) -> int:
         """Begin to load the segment; return its end, which is earlier if a rank knows of a damaged image already.
@@ -258,7 +258,8 @@ class Trainer:
             )
             own = islice(batches, self._team.rank, None, self._team.size)
             score = evaluate(self._engine.model(), own, autocast(self._config, self._device.type))
-            means = self._team.share(sum(self._team.gather(score), start=Score())).means()
+            scores = self._team.share(self._team.gather(astuple(score)))
+            means = sum((Score(*each) for each in scores), start=Score()).means()
             self.position.evaluation = self._dataset.metrics(means)
             values |= self.position.evaluation
         if not self._is_main:
@@ -280,10 +281,10 @@ class Trainer:
         if divergence is None:
             return
         self._save(self._diverged)
-        result, loss = divergence
+        step, loss, losses = divergence
         good = self._checkpoints.latest() or "missing: none was due yet"
         raise DivergedError(
-            f"the loss of training step {result.step} is {loss} (workers: {result.losses}); "
+            f"the loss of training step {step} is {loss} (workers: {losses}); "
             f"the state is saved in {self._diverged.latest()}, the last good checkpoint is {good}. "
             f"Try a smaller optim.lr than {self._config.optim.lr} or a longer optim.warmup_epochs than "
             f"{self._config.optim.warmup_epochs}"
@@ -291,9 +292,10 @@ class Trainer:
 
     def _stop_damaged(self) -> None:
         """Raise DatasetError on all ranks if one has met a damaged image; the caller has written a checkpoint."""
-        error = self._team.share(next(filter(None, self._team.gather(self._lookahead.error)), None))
-        if error is not None:
-            raise error
+        error = self._lookahead.error
+        told = self._team.share(next(filter(None, self._team.gather(None if error is None else str(error))), None))
+        if told is not None:
+            raise error or DatasetError(told)
 
     def _keep_trace(self) -> None:
         """Take over what the trace says."""
