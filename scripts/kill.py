@@ -270,7 +270,8 @@ def table(results: Mapping[str, Any]) -> str:
     columns = [*(moment for moment, _ in MOMENTS), "all"]
     lines = [f"| set-ups | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
     for row in [*dict.fromkeys(kind for kind, _ in kills), "all"]:
-        lines.append(f"| {row} | {' | '.join(f'{well[row, each]} of {made[row, each]}' for each in columns)} |")
+        counts = (f"{well[row, each]} of {made[row, each]}" if made[row, each] else "-" for each in columns)
+        lines.append(f"| {row} | {' | '.join(counts)} |")
     who = Counter(kill["victim"] for _, kill in kills)
     longest = max(kill["seconds_until_all_ended"] for _, kill in kills)
     return "\n".join([
