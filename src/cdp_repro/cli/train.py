@@ -170,6 +170,8 @@ def _given_folder(kind: str, overrides: Sequence[str]) -> str | None:
 
 def _new(folder: Path) -> Path:
     """Return a folder that does not exist yet: this one, or its name with a number."""
+    if not folder.name:
+        raise ConfigError([f"hydra.run.dir={folder} names no new folder: give one, e.g. run_dir=runs/my-run"])
     names = (folder.name if number == 1 else f"{folder.name}-{number}" for number in range(1, 1000))
     return next(path for name in names if not (path := folder.with_name(name)).exists())
 
