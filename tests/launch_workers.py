@@ -17,7 +17,7 @@ from cdp_repro.launch.signals import StopRequest
 
 if __name__ == "__mp_main__" and "SLOW_IMPORT" in os.environ:  # in a rank that the command below has started
     Path(os.environ["SLOW_IMPORT"], f"importing-{os.environ['RANK']}").write_text(str(os.getpid()))
-    time.sleep(1)
+    time.sleep(4)  # longer than it takes to start the other one, on a machine that is busy
 
 RANDOM = random.SystemRandom()
 
@@ -161,6 +161,15 @@ def finish_when_asked(folder, seconds):
         return f"rank {rank()} got signal {stop.signal}"
 
 
+def stop_for_ever(folder):
+    """Rank 1 is stopped; rank 0 would end only after it."""
+    with StopRequest(), group(2) as torch:
+        announce(folder)
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        torch.distributed.barrier()
+
+
 def wait_unprepared(folder):
     announce(folder)
     time.sleep(30)
@@ -193,4 +202,5 @@ def addresses_of_the_store():
 
 if __name__ == "__main__":
     name, folder, *seconds = sys.argv[1:]
-    print(launch(globals()[name], [Path(folder), *map(float, seconds)], 2))
+    grace_seconds = float(os.environ.get("GRACE", "20"))
+    print(launch(globals()[name], [Path(folder), *map(float, seconds)], 2, grace_seconds))

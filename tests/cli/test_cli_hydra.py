@@ -156,6 +156,10 @@ def test_sweeps_without_an_end_or_a_value_are_refused(override, message):
         expand_sweep([override])
 
 
+def test_a_flag_with_a_value_is_refused_in_plain_words(capsys):
+    assert "argument --multirun/-m: takes no value, not '2'" in refused(capsys, "--multirun=2")
+
+
 def test_hydras_folders_say_where_runs_go(capsys):
     stamp = r"\d{8}-\d{6}"
     assert re.fullmatch(rf"runs/digits-resnet8-dp-seed3-{stamp}", str(output_folder("run", ["mode=dp", "seed=3"])))
@@ -163,6 +167,8 @@ def test_hydras_folders_say_where_runs_go(capsys):
     assert output_folder("sweep", ["hydra.sweep.dir=x/${mode.name}", "mode=dp"]) == Path("x/dp")
     with pytest.raises(ConfigError, match=r"hydra.run.dir cannot be resolved"):
         output_folder("run", ["hydra.run.dir=${nothing}"])
+    for nothing in ("hydra.run.dir=", "hydra.run.dir=.", "hydra.run.dir=/"):
+        assert "names no new folder: give one, e.g. run_dir=runs/my-run" in refused(capsys, nothing)
     assert "name two folders" in refused(capsys, "run_dir=a", "hydra.run.dir=b")
     assert "name two folders" in refused(capsys, "-m", "seed=0,1", "run_dir=a", "hydra.sweep.dir=b")
     said = refused(capsys, "hydra.launcher.n_jobs=2", "hydra/launcher=joblib")

@@ -137,6 +137,13 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (["workers=two"], "could not be converted to Integer; use e.g. workers=4"),
         (["stages=two"], "could not be converted to Integer; use e.g. stages=4"),
         (["batch_size=1e23"], "could not be converted to Integer; use e.g. batch_size=64"),
+        (
+            ["dataset.image_size=100000"],
+            "batch_size=64 samples of 1x100000x100000 are 640,000,000,000 values, more than",
+        ),
+        (["optim.momentum=2"], "optim.momentum=2.0: must be at least 0 and below 1"),
+        (["model=mlp", "model.depth=100000"], "model.depth=100000: must be at most 1000"),
+        (["timeout_seconds=99999999999"], "timeout_seconds=99999999999: must be at most 2147483647"),
         ([f"batch_size={10**23}"], "batch_size=100000000000000000000000: must be at most 2147483647"),
         (["restart=true"], "stands alone"),
         (["mode=[[1,1],[1,1]]"], "needs 4 rows (micro-batches) of 4 entries (stages)"),

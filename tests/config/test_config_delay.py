@@ -72,6 +72,11 @@ def test_a_method_without_stale_reads_is_said_to_have_no_effect():
     assert not without_effect(compose_config(["delay=prediction"]))
 
 
+def test_one_class_is_said_to_leave_nothing_to_learn():
+    (said,) = without_effect(compose_config(["dataset=synthetic", "dataset.classes=1"]))
+    assert said == "dataset.classes=1 leaves nothing to learn: every prediction is right"
+
+
 def test_a_sequence_is_as_long_as_the_context():
     config = compose_config(["dataset=text", "model=gpt", "model.context=32"])
     assert config.input_shape == (32,) and config.dataset.classes == 256

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from cdp_repro.launch import LaunchError, RankFailedError, launch
-from cdp_repro.launch.process_group import process_group, refuse_differing
+from cdp_repro.launch.process_group import _limit_silence_of_the_store, process_group, refuse_differing
 
 STARTERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 LONG = 30.0
@@ -222,6 +222,16 @@ def test_signals_end_ranks_that_do_not_expect_them_and_the_launching_process_wit
     process.terminate()
     assert process.communicate(timeout=LONG) == ("", "")
     assert process.returncode == -signal.SIGTERM
+
+
+def test_ranks_that_have_not_ended_in_the_grace_after_a_signal_are_killed_and_named(tmp_path, command, environment):
+    environment.setenv("GRACE", "1")
+    process = command("stop_for_ever")
+    wait_for_both(tmp_path)
+    process.terminate()
+    shown = process.communicate(timeout=LONG)[1]
+    assert "StalledError: of 2 ranks 0, 1 had not ended 1 s after SIGTERM, and were killed (grace_seconds=" in shown
+    assert not any(map(is_running, pids(tmp_path)))
 
 
 def test_ctrl_c_during_the_start_shows_one_traceback(tmp_path, command, environment):
@@ -438,6 +448,17 @@ def test_too_few_gpus_are_refused_with_both_numbers(numbered, environment, gpus,
         process_group(torch.device("cuda"), 2, 1),
     ):
         pass
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="an option of Linux")
+def test_the_kernel_breaks_a_connection_to_a_store_that_is_silent(environment):
+    with closing(socket.create_server(("127.0.0.1", 0))) as store:
+        environment.setenv("MASTER_PORT", str(store.getsockname()[1]))
+        with closing(socket.create_connection(store.getsockname())) as connection:
+            opened = len([*Path("/proc/self/fd").iterdir()])
+            _limit_silence_of_the_store(20)
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
+            assert len([*Path("/proc/self/fd").iterdir()]) == opened, "nothing stays open"
 
 
 def test_threads_of_the_group_end_before_python_does(tmp_path):

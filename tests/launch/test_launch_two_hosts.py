@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from two_hosts import NoHostsError, two_hosts  # noqa: E402 - found by the path above
 
 SETTINGS = (*TINY, "precision=fp64", "workers=2", "mode=cdp_v2")
-SECONDS = 120
+SECONDS = 240
+STALL_SECONDS = 5.0
+SLOW = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "1mbit", "burst", "256kbit", "latency", "50ms")
 
 
 @pytest.fixture
@@ -35,21 +37,38 @@ def hosts():
         yield pair
 
 
-def torchrun(hosts, processes, arguments, folder):
-    """Train under a torchrun on each host, with so many processes; return exit codes (None: too late) and outputs."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+@contextmanager
+def torchruns(hosts, processes, arguments, folder, program=("-m", "cdp_repro.cli.train"), **variables):
+    """Train under a torchrun on each host, with so many processes; give both, and the files of their outputs."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **variables}
     meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].name}:29400"]
     outputs = [folder / f"{host.name}.txt" for host in hosts]
     agents = []
     for host, number, output in zip(hosts, processes, outputs, strict=True):
         start = [sys.executable, "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={number}"]
-        command = host.command(*start, "-m", "cdp_repro.cli.train", *arguments)
+        command = host.command(*start, *program, *arguments)
         with output.open("w") as file:
             agents.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+    try:
+        yield agents, outputs
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+
+
+def ended(agents):
+    """Return exit codes; None: too late."""
     deadline = time.monotonic() + SECONDS
     while None in (codes := [agent.poll() for agent in agents]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return codes, [output.read_text() for output in outputs]
+    return codes
+
+
+def torchrun(hosts, processes, arguments, folder):
+    """Train under a torchrun on each host, with so many processes; return exit codes (None: too late) and outputs."""
+    with torchruns(hosts, processes, arguments, folder) as (agents, outputs):
+        return ended(agents), [output.read_text() for output in outputs]
 
 
 def bytes_sent(host) -> int:
@@ -81,6 +100,49 @@ def test_two_hosts_train_as_one_device_does(tmp_path, hosts, alone, placement, p
         assert all((run / "logs" / f"rank{rank}.log").exists() for rank in here)
         crossing = [int(m["bytes"]) for m in messages if m["source"] in here and m["destination"] not in here]
         assert bytes_sent(host) > sum(crossing) > 0
+
+
+# Faults of the network, with four ranks
+
+
+@contextmanager
+def slow_run(hosts, run, folder, *settings):
+    """Train by data parallelism on four ranks, two a host; give the agents and outputs at training step 3."""
+    told = folder / "told"
+    arguments = [*TINY, "precision=fp64", "workers=2", "mode=dp", "placement=model_parallel", f"run_dir={run}"]
+    variables = {"KILL_MOMENT": "training", "KILL_STEP": "3", "KILL_FILE": str(told)}
+    program = [str(ROOT / "scripts" / "kill_moments.py")]
+    with torchruns(hosts, (2, 2), [*arguments, *settings], folder, program, **variables) as (agents, outputs):
+        deadline = time.monotonic() + SECONDS
+        while not told.exists() and time.monotonic() < deadline and None in [agent.poll() for agent in agents]:
+            time.sleep(0.02)
+        assert told.exists(), "\n".join(output.read_text() for output in outputs)
+        yield agents, outputs
+
+
+def of_link(host, *command):
+    subprocess.run(host.command(*command), check=True)
+
+
+def test_a_link_that_slows_down_and_stalls_is_waited_for(tmp_path, hosts):
+    train(config_of(TINY, "mode=dp"), tmp_path / "alone", ["test"])
+    with slow_run(hosts, tmp_path / "run", tmp_path) as (agents, outputs):
+        of_link(hosts[0], *SLOW)
+        of_link(hosts[0], "ip", "link", "set", "eth0", "down")
+        time.sleep(STALL_SECONDS)
+        of_link(hosts[0], "ip", "link", "set", "eth0", "up")
+        assert ended(agents) == [0, 0], "\n".join(output.read_text() for output in outputs)
+    same_outcome(tmp_path / "run", tmp_path / "alone")
+
+
+def test_a_link_that_drops_ends_the_ranks_beside_rank_0_with_the_cause(tmp_path, hosts):
+    with slow_run(hosts, tmp_path / "run", tmp_path, "timeout_seconds=20") as (agents, outputs):
+        of_link(hosts[0], "ip", "link", "set", "eth0", "down")
+        (code,) = ended(agents[:1])
+    shown = outputs[0].read_text()
+    assert code not in (None, 0), shown
+    assert "error: ranks 2, 3 stall: the others have waited for timeout_seconds in vain" in shown
+    assert f"go on with: cdp-train resume={tmp_path / 'run'}" in shown
 
 
 def test_a_machine_that_cannot_make_hosts_says_what_it_lacks(monkeypatch, tmp_path):

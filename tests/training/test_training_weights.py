@@ -162,7 +162,9 @@ def test_files_that_hold_no_weights_are_refused(tmp_path):
         "text.pt": b"hello", "text.safetensors": b"hello", "empty.pt": b"", "code.pt": pickle.dumps(Path("x")),
     }.items():  # fmt: skip
         (tmp_path / name).write_bytes(content)
-        assert f"{name} is not a file of weights" in refused_start(tmp_path, tmp_path / name)
+        said = refused_start(tmp_path, tmp_path / name)
+        assert f"{name} is not a file of weights: give a .safetensors file" in said
+        assert "weights_only" not in said and "index" not in said, "no advice to load it unsafely, no words of a parser"
     torch.save({"epoch": 3}, tmp_path / "numbers.pt")
     assert "holds no tensors by name" in refused_start(tmp_path, tmp_path / "numbers.pt")
 

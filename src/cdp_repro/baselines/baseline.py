@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdp_repro.baselines.worker_stage import StageOptimizer, WorkerStage, fill, local, on_cpu, skeleton, write
@@ -106,6 +105,7 @@ class Baseline(ABC):
         between two steps, and a closed iterator stops there. After an error load a checkpoint into a new baseline.
         """
         for batch in batches:
+            self.team.positions.enter(f"training step {self.step}")
             for stage in self._stages:
                 stage.train()
                 stage.step = self.step
@@ -126,8 +126,7 @@ class Baseline(ABC):
 
     def model(self) -> nn.Sequential:
         """A copy of the whole model with theta[step] and buffers averaged over workers, on every rank. Collective."""
-        parts: list[Any] = [None] * self.workers
-        dist.all_gather_object(parts, self._part(with_optimizers=False))
+        parts = self.team.share(self.team.gather(self._part(with_optimizers=False)))
         stages = _merge(self.step, parts, len(self._skeleton))["stages"]
         values = [{**stage["versions"][self.step], **_mean_buffers(stage["buffers"])} for stage in stages]
         return fill(self._skeleton, values, self._device)
@@ -176,9 +175,8 @@ class Baseline(ABC):
         The form is that of an `Engine` of mode "dp", which can go on from it, and on the CPU: {"step": T,
         "stages": [{"versions": {T: parameters}, "optimizer": {...}, "buffers": [one dict a worker]}]}.
         """
-        parts: list[Any] | None = [None] * self.workers if self.rank == 0 else None
-        dist.gather_object(self._part(with_optimizers=True), parts)
-        return _merge(self.step, parts, len(self._skeleton)) if parts is not None else {}
+        parts = self.team.gather(self._part(with_optimizers=True))
+        return _merge(self.step, parts, len(self._skeleton)) if self.rank == 0 else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that `state_dict` of a baseline or an `Engine` returned on rank 0; every rank is given it.

@@ -5,7 +5,7 @@ Both schedules flush: the pipeline is empty at every update, which makes them da
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from cdp_repro.baselines.baseline import Baseline, Tensors
 from cdp_repro.baselines.worker_stage import WorkerStage
 from cdp_repro.engine.batches import MiniBatch
 from cdp_repro.engine.binding import Binding
+from cdp_repro.launch import control_messages
 
 
 class PipelinedStage(nn.Module):
@@ -110,13 +111,13 @@ class PipelineBaseline(Baseline):
         The library can find them itself, but in torch 2.11 that changes the buffers of BatchNorm.
         """
         if inputs is None:
-            received: list[Any] = [None]
-            dist.recv_object_list(received, self.rank - 1, device=self._device)
-            inputs = torch.zeros(**received[0], device=self._device)
+            size, dtype, requires_grad = control_messages.receive(self.rank - 1, self.team.control)
+            inputs = torch.zeros(size, dtype=getattr(torch, dtype), requires_grad=requires_grad, device=self._device)
         output = self._module.rehearse(inputs)
         if not self._is_last:
-            described = {"size": output.shape, "dtype": output.dtype, "requires_grad": output.requires_grad}
-            dist.send_object_list([described], self.rank + 1, device=self._device)
+            dtype = str(output.dtype).removeprefix("torch.")
+            described = [*output.shape], dtype, output.requires_grad
+            control_messages.send(described, self.rank + 1, self.team.control)
         stage = PipelineStage(
             self._module, self.rank, self.workers, self._device, input_args=_bare(inputs), output_args=_bare(output)
         )

@@ -88,10 +88,10 @@ class StageOptimizer:
 
 
 def on_cpu(value: Any) -> Any:
-    """Return a tensor as a whole on the CPU (collective if it is sharded), anything else as it is."""
+    """Return a copy of a whole tensor on the CPU (collective if it is sharded), anything else as it is."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def local(parameter: Tensor) -> Tensor:

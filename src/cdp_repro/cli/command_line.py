@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ class _Parser(ArgumentParser):
     """Refuses as the rest of the package does: by an exception."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError([message])
+        raise ConfigError([re.sub("ignored explicit argument (.*)", r"takes no value, not \1", message)])
 
 
 def _parser(options: Mapping[tuple[str, ...], Mapping[str, Any]]) -> ArgumentParser:

@@ -18,7 +18,7 @@ from cdp_repro.cli.streams import command, write_error, write_out
 from cdp_repro.config import ConfigError, schema
 from cdp_repro.config.compose import GROUPS, OURS, compose_config
 from cdp_repro.config.paths import typed_path
-from cdp_repro.launch import LaunchError, RankFailedError
+from cdp_repro.launch import LaunchError, RankFailedError, StalledError
 from cdp_repro.observe.run_directory import RunDirectoryError
 from cdp_repro.schedule import ScheduleError
 from cdp_repro.studies.rows import RowError
@@ -42,6 +42,10 @@ def exit_code_of() -> Iterator[ExitCode]:
         yield result
     except _LIGHT_MISTAKES as error:
         result.code = _refuse(error)
+    except (RankFailedError, StalledError) as error:
+        write_error("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]) + "\n")
+        stopped = getattr(error, "signal", None)
+        result.code = 1 if stopped is None else 128 + stopped
     except KeyboardInterrupt:
         write_error("interrupted\n")
         result.code = 130
@@ -72,7 +76,7 @@ def _code_of(error: Exception) -> int | None:
     if isinstance(error, Interrupted):
         write_error(f"{error}\n")
         return 128 + error.signal
-    if isinstance(error, (DivergedError, RankFailedError)):
+    if isinstance(error, DivergedError):
         write_error(f"error: {error}\n")
         return 1
     return None
@@ -85,6 +89,7 @@ def console_logging() -> None:
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setLevel(logging.INFO)  # what is below goes to the log files only
         logger.addHandler(handler)
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # tells of a cache that it makes once
 

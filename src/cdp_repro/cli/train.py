@@ -23,8 +23,16 @@ from cdp_repro.config.keys import RESUME_KEYS
 from cdp_repro.config.paths import typed_path
 from cdp_repro.config.sweep_launcher import SlurmLauncher, split_launcher
 from cdp_repro.config.task import task_of
-from cdp_repro.launch import launch
-from cdp_repro.observe.run_directory import SUMMARY, RunDirectory, RunDirectoryError
+from cdp_repro.launch import RankFailedError, StalledError, launch
+from cdp_repro.observe.run_directory import (
+    CONFIG,
+    LOGS,
+    SUMMARY,
+    RunDirectory,
+    RunDirectoryError,
+    arguments_to_go_on,
+    newest_checkpoint,
+)
 from cdp_repro.observe.text import format_bytes
 from cdp_repro.schedule import PLACEMENT_SIZES
 from cdp_repro.studies.cells import Cell, cells_of, write_list
@@ -74,7 +82,11 @@ def _single(overrides: Sequence[str], source: Source) -> int:
         resumed is not None,
         _restarts(overrides),
     )
-    summary = launch(_train_rank, arguments, config.processes)
+    try:
+        summary = launch(_train_rank, arguments, config.processes, config.grace_seconds)
+    except (RankFailedError, StalledError) as error:
+        error.add_note(_how_to_go_on(run_dir))
+        raise
     if summary:
         with suppress(OutputError):  # the run has ended well, and its files say so
             write_out(_summary_text(summary, run_dir))
@@ -90,6 +102,18 @@ def _train_rank(
     from cdp_repro.training.run import train  # here: torch takes seconds, and what is wrong is told before
 
     return train(config, run_dir, command, resume, restart)
+
+
+def _how_to_go_on(run_dir: Path) -> str:
+    """Return the newest checkpoint of a run that has ended by an error, the command that goes on, and its logs."""
+    if not (run_dir / CONFIG).exists():
+        return "the run had not begun: nothing is written"
+    newest = newest_checkpoint(run_dir)
+    return (
+        f"newest checkpoint: {newest or 'none was due yet'}\n"
+        f"go on with: {shlex.join(['cdp-train', *arguments_to_go_on(run_dir)])}\n"
+        f"tracebacks: {run_dir / LOGS}"
+    )
 
 
 def _run_to_resume(overrides: Sequence[str]) -> RunDirectory | None:
@@ -148,6 +172,8 @@ def _given_folder(kind: str, overrides: Sequence[str]) -> str | None:
 
 def _new(folder: Path) -> Path:
     """Return a folder that does not exist yet: this one, or its name with a number."""
+    if not folder.name:
+        raise ConfigError([f"hydra.run.dir={folder} names no new folder: give one, e.g. run_dir=runs/my-run"])
     names = (folder.name if number == 1 else f"{folder.name}-{number}" for number in range(1, 1000))
     return next(path for name in names if not (path := folder.with_name(name)).exists())
 

@@ -24,7 +24,7 @@ PLACEMENT_KEYS = ("placement.name", "ranks", "servers", "pipeline_schedule", "co
 
 NEUTRAL_KEYS = (
     "run_dir", "wandb", "wandb_project", "keep_checkpoints", "checkpoint_every_steps", "log_every_steps",
-    "traced_steps", "evaluation_batch_size", "timeout_seconds", *PLACEMENT_KEYS, "dataset.root",
+    "traced_steps", "evaluation_batch_size", "timeout_seconds", "grace_seconds", *PLACEMENT_KEYS, "dataset.root",
     "dataset.download", "dataset.loader_workers", "price", "program",
     *(f"cluster.{each.name}" for each in fields(ClusterConfig)),
 )  # fmt: skip
@@ -32,14 +32,14 @@ NEUTRAL_KEYS = (
 and the run that resumes it."""
 
 RESUME_KEYS = (
-    "ranks", "servers", "pipeline_schedule", "collectives", "timeout_seconds", "wandb", "checkpoint_every_steps",
-    "log_every_steps",
+    "ranks", "servers", "pipeline_schedule", "collectives", "timeout_seconds", "grace_seconds", "wandb",
+    "checkpoint_every_steps", "log_every_steps",
 )  # fmt: skip
 """Settings that the command line may change beside `resume=`; `placement=`, a group, may be given as well."""
 
 SWEEP_KEYS = (
     "dataset.root", "dataset.download", "dataset.loader_workers", "wandb", "wandb_project", "keep_checkpoints",
-    "checkpoint_every_steps", "log_every_steps", "timeout_seconds",
+    "checkpoint_every_steps", "log_every_steps", "timeout_seconds", "grace_seconds",
 )  # fmt: skip
 """Settings that a sweep over studies may change: they change neither a number nor a record of a run."""
 

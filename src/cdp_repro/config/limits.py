@@ -34,27 +34,32 @@ _CHOICES = {
 
 _MINIMA = {
     **dict.fromkeys(
-        ("workers", "accumulate", "replicas", "batch_size", "epochs", "timeout_seconds", "evaluate_every_epochs",
-         "evaluation_batch_size", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps",
-         "optim.step_epochs", "dataset.channels", "dataset.image_size",
+        ("workers", "accumulate", "replicas", "batch_size", "epochs", "timeout_seconds", "grace_seconds",
+         "evaluate_every_epochs", "evaluation_batch_size", "checkpoint_every_steps", "keep_checkpoints",
+         "log_every_steps", "optim.step_epochs", "dataset.channels", "dataset.image_size",
          "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden", "model.depth",
          "model.width", "model.heads", "model.context",
          "cluster.devices_per_host", "cluster.bandwidth_bytes_per_second"), 1,
     ),
     **dict.fromkeys(
-        ("seed", "traced_steps", "optim.lr", "optim.weight_decay", "optim.momentum", "optim.warmup_epochs",
-         "optim.gamma", "dataset.loader_workers", "cluster.latency_seconds"), 0,
+        ("seed", "traced_steps", "optim.lr", "optim.weight_decay", "optim.warmup_epochs", "optim.gamma",
+         "dataset.loader_workers", "cluster.latency_seconds"), 0,
     ),
 }  # fmt: skip
 
 _SIZES = (
-    "workers", "stages", "accumulate", "replicas", "ranks", "servers", "batch_size", "evaluation_batch_size",
-    "dataset.channels", "dataset.image_size", "dataset.classes", "dataset.train_samples", "dataset.test_samples",
-    "model.hidden", "model.depth",
+    "timeout_seconds", "grace_seconds", "workers", "stages", "accumulate", "replicas", "ranks", "servers", "batch_size",
+    "evaluation_batch_size", "dataset.channels", "dataset.image_size", "dataset.classes", "dataset.train_samples",
+    "dataset.test_samples", "model.hidden", "model.width", "model.heads", "model.context",
 )  # fmt: skip
 _LARGEST_SIZE = 2**31 - 1
+_LARGEST_DEPTH = 1000
+"""Blocks: a model of so many takes seconds to make and to measure."""
 _LARGEST_PROGRAM = 2_000_000
 """Forwards and backwards: a program of so many takes about a minute to make and check."""
+
+_LARGEST_INPUT = 2**31
+"""Values of a mini-batch: 8 GiB in fp32."""
 
 _OPTIONAL_MINIMA = {
     "stages": 1, "ranks": 1, "servers": 1, "delay.strength": 0,
@@ -90,7 +95,7 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
             "optim.clip_norm",
             f"optim.clip_norm={config.optim.clip_norm}: must be a finite number above 0, such as 1.0",
         )
-    for key in ("model.dropout", "optim.beta1", "optim.beta2"):
+    for key in ("model.dropout", "optim.momentum", "optim.beta1", "optim.beta2"):
         value = _value(config, key)
         if not 0 <= value < 1:
             yield key, f"{key}={value}: must be at least 0 and below 1"
@@ -98,13 +103,15 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
         value = _value(config, key)
         if value is not None and value > _LARGEST_SIZE:
             yield key, f"{key}={value}: must be at most {_LARGEST_SIZE}"
+    if config.model.depth > _LARGEST_DEPTH:
+        yield "model.depth", f"model.depth={config.model.depth}: must be at most {_LARGEST_DEPTH}"
     if config.seed >= 2**63:
         yield "seed", f"seed={config.seed}: must be below 2^63"
 
 
 def inconsistent(config: RunConfig) -> Iterable[str]:
     """Yield a sentence for each pair of settings, all of them in range, that exclude each other."""
-    if too_large := _too_large_program(config):
+    if too_large := _too_large_program(config) or _too_large_input(config):
         yield too_large
         return
     for check in (_check_schedule, _check_batch_size):
@@ -119,6 +126,18 @@ def inconsistent(config: RunConfig) -> Iterable[str]:
         yield from _wrong_with_baseline(config)
     if config.price:
         yield from _wrong_with_cluster(config)
+
+
+def _too_large_input(config: RunConfig) -> str | None:
+    """Return a sentence if a mini-batch would not fit into memory."""
+    values = config.batch_size * math.prod(config.input_shape)
+    if values <= _LARGEST_INPUT:
+        return None
+    shape = "x".join(map(str, config.input_shape))
+    return (
+        f"batch_size={config.batch_size} samples of {shape} are {values:,} values, more than {_LARGEST_INPUT:,}: use "
+        "a smaller batch_size or dataset.image_size, e.g. batch_size=64 dataset.image_size=224"
+    )
 
 
 def _too_large_program(config: RunConfig) -> str | None:

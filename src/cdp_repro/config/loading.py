@@ -48,6 +48,8 @@ def without_effect(config: RunConfig) -> list[str]:
         )
     elif config.optim.schedule == "step" and config.optim.step_epochs >= config.epochs:
         found.append(f"optim.step_epochs={config.optim.step_epochs} is not reached in epochs={config.epochs}")
+    if config.dataset.classes == 1:
+        found.append("dataset.classes=1 leaves nothing to learn: every prediction is right")
     if config.collectives and config.processes == 1:
         found.append("collectives=true has no effect on one rank")
     if config.channels_last and config.model.name in ("mlp", "gpt"):

@@ -216,6 +216,9 @@ class RunConfig:
     """Training steps between checkpoints; there is also one at the end of each epoch."""
     timeout_seconds: int = 600
     """Seconds that a rank waits for another before it gives up; only with several processes."""
+    grace_seconds: int = 20
+    """Seconds that ranks may take to write a checkpoint and end, after a signal or after one has failed; those that
+    still run are then killed."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints stay."""
     log_every_steps: int = 10

@@ -21,11 +21,10 @@ from cdp_repro.engine.mailbox import Mailbox, connect
 from cdp_repro.engine.messages import Layout, layouts_of
 from cdp_repro.engine.outputs import PipelinedOutputs, TestBatches, outputs_of
 from cdp_repro.engine.parameters import Buffers, OptimizerFactory, StageState, average, check_buffers
-from cdp_repro.engine.positions import Positions
 from cdp_repro.engine.seal import Seal
 from cdp_repro.engine.shards import Shards
 from cdp_repro.engine.team import Team
-from cdp_repro.engine.tracing import Tracer
+from cdp_repro.engine.tracing import Tracer, as_plain, from_plain
 from cdp_repro.schedule import Program, RankProgram, Schedule, Value
 from cdp_repro.schedule.forward_only import is_pipelined
 from cdp_repro.schedule.summation import strategy_of
@@ -141,7 +140,6 @@ class Engine:
             for number, stage in enumerate(self._stages)
         ]
         self._tracer = Tracer(self.schedule, self.team, self._device, traced_steps)
-        self._positions = Positions(self.team)
         self._executor = Executor(
             RankProgram(program, self.team.rank),
             self._states,
@@ -150,7 +148,7 @@ class Engine:
             Settings(self._device, seed, learning_rate_factor),
             self._clipping,
             self._tracer,
-            self._positions,
+            self.team.positions,
         )
         self._executor.hold(self._initial_values(program))
         self._program = program
@@ -235,7 +233,7 @@ class Engine:
                 raise
         except Exception as error:
             self._undrained = f"it failed in step {self.step}: {error!r}; load a checkpoint into a new engine"
-            self._positions.fail(error)
+            self.team.positions.give_up(error)
             raise
         self._undrained = None
         feed.raise_error()
@@ -261,7 +259,7 @@ class Engine:
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
-            error.add_note(f"while {doing} on rank {self.rank}; where the ranks stand:\n{self._positions.report()}")
+            error.add_note(f"while {doing} on rank {self.rank}; where the ranks stand:\n{self.team.positions.report()}")
             raise
 
     def _size(self, gradient_bytes: Sequence[int]) -> None:
@@ -375,7 +373,7 @@ class Engine:
         All ranks must ask for it together; rank 0 gets that of all ranks, others their own.
         """
         sizes, recorded = self.schedule.sizes, self._tracer.recorded()
-        parts = self.team.gather(recorded) or [recorded]
+        parts = [from_plain(each) for each in self.team.gather(as_plain(recorded))] or [recorded]
         return Trace.merged(sizes.micro_batches, sizes.lanes, sizes.stages, parts)
 
     @property

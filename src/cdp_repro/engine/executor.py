@@ -25,10 +25,10 @@ from cdp_repro.engine.losses import Losses
 from cdp_repro.engine.mailbox import Arrival, Mailbox
 from cdp_repro.engine.messages import VALUE
 from cdp_repro.engine.parameters import StageState
-from cdp_repro.engine.positions import Positions
 from cdp_repro.engine.randomness import seeded
 from cdp_repro.engine.split_backward import WeightWork, backward_input
 from cdp_repro.engine.tracing import Tracer
+from cdp_repro.launch.positions import Positions
 from cdp_repro.schedule import Action, Op, RankProgram, Slot, Value
 from cdp_repro.schedule.rings import ring_bytes
 from cdp_repro.schedule.values import (
@@ -124,7 +124,7 @@ class Executor:
 
     def execute(self, slot: Slot, feed: Feed) -> list[StepResult]:
         """Run the actions of one slot; return the training steps that they finish on this rank."""
-        self._positions.enter(slot)
+        self._positions.enter(f"slot {slot}")
         self._feed = feed
         if self.mailbox is not None:
             self._telling(f"waiting, in slot {slot.number}, for what it has sent a training step before", self._let_go)

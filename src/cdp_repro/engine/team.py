@@ -6,7 +6,8 @@ On a single device the team is this process alone, and every exchange is with it
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from cdp_repro.engine.messages import Layout
+from cdp_repro.launch import control_messages
+from cdp_repro.launch.failures import StalledError, is_lost_peer
+from cdp_repro.launch.positions import Positions
 
 T = TypeVar("T")
 _CLOCK_TAG = 2
@@ -45,6 +49,7 @@ class Team:
         self.control = self._control_group() if self.size > 1 else None
         """A group for objects and small tensors on the CPU; None if there is one rank only."""
         self._store = self._own_store() if self.size > 1 else None
+        self.positions = Positions(_store_of_all() if self.size > 1 else None, self.size, self.rank)
 
     @staticmethod
     def _control_group() -> dist.ProcessGroup:
@@ -57,20 +62,16 @@ class Team:
         return group
 
     def gather(self, value: T) -> list[T]:
-        """Return everyone's value, by rank, on rank 0; on others an empty list."""
-        if self.size == 1:
-            return [value]
-        gathered: list[T | None] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, gathered, dst=0, group=self.control)
-        return gathered or []  # type: ignore[return-value]
+        """Return everyone's value, by rank, on rank 0; on others an empty list.
+
+        Of numbers, texts, tensors, and dicts, lists and tuples of them; tensors from other ranks are on the CPU.
+        """
+        return [value] if self.size == 1 else control_messages.gather(value, self.control)
 
     def share(self, value: T) -> T:
-        """Return the value of rank 0."""
-        if self.size == 1:
-            return value
-        shared = [value]
-        dist.broadcast_object_list(shared, src=0, group=self.control)
-        return shared[0]
+        """Return the value of rank 0, of what can be gathered."""
+        shared: T = value if self.size == 1 else control_messages.share(value, self.control)
+        return shared
 
     def clock_offset(self) -> float:
         """Return the seconds to add to this rank's `time.perf_counter` to get that of rank 0.
@@ -112,6 +113,22 @@ class Team:
         assert self._store is not None, "asked only where there are several ranks"
         return self._store
 
+    @contextmanager
+    def naming_stalled(self) -> Iterator[None]:
+        """Turn an error of waiting for other ranks in vain into one that names those that stall.
+
+        Raises:
+            StalledError: They do not answer.
+        """
+        try:
+            yield
+        except StalledError:
+            raise
+        except (RuntimeError, OSError) as error:
+            if self.size == 1 or not is_lost_peer(error):
+                raise
+            raise self.positions.stalled(error) from error
+
     def _own_store(self) -> Store:
         """Return a store for this team alone, without what ranks wrote for an earlier one in the same process.
 
@@ -131,3 +148,11 @@ class Team:
         buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
         dist.broadcast(buffer, source)
         return {name: view.clone() for name, view in layout.views(buffer).items()}
+
+
+def _store_of_all() -> Store:
+    """Return the store at which the ranks have met: without the prefixes of torch, as the launching process has it."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store

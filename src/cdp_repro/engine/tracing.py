@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from cdp_repro.engine.memory import ActivationMeter
 from cdp_repro.engine.team import Team
-from cdp_repro.schedule import Action, Schedule, Slot
+from cdp_repro.schedule import Action, Schedule, Slot, Value
 from cdp_repro.trace import Message, SlotRecord, TraceRecorder
+from cdp_repro.trace.record import Recorded
 
 
 class Tracer:
@@ -68,3 +70,39 @@ class Tracer:
     def recorded(self) -> tuple[tuple[SlotRecord, ...], tuple[Message, ...]]:
         """Return the records and messages of this rank so far."""
         return self._recorder.finish()
+
+
+def as_plain(recorded: Recorded) -> tuple[list[Any], list[Any]]:
+    """Return what a rank has recorded as numbers and text, for another rank."""
+    records, messages = recorded
+    return (
+        [(*_fields(record), [str(each) for each in record.actions], [*record.spans]) for record in records],
+        [(m.slot, m.source, m.destination, m.kind, m.stage, m.bytes, str(m.value)) for m in messages],
+    )
+
+
+def _fields(record: SlotRecord) -> tuple[Any, ...]:
+    return record.slot, record.rank, record.activation_bytes, record.activation_bytes_after, [*record.versions]
+
+
+def from_plain(plain: tuple[list[Any], list[Any]]) -> Recorded:
+    """Return what `as_plain` was given."""
+    records, messages = plain
+    return (
+        [
+            SlotRecord(
+                slot,
+                rank,
+                tuple(Action.parse(each, rank) for each in actions),
+                peak,
+                after,
+                tuple(versions),
+                tuple(spans),
+            )
+            for slot, rank, peak, after, versions, actions, spans in records
+        ],
+        [
+            Message(slot, source, destination, kind, stage, size, Value.parse(value))
+            for slot, source, destination, kind, stage, size, value in messages
+        ],
+    )

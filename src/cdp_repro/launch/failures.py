@@ -40,6 +40,20 @@ class RankFailedError(RuntimeError):
             super().__init__(f"rank {rank} ended with exit code {exit_code} before it returned")
 
 
+class StalledError(RuntimeError):
+    """Ranks have been waited for in vain; the message names them, and where each rank stands.
+
+    Attributes:
+        ranks: Those that neither went on nor gave up.
+        signal: The number of the signal after which they should have ended, if one was sent.
+    """
+
+    def __init__(self, ranks: Sequence[int], cause: str, positions: str, signal: int | None = None) -> None:
+        self.ranks = tuple(ranks)
+        self.signal = signal
+        super().__init__(f"{cause}\n{positions}" if positions else cause)
+
+
 @dataclass(frozen=True)
 class Failure:
     """The failure of a rank: its exception or, if it ended without one, its exit code."""
@@ -83,7 +97,7 @@ def failure_of(rank: int, error: BaseException, function: Callable[..., Any]) ->
         exit_code=1,
         traceback="".join(traceback.format_exception(error)),
         pickled_error=_pickled(error) if _is_own(error, function) else None,
-        lost_peer=_lost_peer(error),
+        lost_peer=is_lost_peer(error),
     )
 
 
@@ -109,9 +123,21 @@ def _rebuilt(kind: type[BaseException], arguments: tuple[Any, ...], state: dict[
     return error
 
 
-def _lost_peer(error: BaseException | None) -> bool:
+_BROKEN = r"closed by peer|reset by peer|broken pipe|pair closure|remote process exited|ncclRemoteError"
+_TIMEOUT = r"timed out|wait timeout"
+
+
+def is_lost_peer(error: BaseException) -> bool:
     """Return whether the exception tells of a connection that broke, as gloo, NCCL and the store put it."""
-    signs = r"closed by peer|reset by peer|broken pipe|timed out|pair closure|remote process exited|ncclRemoteError"
+    return is_timeout(error) or _tells(error, _BROKEN)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Return whether the exception tells that another rank was waited for as long as it may take."""
+    return isinstance(error, TimeoutError) or _tells(error, _TIMEOUT)
+
+
+def _tells(error: BaseException | None, signs: str) -> bool:
     while error is not None:
         if isinstance(error, (RuntimeError, OSError)) and re.search(signs, str(error), re.IGNORECASE):
             return True

@@ -12,7 +12,7 @@ from cdp_repro.launch.local_ranks import launch_here
 from cdp_repro.launch.starters import check_world_size, variables_of_starter
 
 
-def launch(function: Callable[..., Any], arguments: Sequence[Any], processes: int, grace_seconds: float = 15.0) -> Any:
+def launch(function: Callable[..., Any], arguments: Sequence[Any], processes: int, grace_seconds: float = 20.0) -> Any:
     """Run `function(*arguments)` in every one of `processes` ranks.
 
     Under torchrun or srun this process is one of the ranks and runs it itself, as it does if there is but one.
@@ -23,12 +23,13 @@ def launch(function: Callable[..., Any], arguments: Sequence[Any], processes: in
         function: Of a module's top level.
         arguments: What pickles.
         processes: The number of ranks.
-        grace_seconds: For how long the other ranks may go on after one has failed; then they are killed.
+        grace_seconds: For how long ranks may go on after a signal, or after one has failed; then they are killed.
 
     Returns:
         What rank 0 returned; under torchrun or srun what this rank returned.
 
     Raises:
+        StalledError: Ranks have not ended in the grace after a signal.
         LaunchError: torchrun or srun has started another number of processes.
         RankFailedError: A rank has failed. The caller's own exceptions (those of its package and of this one),
             KeyboardInterrupt and SystemExit are raised as they are instead, by preference those of rank 0.

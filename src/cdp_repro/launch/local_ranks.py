@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from cdp_repro.launch.environment import environment
-from cdp_repro.launch.failures import Failure, error_to_raise
+from cdp_repro.launch.failures import Failure, StalledError, error_to_raise
 from cdp_repro.launch.folders import temporary_folder
 from cdp_repro.launch.in_rank import run_rank
+from cdp_repro.launch.positions import Positions
 from cdp_repro.launch.signals import STOP_SIGNALS, StopRequest
 
 _POLL_SECONDS = 0.1
@@ -41,17 +42,23 @@ def launch_here(function: Callable[..., Any], arguments: Sequence[Any], processe
     port = server.getsockname()[1]
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
     ranks: list[_Rank] = []
+    stalled: StalledError | None = None
     with temporary_folder() as folder:
         with StopRequest() as stop:
             try:
                 for rank in _started(function, arguments, processes, folder, store.port):
                     ranks.append(rank)
-                failures = _watch(ranks, stop, grace_seconds)
+                failures, late = _watch(ranks, stop, grace_seconds)
+                if late and stop.signal is not None:
+                    stalled = _stalled(late, stop.signal, grace_seconds, Positions(store, processes, None))
             finally:
                 _kill(ranks)
-        if not failures:
+        if not failures and not late:
             return pickle.loads(ranks[0].value_path.read_bytes())
-    first = min(failures, key=lambda failure: (failure.lost_peer, failure.seconds))
+    first = min(failures, key=lambda failure: (failure.lost_peer, failure.seconds), default=None)
+    if stalled is not None and (first is None or first.lost_peer):
+        raise stalled
+    assert first is not None, "ranks have a deadline only after a failure or a signal"
     if first.signal is not None and first.signal == stop.signal:
         signal.raise_signal(first.signal)  # it was meant for this process and ended the ranks: so it ends this one
     raise error_to_raise(first, failures)
@@ -65,7 +72,8 @@ def _started(
     Signals wait until a rank is ready for them: a Ctrl-C would else show the traceback of half an import.
     """
     context = get_context("spawn")
-    resource_tracker.ensure_running()  # a start would do it, and unblock the signals
+    with environment({"PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}):  # of locks that killed ranks leave
+        resource_tracker.ensure_running()  # a start would do it, and unblock the signals
     for number in range(processes):
         process = context.Process(target=run_rank, args=(number, function, arguments, folder))
         with environment(_variables(number, processes, port)), _blocked_signals():
@@ -92,8 +100,11 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _watch(ranks: Sequence[_Rank], stop: StopRequest, grace_seconds: float) -> list[Failure]:
-    """Wait for all ranks, passing a signal on; once one has failed, wait no longer than the grace."""
+def _watch(ranks: Sequence[_Rank], stop: StopRequest, grace_seconds: float) -> tuple[list[Failure], list[int]]:
+    """Wait for all ranks, passing a signal on; after it, or once one has failed, wait no longer than the grace.
+
+    Returns the failures, and the numbers of the ranks that still run.
+    """
     failures: dict[int, Failure] = {}
     passed_on = False
     deadline = float("inf")
@@ -104,11 +115,23 @@ def _watch(ranks: Sequence[_Rank], stop: StopRequest, grace_seconds: float) -> l
                 failures[rank.number] = failure
                 deadline = min(deadline, time.monotonic() + grace_seconds)
         if not running or time.monotonic() > deadline:
-            return list(failures.values())
+            return list(failures.values()), [rank.number for rank in running]
         if stop.signal is not None and not passed_on:
             _send(running, stop.signal)
             passed_on = True
+            deadline = min(deadline, time.monotonic() + grace_seconds)
         wait([rank.process.sentinel for rank in running], timeout=_POLL_SECONDS)
+
+
+def _stalled(late: Sequence[int], number: int, grace_seconds: float, positions: Positions) -> StalledError:
+    """Return the error that says which ranks had not ended after a signal."""
+    those = ", ".join(map(str, late))
+    name = signal.Signals(number).name
+    cause = (
+        f"of {positions.ranks} ranks {those} had not ended {grace_seconds:g} s after {name}, and were killed "
+        "(grace_seconds= gives them longer)"
+    )
+    return StalledError(late, cause, positions.report(), number)
 
 
 def _send(ranks: Sequence[_Rank], number: int) -> None:

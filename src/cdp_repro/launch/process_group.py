@@ -8,12 +8,14 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from cdp_repro.launch import control_messages
 from cdp_repro.launch.failures import LaunchError
 
 _GLOO_LACKS_PEERS = "Gloo connectFullMesh failed"
@@ -49,6 +51,7 @@ def process_group(device: torch.device, processes: int, timeout_seconds: float) 
             raise
         raise LaunchError(_explanation(error, address, processes, timeout_seconds)) from error
     assert dist.get_world_size() == processes
+    _limit_silence_of_the_store(timeout_seconds)
     _end_threads_before_python()
     failed = True
     try:
@@ -59,6 +62,23 @@ def process_group(device: torch.device, processes: int, timeout_seconds: float) 
             failed and gpu
         ):  # NCCL would wait here for ranks that wait for this one; the end of the process does it
             dist.destroy_process_group()
+
+
+def _limit_silence_of_the_store(seconds: float) -> None:
+    """Have the kernel break the connection to the store once it has not acknowledged anything for so long (Linux).
+
+    torch waits for an answer of the store without an end; where the network drops, that takes a quarter of an hour.
+    """
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)
+    folder = Path("/proc/self/fd")
+    if option is None or not folder.is_dir():
+        return
+    port = int(os.environ["MASTER_PORT"])
+    sockets = [int(path.name) for path in folder.iterdir() if path.is_socket()]
+    for number in sockets:
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:  # OSError: it is not connected
+            if connection.type == socket.SOCK_STREAM and connection.getpeername()[1:2] == (port,):
+                connection.setsockopt(socket.IPPROTO_TCP, option, round(min(1000 * seconds, 2**31 - 1)))
 
 
 def _end_threads_before_python() -> None:
@@ -137,16 +157,17 @@ def _explanation(error: Exception, address: str, processes: int, timeout_seconds
     )
 
 
-def refuse_differing(what: Mapping[str, str]) -> None:
+def refuse_differing(what: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
     """Compare named hashes with those of rank 0; without a process group there is nobody to differ from.
+
+    `group` is one of gloo, if that of the world is not.
 
     Raises:
         LaunchError: Some differ, on some rank; all ranks raise it.
     """
     if not dist.is_initialized():
         return
-    gathered: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, dict(what))
+    gathered = control_messages.share(control_messages.gather(dict(what), group), group)
     names = sorted({name for hashes in gathered for name in hashes})
     ranks = {
         name: [rank for rank, hashes in enumerate(gathered) if hashes.get(name) != gathered[0].get(name)]

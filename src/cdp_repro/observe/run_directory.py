@@ -237,8 +237,13 @@ def os_error_text(error: OSError, directory: Path) -> str:
     return f"{error.strerror or error} ({shutil.disk_usage(directory).free:,} bytes free)"
 
 
+def newest_checkpoint(directory: Path) -> Path | None:
+    """Return the folder of the newest checkpoint of a run, as its name says; None if it has none."""
+    saved = RunDirectory(directory).checkpoints_path
+    found = [path for pattern in ("step-*", ".replaced-step-*") for path in saved.glob(pattern)]
+    return max(found, key=lambda path: path.name.removeprefix(".replaced-"), default=None)
+
+
 def arguments_to_go_on(directory: Path) -> list[str]:
     """Return the arguments of `cdp-train` with which a run goes on; if it has no checkpoint, from its start."""
-    saved = RunDirectory(directory).checkpoints_path
-    begun = any(next(saved.glob(pattern), None) for pattern in ("step-*", ".replaced-step-*"))
-    return [f"resume={directory}"] if begun else [f"resume={directory}", "restart=true"]
+    return [f"resume={directory}", *([] if newest_checkpoint(directory) else ["restart=true"])]

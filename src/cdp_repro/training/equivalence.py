@@ -94,19 +94,20 @@ def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcom
         start_from_file(config, cut.stages)
         engine = build_engine(config, cut, dataset.train_size)
         losses: list[list[float]] = []
-        for part in (range(steps // 2), range(steps // 2, steps)):
-            batches = dataset.train_batches(
-                part,
-                batch_size=config.batch_size,
-                workers=config.micro_batches,
-                seed=config.seed,
-                device=config.torch_device,
-                dtype=parameter_dtype(config),
-                channels_last=config.channels_last,
-                is_read=reading_rule(config, engine),
-            )
-            losses += [result.losses for result in engine.run(batches)]
-        stages = engine.state_dict().get("stages", [])
+        with engine.team.naming_stalled():
+            for part in (range(steps // 2), range(steps // 2, steps)):
+                batches = dataset.train_batches(
+                    part,
+                    batch_size=config.batch_size,
+                    workers=config.micro_batches,
+                    seed=config.seed,
+                    device=config.torch_device,
+                    dtype=parameter_dtype(config),
+                    channels_last=config.channels_last,
+                    is_read=reading_rule(config, engine),
+                )
+                losses += [result.losses for result in engine.run(batches)]
+            stages = engine.state_dict().get("stages", [])
         return Outcome(losses, [{path: tensor.cpu() for path, tensor in _tensors(stage)} for stage in stages])
 
 

@@ -52,6 +52,7 @@ def train(
     Raises:
         ConfigError, DatasetError, ModelError, CheckpointError, RunDirectoryError, LaunchError: the user's mistakes.
         Interrupted, DivergedError: the run has stopped early; summary.json says so.
+        StalledError: other ranks do not answer.
     """
     device, schedule = config.torch_device, config.schedule()
     if device.type == "cuda":
@@ -60,11 +61,14 @@ def train(
         keep_freed_memory()
     with process_group(device, config.processes, config.timeout_seconds), ExitStack() as stack:
         team = Team(config.processes, device, f"baseline {config.baseline}" if config.baseline else str(schedule))
+        stack.enter_context(team.naming_stalled())
         directory, checkpoint = None, None
         if resume and team.rank == 0:
             directory = stack.enter_context(RunDirectory.open(run_dir).locked())
             checkpoint = _newest_checkpoint(directory, restart)
-        finished, checkpoint = team.share((_finished(directory), checkpoint))
+        own = None if checkpoint is None else (checkpoint.step, checkpoint.tensors, checkpoint.meta)
+        finished, found = team.share((_finished(directory), own))
+        checkpoint = None if found is None else Checkpoint(*found)
         if finished is not None:
             logger.info("%s is finished already", run_dir)
             return finished
@@ -78,13 +82,14 @@ def train(
                 "config": _digest(settings),
                 "data": _digest(dataset.fingerprint()),
                 "weights": weights,
-            }
+            },
+            team.control,
         )
         if directory is not None:
             directory.add_command(command)
         elif team.rank == 0:
             directory = stack.enter_context(RunDirectory.create(run_dir, config.to_dict(), command).locked())
-        path = team.share(directory.path if directory else run_dir)
+        path = Path(team.share(str(directory.path if directory else run_dir)))
         stop = stack.enter_context(StopRequest())
         stack.enter_context(_log_file(RunDirectory(path).log_path(team.rank)))
         files = stack.enter_context(_files(config, directory)) if directory else None
@@ -277,15 +282,18 @@ class _Run:
 
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
-    """Copy the log of the package to `path`."""
+    """Copy the log of the package to `path`, and what an error of the body tells to those who read code."""
     path.parent.mkdir(parents=True, exist_ok=True)  # on another host there is no run directory yet
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     try:
         yield
+    except Exception:
+        logger.debug("the run ends", exc_info=True)
+        raise
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)

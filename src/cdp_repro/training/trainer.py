@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from cdp_repro.baselines.baseline import Baseline
 from cdp_repro.config import RunConfig
 from cdp_repro.config.keys import NEUTRAL_KEYS, flat, settings_of
 from cdp_repro.config.numerics import parameter_dtype
-from cdp_repro.data import Dataset, MiniBatch, steps_per_epoch
+from cdp_repro.data import Dataset, DatasetError, MiniBatch, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.engine.executor import StepResult
 from cdp_repro.launch.signals import StopRequest
@@ -107,7 +107,7 @@ class Trainer:
         self._is_main = engine.rank == 0
         self._slots_per_step = config.schedule().slots_per_step
         self._agreement = StopAgreement(engine.team, engine.max_lead)
-        self._divergence: tuple[StepResult, float] | None = None
+        self._divergence: tuple[int, float, list[float]] | None = None
         self._steps_per_epoch = steps_per_epoch(dataset.train_size, config.batch_size)
         self._total_steps = self._steps_per_epoch * config.epochs
         self._device = config.torch_device
@@ -200,7 +200,7 @@ class Trainer:
                 self._after_step(result, loss)
                 progress.step(loss, self.position.traced.get(_IDLE_SHARE))
             else:
-                self._divergence = result, loss
+                self._divergence = result.step, loss, result.losses
 
     def _look_ahead(self, first: int, end: int) -> int:
         """Begin to load the segment; return its end, which is earlier if a rank knows of a damaged image already.
@@ -250,6 +250,7 @@ class Trainer:
     def _end_epoch(self, progress: Progress) -> None:
         """Log the epoch's mean training loss and, where it is due, an evaluation."""
         epoch = self._engine.step // self._steps_per_epoch
+        self._team.positions.enter(f"the end of epoch {epoch}")
         self.position.epoch_loss = self.position.loss_sum / self.position.loss_steps
         values = {"train/epoch_loss": self.position.epoch_loss}
         self.position.loss_sum, self.position.loss_steps = 0.0, 0
@@ -263,7 +264,8 @@ class Trainer:
                 channels_last=self._config.channels_last,
             )
             score = score_of(self._engine.outputs(batches, -(-self._dataset.test_size // size)))
-            means = self._team.share(sum(self._team.gather(score), start=Score())).means()
+            scores = self._team.share(self._team.gather(astuple(score)))
+            means = sum((Score(*each) for each in scores), start=Score()).means()
             self.position.evaluation = self._dataset.metrics(means)
             values |= self.position.evaluation
         if not self._is_main:
@@ -273,6 +275,7 @@ class Trainer:
         progress.line(f"epoch {epoch}/{self._config.epochs}  {shown}")
 
     def _save(self, store: CheckpointStore) -> None:
+        self._team.positions.enter(f"the checkpoint of step {self._engine.step}")
         tensors = {"engine": self._engine.state_dict(), "torch_random_state": torch.get_rng_state()}
         meta = {**self._facts, "position": asdict(self.position)}
         if self._is_main:
@@ -284,10 +287,10 @@ class Trainer:
         if divergence is None:
             return
         self._save(self._diverged)
-        result, loss = divergence
+        step, loss, losses = divergence
         good = self._checkpoints.latest() or "missing: none was due yet"
         raise DivergedError(
-            f"the loss of training step {result.step} is {loss} (workers: {result.losses}); "
+            f"the loss of training step {step} is {loss} (workers: {losses}); "
             f"the state is saved in {self._diverged.latest()}, the last good checkpoint is {good}. "
             f"Try a smaller optim.lr than {self._config.optim.lr} or a longer optim.warmup_epochs than "
             f"{self._config.optim.warmup_epochs}"
@@ -295,9 +298,10 @@ class Trainer:
 
     def _stop_damaged(self) -> None:
         """Raise DatasetError on all ranks if one has met a damaged image; the caller has written a checkpoint."""
-        error = self._team.share(next(filter(None, self._team.gather(self._lookahead.error)), None))
-        if error is not None:
-            raise error
+        error = self._lookahead.error
+        told = self._team.share(next(filter(None, self._team.gather(None if error is None else str(error))), None))
+        if told is not None:
+            raise error or DatasetError(told)
 
     def _keep_trace(self) -> None:
         """Take over what the trace says."""

@@ -134,9 +134,13 @@ def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
             found = read_safetensors(content)
         else:
             found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # bytes that are no pickle can raise anything
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError([f"model.weights={path} is not a file of weights: {reason[0]}"]) from error
+    except Exception as error:  # bytes that are no pickle can raise anything; torch's own text gives unsafe advice
+        raise ConfigError(
+            [
+                f"model.weights={path} is not a file of weights: give a .safetensors file, or what torch.save has made "
+                "of model.state_dict(), with nothing but tensors in it"
+            ]
+        ) from error
     if not isinstance(found, Mapping) or not all(isinstance(each, Tensor) for each in found.values()):
         raise ConfigError([f"model.weights={path} holds no tensors by name: save model.state_dict()"])
     return dict(found)

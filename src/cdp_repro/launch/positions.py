@@ -1,0 +1,104 @@
+"""Where each rank of a group stands, for the process that has to say why ranks wait in vain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from cdp_repro.launch.failures import StalledError, is_timeout
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+_PREFIX = "cdp_repro/position"
+_TIMED_OUT_SECONDS = 5.0
+"""For how long a rank whose patience is over waits for the others to say that theirs is: all that wait for the same one
+lose it within about a slot."""
+_LOST_SECONDS = 0.5
+"""The same if its connection broke: it knows from the kernel, which tells them all at once."""
+_POLL_SECONDS = 0.05
+
+
+class Positions:
+    """Each rank writes down what it begins, or that it gives up; whoever has the store can read where all are.
+
+    Args:
+        store: The store at which the ranks have met, without the prefixes of libraries; None if there is but one rank.
+        ranks: Their number.
+        rank: This one; None in the launching process, which only reads.
+    """
+
+    def __init__(self, store: Store | None, ranks: int, rank: int | None) -> None:
+        self.ranks = ranks
+        self._store, self._rank = store, rank
+        if store is not None and rank is not None:
+            store.set(_gave_up(rank), "")  # it may hold what an earlier group of this process has written
+
+    def enter(self, what: object) -> None:
+        """Write down what this rank begins."""
+        if self._store is not None:
+            self._store.set(f"{_PREFIX}/{self._rank}", str(what))
+
+    def give_up(self, error: BaseException) -> None:
+        """Write down why this rank does not go on: others wait for it in vain."""
+        if self._store is not None:
+            why = "has waited in vain" if is_timeout(error) else f"ended with {type(error).__name__}: {error}"
+            with suppress(RuntimeError):  # the error that ended the run must be the one that is raised
+                self._store.set(_gave_up(self._rank), why)
+
+    def report(self) -> str:
+        """Return a line a rank: what it began last, and whether it has given up."""
+        if self._store is None:
+            return ""
+        try:
+            return "\n".join(f"  rank {rank} {self._of(rank)}" for rank in range(self.ranks))
+        except RuntimeError as error:
+            return f"  where the ranks stand cannot be read: {str(error).splitlines()[0]}"
+
+    def _of(self, rank: int) -> str:
+        began, gave_up = self._text(f"{_PREFIX}/{rank}"), self._text(_gave_up(rank))
+        return (f"began {began}" if began else "has begun nothing yet") + (f"; it {gave_up}" if gave_up else "")
+
+    def _text(self, key: str) -> str:
+        assert self._store is not None
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def stalled(self, error: BaseException) -> StalledError:
+        """Return the error that names the ranks that neither go on nor give up, once this one has lost others.
+
+        The first to notice is rarely the neighbour of the rank that stalls, so all get a moment to give up.
+        """
+        self.give_up(error)
+        timed_out = is_timeout(error)
+        try:
+            silent = self._silent(_TIMED_OUT_SECONDS if timed_out else _LOST_SECONDS)
+        except RuntimeError:  # the store has ended with rank 0, or the network to it
+            silent = [rank for rank in range(self.ranks) if rank != self._rank]
+        return StalledError(silent, _cause(silent, timed_out), self.report())
+
+    def _silent(self, seconds: float) -> list[int]:
+        """Return the ranks that have not given up after so many seconds, or as soon as there are none."""
+        return _last(lambda: [rank for rank in range(self.ranks) if not self._text(_gave_up(rank))], seconds)
+
+
+def _gave_up(rank: int | None) -> str:
+    return f"{_PREFIX}/{rank}/gave-up"
+
+
+def _last(found: Callable[[], list[int]], seconds: float) -> list[int]:
+    """Return the first empty answer, or the last one within the time."""
+    deadline = time.monotonic() + seconds
+    while (answer := found()) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return answer
+
+
+def _cause(silent: list[int], timed_out: bool) -> str:
+    if not silent:
+        return "the ranks wait for each other in vain"
+    those = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+    if timed_out:
+        return f"{those} stall{'' if len(silent) > 1 else 's'}: the others have waited for timeout_seconds in vain"
+    return f"the connection to {those} is lost: look what ended there first"

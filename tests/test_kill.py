@@ -1,0 +1,73 @@
+"""The kill test in short: one set-up, killed twice; and its table, which the documentation holds as the results say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from cdp_repro.training.checkpoint import CheckpointStore
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import kill  # noqa: E402 - found by the path above
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for the processes of the ranks")
+
+
+@linux
+def test_a_run_that_is_killed_goes_on_bitwise(tmp_path):
+    settings = kill.set_ups()["pipeline: cdp_v2"]
+    found = kill.trial(settings, tmp_path / "trial", [("training", 3, "rank"), ("checkpoint", 4, "tree")])
+    assert [(each["victim"], each["problem"]) for each in found] == [("rank", ""), ("tree", "")]
+
+
+def of_run(folder: Path, weight: float) -> Path:
+    CheckpointStore(folder / "checkpoints").save(3, {"engine": {"weight": torch.full((2,), weight)}}, {})
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "time": weight, "train/loss": 0.5}) + "\n")
+    return folder
+
+
+def test_the_comparison_sees_one_bit(tmp_path):
+    one, same, other = (of_run(tmp_path / name, w) for name, w in (("a", 1.0), ("b", 1.0), ("c", 1.0 + 2**-23)))
+    assert kill.difference(one, same) == ""
+    assert kill.difference(one, other) == "1 tensors differ, such as /engine/weight"
+    (same / "metrics.jsonl").write_text('{"step": 3, "time": 1, "train/loss": 0.25}\n')
+    assert kill.difference(one, same) == "the rows of the metrics differ"
+
+
+def test_a_hundred_kills_take_turns_over_moments_and_victims():
+    kills = [kill.moments_of(number) for number in range(len(kill.set_ups()))]
+    made = Counter((moment, victim) for each in kills for moment, _, victim in each)
+    assert sum(made.values()) >= 100
+    assert len(made) == len(kill.MOMENTS) * len(kill.VICTIMS) and min(made.values()) >= 7
+
+
+def test_the_table_counts_kills_and_what_went_wrong():
+    def found(moment, victim, equal):
+        return {"moment": moment, "victim": victim, "seconds_until_all_ended": 1.5, "equal": equal, "problem": ""}
+
+    results = {
+        "command": "python scripts/kill.py", "version/git_commit": "0" * 40, "version/torch": "2", "hardware": "a CPU",
+        "version/python": "3",
+        "kills": {"zero: dp": [found("training", "rank", True)], "zero: cdp_v1": [found("training", "tree", False)]},
+    }  # fmt: skip
+    lines = kill.table(results).splitlines()
+    assert lines[2] == "| zero | - | 1 of 2 | - | - | 1 of 2 |"
+    assert "2 set-ups; killed: 1 times the whole tree of processes, 0 the launching process, 1 one rank" in lines[-2]
+
+
+def test_the_documentation_shows_the_results():
+    text = kill.DOCUMENT.read_text()
+    results = json.loads(kill.RESULTS.read_text()) if kill.RESULTS.exists() else None
+    assert text == (kill.renewed(text, results) if results else text)
+    assert kill.renewed(text, {**json.loads(EXAMPLE)}) != text, "the marks are there"
+
+
+EXAMPLE = """{"command": "", "version/git_commit": "", "version/torch": "", "hardware": "", "version/python": "",
+"kills": {"zero: dp": [{"moment": "training", "victim": "rank", "seconds_until_all_ended": 1, "equal": true}]}}"""
