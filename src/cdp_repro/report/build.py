@@ -105,7 +105,7 @@ class Report:
     @cached_property
     def claims(self) -> list[Claim]:
         """The claims of the paper, each with a verdict."""
-        return claims(self.cases, self.lines, self.comparisons, self.rows)
+        return claims(self.cases, self.lines, self.comparisons, self.rows, verdicts(self.groups))
 
     @cached_property
     def verdicts(self) -> Table:
@@ -116,7 +116,7 @@ class Report:
     def tables(self) -> dict[str, Table]:
         """All tables by name."""
         found = [
-            claim_table(claims(self.cases, self.lines, self.comparisons, self.rows, verdicts(self.groups))),
+            claim_table(self.claims),
             accuracy_table(self.comparisons, read_paper_values(self._results / PAPER_VALUES)),
             tuning_table(self.groups.get("cifar10-tuning", ()), STUDIES["cifar10-tuning"]),
             memory_table(self.cases),
