@@ -49,7 +49,7 @@ def test_every_closed_form_is_what_simulation_gives(setting, costs, states):
     closed = closed_form(setting, costs.stages, costs, states)
     found = simulated(setting, costs.stages, costs, states)
     assert {k: v for k, v in found.items() if k in closed} == pytest.approx(closed)
-    assert set(found) - set(closed) <= {"messages_per_slot"}
+    assert set(found) - set(closed) <= {"messages_per_slot", "most_sent_bytes"}, "these depend on the sizes, or have no formula"
 
 
 @pytest.mark.parametrize("setting", OURS, ids=simulation_key)
@@ -86,6 +86,7 @@ def test_simulation_without_records_gives_what_a_trace_gives(setting, costs, sta
         "optimizer_bytes_per_device": states * max(own),
         "versions_kept": trace.versions_kept,
         "sent_bytes_per_device": trace.bytes_sent_per_device_per_step(step),
+        "most_sent_bytes": max(trace.bytes_sent_by_rank(step).values(), default=0),
         "messages_per_slot": trace.max_messages_per_slot,
         "chain": trace.max_chain_per_slot,
         "idle_share": trace.idle_share(step),

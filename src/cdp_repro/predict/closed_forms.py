@@ -18,7 +18,8 @@ from cdp_repro.schedule.summation.exchange_in_parts import leaves_in_parts
 
 QUANTITIES = (
     "devices", "activation_bytes_per_device", "activation_bytes_total", "parameter_bytes_per_device",
-    "optimizer_bytes_per_device", "versions_kept", "sent_bytes_per_device", "messages_per_slot", "chain", "idle_share",
+    "optimizer_bytes_per_device", "versions_kept", "sent_bytes_per_device", "most_sent_bytes", "messages_per_slot",
+    "chain", "idle_share",
 )  # fmt: skip
 
 Values = dict[str, float]

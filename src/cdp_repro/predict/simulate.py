@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from cdp_repro.predict.costs import StageCosts
@@ -118,8 +118,8 @@ class SlotTotals:
     """Messages of more than 0 bytes: others are never sent."""
     chain: int
     """Longest chain of these messages, each of which had to wait for the one before."""
-    bytes_sent: int
-    """By all ranks."""
+    bytes_sent: Mapping[int, int]
+    """By rank; a rank that is missing sends nothing."""
     computing_ranks: int
     """Ranks that run a forward or a backward."""
 
@@ -140,12 +140,13 @@ def simulate_totals(
     for slot in slots:
         before: dict[int, int] = {}
         peaks: dict[int, int] = {}
-        sizes = []
+        messages, sent = 0, dict[int, int]()
         for action in slot.actions:
             rank = action.rank
             before.setdefault(rank, devices.activation_bytes[rank])
             if size := devices.run(action):
-                sizes.append(size)
+                messages += 1
+                sent[rank] = sent.get(rank, 0) + size
             peaks[rank] = max(peaks.get(rank, before[rank]), devices.activation_bytes[rank])
         started = sum(before.values())
         peak = held + sum(peaks.values()) - started
@@ -154,9 +155,9 @@ def simulate_totals(
             slot.number, peak, max(peaks.values(), default=0),
             max((devices.state_bytes[rank] for rank in before), default=0),
             max((devices.versions[a.rank, a.stage] for a in slot.actions), default=0),
-            len(sizes),
-            longest_chain(slot.actions, lambda a: devices.sent_bytes(a) > 0, schedule.ranks) if sizes else 0,
-            sum(sizes),
+            messages,
+            longest_chain(slot.actions, lambda a: devices.sent_bytes(a) > 0, schedule.ranks) if messages else 0,
+            sent,
             len({action.rank for action in slot.actions if action.op.is_compute}),
         )  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from cdp_repro.predict.closed_forms import Setting, Values
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import held_bytes, simulate_totals
@@ -32,17 +34,18 @@ def simulated(setting: Setting, workers: int, costs: StageCosts, optimizer_state
     begin = (SIMULATED_STEPS.get(schedule.timeline.name, 2) - 1) * length
     full = Program(schedule).slots(begin // length + 2)[: begin + length]
     peaks = dict.fromkeys(_PEAKS, 0.0)
-    sent = computing = 0
+    sent, computing = Counter[int](), 0
     for slot in simulate_totals(schedule, costs, full):
         for quantity, name in _PEAKS.items():
             peaks[quantity] = max(peaks[quantity], getattr(slot, name))
         if slot.slot >= begin:
-            sent += slot.bytes_sent
+            sent.update(slot.bytes_sent)
             computing += slot.computing_ranks
     return peaks | {
         "devices": schedule.ranks,
         "optimizer_bytes_per_device": optimizer_states * max(held_bytes(schedule, costs)),
-        "sent_bytes_per_device": sent / schedule.ranks,
+        "sent_bytes_per_device": sent.total() / schedule.ranks,
+        "most_sent_bytes": max(sent.values(), default=0),
         "idle_share": 1 - computing / (schedule.ranks * length),
     }
 

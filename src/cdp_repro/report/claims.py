@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cdp_repro.observe.text import format_bytes
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.memory_reduction import theory
 from cdp_repro.predict.simulate import simulate
@@ -208,11 +209,16 @@ def _fewer_devices(costs: Sequence[Line]) -> Claim:
         return Claim(4, text, UNKNOWN, "")
     dp, cdp = pair
     ours, theirs = cdp.executed["devices"], dp.executed["devices"]
+    mean, most = (
+        " against ".join(format_bytes(line.simulated[quantity]) for line in (cdp, dp))
+        for quantity in ("sent_bytes_per_device", "most_sent_bytes")
+    )
     return Claim(
         4, text, HOLDS if ours < theirs else FAILS,
         f"Executed with N = {cdp.workers}: {ours:g} processes against {theirs:g} (N(N+1)/2 against N^2), idle in "
         f"{100 * cdp.executed['idle_share']:.0f} % of the slots against {100 * dp.executed['idle_share']:.0f} %. A "
-        f"pipeline with N devices does the same without idle slots.",
+        f"device sends {mean} a step on average, the one with most {most}: fewer devices share as many micro-batches. "
+        "A pipeline with N devices does the same without idle slots.",
         brief=f"{ours:g} processes against {theirs:g} with N = {cdp.workers}",
     )  # fmt: skip
 

@@ -128,8 +128,15 @@ class Trace:
 
         That is the steady state if the trace has more than two steps and no drain.
         """
-        window = self.last_step(slots_per_step)
-        return sum(m.bytes for m in self.messages if m.slot in window) / max(1, self._ranks)
+        return self.bytes_sent_by_rank(slots_per_step).total() / max(1, self._ranks)
+
+    def bytes_sent_by_rank(self, slots_per_step: int) -> Counter[int]:
+        """Return the bytes that each rank sends in the slots of the last training step of the trace."""
+        window, sent = self.last_step(slots_per_step), Counter[int]()
+        for message in self.messages:
+            if message.slot in window:
+                sent[message.source] += message.bytes
+        return sent
 
     def idle_share(self, slots_per_step: int) -> float:
         """Return the share, 0 to 1, of the slots of all ranks in the last training step in which a rank computes

@@ -313,6 +313,9 @@ class Trainer:
             "memory/activation_peak_bytes_per_device": trace.activation_peak_bytes_per_device,
             "memory/activation_peak_bytes_total": trace.activation_peak_bytes_total,
             "comm/bytes_per_device_per_step": trace.bytes_sent_per_device_per_step(self._slots_per_step),
+            "comm/most_bytes_of_a_device_per_step": max(
+                trace.bytes_sent_by_rank(self._slots_per_step).values(), default=0
+            ),
             "comm/max_messages_per_slot": trace.max_messages_per_slot,
             "comm/max_chain_per_slot": trace.max_chain_per_slot,
             "memory/versions_kept": trace.versions_kept,
