@@ -49,7 +49,9 @@ def test_every_closed_form_is_what_simulation_gives(setting, costs, states):
     closed = closed_form(setting, costs.stages, costs, states)
     found = simulated(setting, costs.stages, costs, states)
     assert {k: v for k, v in found.items() if k in closed} == pytest.approx(closed)
-    assert set(found) - set(closed) <= {"messages_per_slot", "most_sent_bytes"}, "these depend on the sizes, or have no formula"
+    assert set(found) - set(closed) <= {"messages_per_slot", "most_sent_bytes"}, (
+        "these depend on the sizes, or have no formula"
+    )
 
 
 @pytest.mark.parametrize("setting", OURS, ids=simulation_key)
