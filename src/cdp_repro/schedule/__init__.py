@@ -12,6 +12,7 @@ A `Schedule` is the choice of a timeline, a rule and a placement; its `Program` 
     transport       edges, communicators, and NCCL's order
     program         fill, period and drain; the part of one rank
     program_text    a program as a file
+    forward_only    the way of an evaluation through the ranks
 """
 
 from cdp_repro.schedule.actions import Action, Op, Slot
