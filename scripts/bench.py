@@ -304,7 +304,7 @@ def _program_table() -> list[str]:
     numbers = sorted({row["workers"] for row in found["rows"]})
     header = " | ".join(f"N = {n}" for n in numbers)
     lines = [f"| start [CPU s], cost of an own action [us] | {header} |", "| --- |" + " --- |" * len(numbers)]
-    for placement in PLACEMENTS:
+    for placement in dict.fromkeys(row["placement"] for row in found["rows"]):
         each = [cells[placement, n] for n in numbers]
         texts = [f"{row['start_cpu_seconds']:.2f}, {row['microseconds_per_action']:.1f}" for row in each]
         lines.append(f"| {placement} | {' | '.join(texts)} |")
