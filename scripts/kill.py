@@ -67,6 +67,7 @@ def set_ups() -> dict[str, tuple[str, ...]]:
     for mode in ("gpipe", "one_f_one_b", "zero_bubble", "chimera", "pipedream", "pipedream_2bw", "ampnet"):
         found[f"systems: {mode}"] = ("placement=pipeline", f"mode={mode}")
     found["systems: interleaved"] = ("placement=pipeline", "mode=interleaved", "stages=4", "ranks=2")
+    found["variants: servers"] = ("placement=parameter_server", "mode=dp", "servers=2")
     found["variants: accumulate=2"] = ("placement=replicated", "mode=cdp_v2", "accumulate=2")
     found["variants: delay"] = ("placement=pipeline", "mode=cdp_v1", "delay=error_feedback")
     found["variants: adamw"] = ("placement=zero", "mode=cdp_v2", "optim=adamw", "optim.lr=0.01")
