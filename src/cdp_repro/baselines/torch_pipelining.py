@@ -111,12 +111,11 @@ class PipelineBaseline(Baseline):
         The library can find them itself, but in torch 2.11 that changes the buffers of BatchNorm.
         """
         if inputs is None:
-            size, dtype, requires_grad = control_messages.receive(self.rank - 1, self.team.control)
-            inputs = torch.zeros(size, dtype=getattr(torch, dtype), requires_grad=requires_grad, device=self._device)
+            looks, requires_grad = control_messages.receive(self.rank - 1, self.team.control)
+            inputs = control_messages.empty(looks, self._device).zero_().requires_grad_(requires_grad)
         output = self._module.rehearse(inputs)
         if not self._is_last:
-            dtype = str(output.dtype).removeprefix("torch.")
-            described = [*output.shape], dtype, output.requires_grad
+            described = control_messages.looks_of(output), output.requires_grad
             control_messages.send(described, self.rank + 1, self.team.control)
         stage = PipelineStage(
             self._module, self.rank, self.workers, self._device, input_args=_bare(inputs), output_args=_bare(output)

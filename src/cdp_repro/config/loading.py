@@ -88,9 +88,10 @@ def _typed(composed: DictConfig) -> tuple[RunConfig, dict[str, str]]:
 
 def _mistyped(schema: DictConfig, given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield each key whose value has a wrong type, with a sentence that says so."""
+    known = defaults()
     for key, value in given:
-        if key not in defaults():
-            yield key, f"unknown key {key!r}{nearest(key, [*defaults()])}"
+        if key not in known:
+            yield key, f"unknown key {key!r}{nearest(key, [*known])}"
             continue
         try:
             OmegaConf.merge(schema, nested(key, value))

@@ -124,7 +124,7 @@ class Executor:
 
     def execute(self, slot: Slot, feed: Feed) -> list[StepResult]:
         """Run the actions of one slot; return the training steps that they finish on this rank."""
-        self._positions.enter(f"slot {slot}")
+        self._positions.enter("slot", slot)
         self._feed = feed
         if self.mailbox is not None:
             self._telling(f"waiting, in slot {slot.number}, for what it has sent a training step before", self._let_go)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cdp_repro.engine.rehearsal import Autocast
 from cdp_repro.engine.team import Team
 from cdp_repro.engine.transfers import Outgoing, Transfer
+from cdp_repro.launch import control_messages
 from cdp_repro.schedule import Schedule
 from cdp_repro.schedule.forward_only import order, path
 
 TestBatches = Callable[[Iterable[int]], Iterable[tuple[Tensor, Tensor]]]
 """Numbers of batches -> (inputs [B, ...], targets [B, ...]) of each, in the order of the numbers."""
-Autocast = Callable[[], AbstractContextManager[object]]
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
-_MOST_DIMENSIONS = 8
 _MOST_ON_THEIR_WAY = 2
 """Batches that a rank has sent and the next one has not taken; more would only take memory."""
 
@@ -65,29 +63,19 @@ class PipelinedOutputs:
     def _send(self, number: int, tensors: Sequence[Tensor], peer: int) -> None:
         """Send tensors, and before them what they look like, as the task of this number on this rank."""
         self._outgoing.let_go(before=number - _MOST_ON_THEIR_WAY)
-        header = torch.tensor([_described(tensor) for tensor in tensors])
-        self._outgoing.append(Transfer.of(header, dist.isend(header, peer, group=self._team.control)), number)
-        for tensor in tensors:
-            sent = tensor.contiguous()
-            self._outgoing.append(Transfer.of(sent, dist.isend(sent, peer)), number)
+        sent = [tensor.contiguous() for tensor in tensors]
+        looks = [control_messages.looks_of(tensor) for tensor in sent]
+        on_their_way = control_messages.begin_send(looks, peer, self._team.control)
+        on_their_way += [(tensor, dist.isend(tensor, peer)) for tensor in sent]
+        for buffer, work in on_their_way:
+            self._outgoing.append(Transfer.of(buffer, work), number)
 
-    def _receive(self, peer: int) -> tuple[Tensor, Tensor]:
-        header = torch.zeros(2, 2 + _MOST_DIMENSIONS, dtype=torch.int64)
-        dist.recv(header, peer, group=self._team.control)
-        values, targets = (self._received(described, peer) for described in header.tolist())
-        return values, targets
-
-    def _received(self, described: Sequence[int], peer: int) -> Tensor:
-        dtype, dimensions, *shape = described
-        tensor = torch.empty(shape[:dimensions], dtype=_DTYPES[dtype], device=self._device)
-        dist.recv(tensor, peer)
-        return tensor
-
-
-def _described(tensor: Tensor) -> list[int]:
-    """Return type and shape of a tensor as so many numbers for any tensor."""
-    padding = [0] * (_MOST_DIMENSIONS - tensor.dim())
-    return [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
+    def _receive(self, peer: int) -> list[Tensor]:
+        tensors = []
+        for looks in control_messages.receive(peer, self._team.control):
+            tensors.append(control_messages.empty(looks, self._device))
+            dist.recv(tensors[-1], peer)
+        return tensors
 
 
 def _forward(module: nn.Module, inputs: Tensor, autocast: Autocast) -> Tensor:

@@ -12,7 +12,7 @@ port of a rank can disturb a run, but a pickle would let them run code in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def _plain(value: object, tensors: list[Tensor]) -> object:
     """Return a value as JSON has it; append its tensors."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+        return {"tensor": looks_of(value)}
     if isinstance(value, Mapping):
         return {"dict": [[_plain(key, tensors), _plain(each, tensors)] for key, each in value.items()]}
     if type(value) in (list, tuple):
@@ -69,11 +69,21 @@ def _value(plain: Any, rest: list[Tensor]) -> Any:
     if kind != "tensor":
         found = [_value(each, rest) for each in content]
         return found if kind == "list" else tuple(found)
-    name, shape = content
-    tensor = torch.empty(shape, dtype=getattr(torch, name))
+    tensor = empty(content)
     front, rest[0] = rest[0][: tensor.nbytes], rest[0][tensor.nbytes :]
     _bytes(tensor).copy_(front)
     return tensor
+
+
+def looks_of(tensor: Tensor) -> list[Any]:
+    """Return type and shape of a tensor as plain values."""
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def empty(looks: Sequence[Any], device: torch.device | str = "cpu") -> Tensor:
+    """Return a tensor that looks as `looks_of` says, with whatever values."""
+    name, shape = looks
+    return torch.empty(shape, dtype=getattr(torch, name), device=device)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -83,9 +93,21 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def send(value: object, rank: int, group: dist.ProcessGroup | None = None) -> None:
     """Send a value to another rank, which must `receive` it. The group is of gloo, as in all of these."""
+    for part in _parts(value):
+        dist.send(part, rank, group=group, tag=_TAG)
+
+
+def begin_send(
+    value: object, rank: int, group: dist.ProcessGroup | None = None
+) -> list[tuple[Tensor, dist.Work | None]]:
+    """Begin to send a value as `send` does; return what must be kept until the work beside it is done."""
+    return [(part, dist.isend(part, rank, group=group, tag=_TAG)) for part in _parts(value)]
+
+
+def _parts(value: object) -> tuple[Tensor, Tensor]:
+    """Return the length of a message, and the message."""
     message = encode(value)
-    dist.send(torch.tensor([len(message)]), rank, group=group, tag=_TAG)
-    dist.send(message, rank, group=group, tag=_TAG)
+    return torch.tensor([len(message)]), message
 
 
 def receive(rank: int, group: dist.ProcessGroup | None = None) -> Any:

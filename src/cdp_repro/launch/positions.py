@@ -36,10 +36,10 @@ class Positions:
         if store is not None and rank is not None:
             store.set(_gave_up(rank), "")  # it may hold what an earlier group of this process has written
 
-    def enter(self, what: object) -> None:
-        """Write down what this rank begins."""
+    def enter(self, *what: object) -> None:
+        """Write down what this rank begins, in words; they are made text only if there is somebody to read them."""
         if self._store is not None:
-            self._store.set(f"{_PREFIX}/{self._rank}", str(what))
+            self._store.set(f"{_PREFIX}/{self._rank}", " ".join(map(str, what)))
 
     def give_up(self, error: BaseException) -> None:
         """Write down why this rank does not go on: others wait for it in vain."""

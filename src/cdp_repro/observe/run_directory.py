@@ -30,6 +30,8 @@ from cdp_repro.observe.json_values import valid_json
 
 CONFIG, COMMAND, METRICS, SUMMARY = "config.yaml", "command.txt", "metrics.jsonl", "summary.json"
 CHECKPOINTS, LOGS = "checkpoints", "logs"
+SAVED = (f"{CHECKPOINTS}/step-*", f"{CHECKPOINTS}/.replaced-step-*")
+"""Where checkpoints are; the second is the old copy of a step that is being saved again."""
 _WITHOUT_IT = "Delete it: the run then goes on from its newest checkpoint"
 
 
@@ -239,8 +241,7 @@ def os_error_text(error: OSError, directory: Path) -> str:
 
 def newest_checkpoint(directory: Path) -> Path | None:
     """Return the folder of the newest checkpoint of a run, as its name says; None if it has none."""
-    saved = RunDirectory(directory).checkpoints_path
-    found = [path for pattern in ("step-*", ".replaced-step-*") for path in saved.glob(pattern)]
+    found = [path for pattern in SAVED for path in directory.glob(pattern)]
     return max(found, key=lambda path: path.name.removeprefix(".replaced-"), default=None)
 
 

@@ -43,14 +43,13 @@ def executed(group: Group) -> Values:
             "parameter_bytes_per_device": "memory/parameter_peak_bytes_per_device",
             "versions_kept": "memory/versions_kept",
             "sent_bytes_per_device": "comm/bytes_per_device_per_step",
-            "most_sent_bytes": "comm/most_bytes_of_a_device_per_step",
             "messages_per_slot": "comm/max_messages_per_slot",
             "chain": "comm/max_chain_per_slot",
             "idle_share": "time/idle_share_of_slots",
         }
     summary = group.rows[0].summary
-    if found.get("most_sent_bytes") not in summary:  # a row of an older version, or a library's
-        found.pop("most_sent_bytes", None)
+    if (newer := "comm/most_bytes_of_a_device_per_step") in summary:  # older rows lack it
+        found["most_sent_bytes"] = newer
     return {quantity: float(summary[key]) for quantity, key in found.items()}
 
 

@@ -38,10 +38,9 @@ def explorer(title: str, systems: Iterable[tuple[Schedule, StageCosts]]) -> tupl
     Raises:
         ConfigError: the first system alone makes a page of more than `MOST_BYTES`.
     """
-    empty = len(_page(title, []).encode())
+    size = len(_page(title, []).encode())
     shown: list[str] = []
     left_out: list[str] = []
-    size = empty
     for schedule, costs in systems:
         text = json.dumps(_system(schedule, costs), separators=(",", ":")).replace("</", "<\\/")
         added = len(text.encode()) + 1

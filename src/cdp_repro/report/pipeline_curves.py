@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.pricing import Cluster, price
 from cdp_repro.predict.simulate import simulate
+from cdp_repro.predict.system_specs import CHUNKS
+from cdp_repro.report.charts import plain_axes
 from cdp_repro.report.tables import Table
 from cdp_repro.schedule import Program, Schedule
 
@@ -25,8 +27,6 @@ LEVELLING = ("gpipe", "one_f_one_b")
 """The two whose memory is compared."""
 SYSTEMS = ("naive", "gpipe", "interleaved", "chimera", "zero_bubble", "cdp_v2")
 """`one_f_one_b` idles as `gpipe` does."""
-CHUNKS = 2
-"""Stages a rank of the interleaved pipeline."""
 
 GPIPE_PUBLISHED: Mapping[tuple[int, int], float] = {
     (2, 1): 1.0, (4, 1): 1.07, (8, 1): 1.3,
@@ -95,7 +95,7 @@ def draw_curves(found: Curves) -> Figure:
     for axis in (memory, idle):
         axis.set_xlabel("micro-batches of a training step, M")
         axis.set_ylim(bottom=0)
-        axis.spines[["top", "right"]].set_visible(False)
+        plain_axes(axis)
         axis.legend(frameon=False, fontsize="small")
     return figure
 

@@ -29,9 +29,9 @@ def write_sweep(results: SweepResults, folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(table := Path(f"{path}.csv"), results.table().csv().encode())
-        figures = [Path(f"{path}{suffix}") for suffix in (".svg", ".png")]
+        figure, figures = sweep_figure(results), [Path(f"{path}{suffix}") for suffix in (".svg", ".png")]
         for each in figures:
-            save_figure(sweep_figure(results), each)
+            save_figure(figure, each)
     except OSError as error:
         raise ConfigError([f"cannot write to {folder}: {error.strerror or error}; pass another --out="]) from error
     return [table, *figures]

@@ -20,7 +20,7 @@ from cdp_repro.launch.signals import StopRequest
 from cdp_repro.launch.slurm_script import ArrayScript
 from cdp_repro.launch.train_process import train_in_process
 from cdp_repro.observe.atomic_file import replace_file
-from cdp_repro.observe.run_directory import CONFIG
+from cdp_repro.observe.run_directory import CONFIG, SAVED
 from cdp_repro.studies.cells import Cell
 
 logger = logging.getLogger("cdp_repro")
@@ -127,11 +127,12 @@ def _cases(cells: Sequence[Cell], by_srun: bool) -> str:
         lines.append(
             f"{number}) {ranks}run={shlex.quote(str(cell.directory))}; arguments=({shlex.join(cell.begin)}) ;;"
         )
+    is_saved = " || ".join(f'compgen -G "$run/{pattern}" > /dev/null' for pattern in SAVED)
     lines += [
         "esac",
         f'if [ -e "$run/{CONFIG}" ]; then',
         '  arguments=("resume=$run")',
-        '  compgen -G "$run/checkpoints/step-*" > /dev/null || arguments+=("restart=true")',
+        f'  {is_saved} || arguments+=("restart=true")',
         "fi",
     ]
     return "\n".join(lines) + "\n\n"
