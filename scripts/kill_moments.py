@@ -69,13 +69,13 @@ def _slow_saving(store: Any, step: int, told: Path) -> None:
 
 def _slow_evaluation(trainer: Any, told: Path) -> None:
     """Wait before the first evaluation."""
-    honest = trainer.evaluate
+    honest = trainer.score_of
 
-    def evaluate(*arguments: Any) -> Any:
+    def score_of(outputs: Any) -> Any:
         _tell(told, LONG_SECONDS)
-        return honest(*arguments)
+        return honest(outputs)
 
-    trainer.evaluate = evaluate
+    trainer.score_of = score_of
 
 
 if __name__ == "__main__":

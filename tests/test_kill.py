@@ -1,4 +1,4 @@
-"""The kill test in short: one set-up, killed twice; and its table, which the documentation holds as the results say."""
+"""The kill test in short: one set-up, killed in three moments; and its table, which the documentation holds as the results say."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for the p
 @linux
 def test_a_run_that_is_killed_goes_on_bitwise(tmp_path):
     settings = kill.set_ups()["pipeline: cdp_v2"]
-    found = kill.trial(settings, tmp_path / "trial", [("training", 3, "rank"), ("checkpoint", 4, "tree")])
-    assert [(each["victim"], each["problem"]) for each in found] == [("rank", ""), ("tree", "")]
+    moments = [("training", 3, "rank"), ("checkpoint", 4, "tree"), ("evaluation", 5, "launcher")]
+    found = kill.trial(settings, tmp_path / "trial", moments)
+    assert [(each["victim"], each["problem"]) for each in found] == [(victim, "") for _, _, victim in moments]
 
 
 def of_run(folder: Path, weight: float) -> Path:
