@@ -8,9 +8,12 @@ It needs root, util-linux (`unshare`, `nsenter`) and iproute2 (`ip`, `tc`). Both
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
+import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +42,20 @@ class Host:
         """Return the command that runs `arguments` on this host, in the root folder."""
         processes = f"--pid=/proc/{self.pid}/ns/pid_for_children"
         return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", processes, "--", *arguments]
+
+
+def vanish(hosts: Sequence[Host], number: int) -> None:
+    """End one of two hosts as a loss of power does: the other one gets no answer any more, and no word of it."""
+    gone, other = hosts[number], hosts[1 - number]
+    shown = subprocess.run(gone.command("ip", "link", "show", INTERFACE), capture_output=True, text=True, check=True)
+    hardware_address = re.findall(r"link/ether (\S+)", shown.stdout)[0]
+    neighbour = (gone.address, "lladdr", hardware_address, "dev", INTERFACE, "nud", "permanent")
+    _do(*other.command("ip", "neighbour", "replace", *neighbour))  # or the kernel would soon say that nobody is there
+    _do(
+        *gone.command("ip", "address", "flush", "dev", INTERFACE)
+    )  # before the processes end, and with them connections
+    (first,) = Path(f"/proc/{gone.pid}/task/{gone.pid}/children").read_text().split()
+    os.kill(int(first), signal.SIGKILL)  # of its namespace: the kernel ends the others
 
 
 @contextmanager

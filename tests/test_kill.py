@@ -1,4 +1,4 @@
-"""The kill test in short: one set-up, killed in three moments; and its table, which the documentation holds as the results say."""
+"""The kill test in short: one set-up, killed in three moments; and its table in the documentation."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_a_later_group_of_the_same_process_has_not_given_up(ranks):
     assert "vain" not in Positions(store, 3, None).report()
 
 
-def test_a_store_that_has_ended_with_rank_0_hides_no_cause():
+def test_a_store_that_has_ended_with_rank_0_is_the_cause():
     class Ended:
         def set(self, *_):
             pass
@@ -68,7 +68,7 @@ def test_a_store_that_has_ended_with_rank_0_hides_no_cause():
 
     error = Positions(Ended(), 2, 1).stalled(BROKEN)
     assert error.ranks == (0,)
-    assert str(error).endswith("\n  where the ranks stand cannot be read: Broken pipe")
+    assert str(error).startswith("the store at which the ranks have met is gone (Broken pipe): rank 0, or what")
 
 
 def test_a_process_alone_has_no_positions():

@@ -123,7 +123,10 @@ def _rebuilt(kind: type[BaseException], arguments: tuple[Any, ...], state: dict[
     return error
 
 
-_BROKEN = r"closed by peer|reset by peer|broken pipe|pair closure|remote process exited|ncclRemoteError"
+_BROKEN = (
+    r"closed by peer|reset by peer|broken pipe|pair closure|no route to host|is unreachable|remote process exited|"
+    r"ncclRemoteError"
+)
 _TIMEOUT = r"timed out|wait timeout"
 
 

@@ -19,6 +19,8 @@ lose it within about a slot."""
 _LOST_SECONDS = 0.5
 """The same if its connection broke: it knows from the kernel, which tells them all at once."""
 _POLL_SECONDS = 0.05
+_ITS_PLACE = "rank 0, or what started it, has ended, or its host or the network to it is down"
+"""Where several hosts take part; else it is in the launching process, with which the kernel ends the ranks."""
 
 
 class Positions:
@@ -74,8 +76,9 @@ class Positions:
         timed_out = is_timeout(error)
         try:
             silent = self._silent(_TIMED_OUT_SECONDS if timed_out else _LOST_SECONDS)
-        except RuntimeError:  # the store has ended with rank 0, or the network to it
-            silent = [rank for rank in range(self.ranks) if rank != self._rank]
+        except RuntimeError as broken:
+            why = str(broken).splitlines()[0]
+            return StalledError([0], f"the store at which the ranks have met is gone ({why}): {_ITS_PLACE}", "")
         return StalledError(silent, _cause(silent, timed_out), self.report())
 
     def _silent(self, seconds: float) -> list[int]:
