@@ -106,7 +106,8 @@ def test_files_of_ones_own_are_choices(capsys, mine):
 
 def test_folders_and_files_that_are_wrong_are_told(capsys, mine):
     assert "there is no such folder" in refused(capsys, "--config-dir=nowhere")
-    assert "Cannot find primary config 'large'" in refused(capsys, f"--config-dir={mine}", "--config-name=large")
+    said = refused(capsys, f"--config-dir={mine}", "--config-name=larger")
+    assert f"there is no larger.yaml in our tree and {mine}" in said
     (mine / "experiment" / "tiny.yaml").write_text("# @package _global_\nepochs: [3\nworkers: 2\n")
     said = refused(capsys, f"--config-dir={mine}", "experiment=tiny")
     assert "not valid YAML" in said and "experiment/tiny.yaml" in said and "line 3" in said

@@ -38,7 +38,7 @@ class Source:
     """Where configurations are read: in our tree, and in a folder of the user's.
 
     Raises:
-        ConfigError: there is no such folder, or one of its files has the name of one of ours.
+        ConfigError: there is no such folder or file, or one of the files has the name of one of ours.
     """
 
     folder: Path | None = None
@@ -47,16 +47,31 @@ class Source:
     """`--config-name`: the file that lists what is composed."""
 
     def __post_init__(self) -> None:
-        if self.folder is None:
+        if self.folder is not None:
+            self._check_folder(self.folder)
+        if self.name == "config":
             return
-        if not self.folder.is_dir():
+        names = [name for root in self._roots() for name in _yaml_names(root)]
+        wanted = self.name.removesuffix(".yaml")
+        if wanted not in names:
+            where = "our tree" if self.folder is None else f"our tree and {self.folder}"
+            similar = nearest(wanted, [name for name in names if "/" not in name])
             raise ConfigError(
-                [f"--config-dir={self.folder}: there is no such folder; give one that is laid out as configs/ is"]
+                [
+                    f"--config-name={self.name}: there is no {wanted}.yaml in {where}{similar}; give the folder of "
+                    "yours by --config-dir=, or leave it out for config.yaml"
+                ]
             )
-        ours, theirs = ({*_yaml_names(root)} for root in (files(TREE), self.folder))
+
+    def _check_folder(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise ConfigError(
+                [f"--config-dir={folder}: there is no such folder; give one that is laid out as configs/ is"]
+            )
+        ours, theirs = ({*_yaml_names(root)} for root in (files(TREE), folder))
         if ours & theirs:
             shared = ", ".join(f"{name}.yaml" for name in sorted(ours & theirs))
-            raise ConfigError([f"--config-dir={self.folder} holds {shared}, as our tree does: give other names"])
+            raise ConfigError([f"--config-dir={folder} holds {shared}, as our tree does: give other names"])
 
     def choices(self, group: str) -> list[str]:
         """Return the choices of a group."""

@@ -213,9 +213,9 @@ def _contents(path: Path) -> str:
 
 
 def _above(path: Path) -> str:
-    """The run directory that `path` lies in, if it does, as something to paste."""
+    """What to give in place of `path`: the run directory that it lies in, if it does, as something to paste."""
     run = next((parent for parent in path.parents if (parent / CONFIG).is_file()), None)
-    return f"; it lies in one: pass {_resuming(run)}" if run else "; pass resume=<the directory of an earlier run>"
+    return f"; it lies in one: give {shlex.quote(str(run))}" if run else "; give the directory of an earlier run"
 
 
 def _resuming(path: Path) -> str:
