@@ -157,10 +157,10 @@ _EXAMPLES = "F2.m5@v1: x2.m5! p2@v1 b2.w1! -> s2.m5 x3.m5 b2.w1, S x3.m5>3: x3.m
 
 def send(value: Value, source: int, destination: int, read: Value | None = None) -> tuple[Action, Action]:
     """Return both ends of a message with `value`: the SEND, which reads `read` if it sends a part of that."""
-    stage = value.stage
+    stage, sent, received = value.stage, (read or value,), (value,)
     return (
-        Action(Op.SEND, source, stage, peer=destination, value=value, reads=(read or value,)),
-        Action(Op.RECEIVE, destination, stage, peer=source, value=value, writes=(value,)),
+        _fast((Op.SEND, source, stage, -1, -1, destination, value, sent, (), ())),
+        _fast((Op.RECEIVE, destination, stage, -1, -1, source, value, (), received, ())),
     )
 
 

@@ -271,6 +271,9 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # else a user has frozen objects, which would be thawed
+                gc.freeze()
+                gc.unfreeze()  # the new objects count as old now: the next search leaves them out
             gc.enable()
 
 

@@ -62,10 +62,11 @@ def completed(action: Action, schedule: Schedule, stages: Iterable[int]) -> int 
     a step's only micro-batch, which comes to an owner that does not compute.
     """
     step = schedule.micro_batches
-    if action.stage in stages and action.rank in schedule.placement.holders(action.stage):
-        for value in action.writes:
-            if value.kind == GRADIENTS and len(value.members) == step and (action.op is not Op.RECEIVE or step == 1):
-                return value.stop // step
+    if action.op.is_message and step > 1:  # most actions of a large program
+        return None
+    for value in action.writes:
+        if value.kind == GRADIENTS and value.stage in stages and len(value.members) == step:
+            return value.stop // step if action.rank in schedule.placement.holders(value.stage) else None
     return None
 
 
