@@ -15,7 +15,7 @@ from pathlib import Path
 from cdp_repro.launch import LaunchError, launch
 from cdp_repro.launch.signals import StopRequest
 
-if __name__ == "__mp_main__" and "SLOW_IMPORT" in os.environ:  # in a rank that the command below has started
+if "SLOW_IMPORT" in os.environ and "RANK" in os.environ:  # in a rank that the command below, or an agent, has started
     Path(os.environ["SLOW_IMPORT"], f"importing-{os.environ['RANK']}").write_text(str(os.getpid()))
     time.sleep(4)  # longer than it takes to start the other one, on a machine that is busy
 
@@ -172,7 +172,7 @@ def stop_for_ever(folder):
 
 def wait_unprepared(folder):
     announce(folder)
-    time.sleep(30)
+    time.sleep(90)  # longer than any test waits for its end
 
 
 def compare(folder, hashes):

@@ -263,6 +263,29 @@ def test_a_rank_that_still_imports_does_not_outlive_it_either(tmp_path, command,
 # Processes that others start
 
 
+AGENT = """
+import os, subprocess, sys
+for rank in range(2):
+    subprocess.Popen([sys.executable, *sys.argv[1:]], env={**os.environ, "RANK": str(rank)})
+input()
+"""
+
+
+@pytest.mark.parametrize("moment", ["pid", "importing"])
+def test_no_rank_outlives_the_agent_of_torchrun(tmp_path, numbered, environment, moment):
+    numbered(0, 2, 1234)
+    environment.setenv("TORCHELASTIC_RUN_ID", "a-run")
+    if moment == "importing":
+        environment.setenv("SLOW_IMPORT", str(tmp_path))
+    start = [sys.executable, "-c", AGENT, workers.__file__, "wait_unprepared", str(tmp_path)]
+    with subprocess.Popen(start, stdin=subprocess.PIPE) as agent:
+        wait_until(lambda: len([each for each in tmp_path.glob(f"{moment}-*") if each.read_text()]) == 2)
+        ranks = pids(tmp_path, moment)
+        assert all(map(is_running, ranks))
+        agent.kill()
+    wait_until(lambda: not any(map(is_running, ranks)))
+
+
 def test_torchrun_has_started_this_rank(numbered):
     numbered(1, 2, 1234)
     assert launch(own_rank, [], 2)["RANK"] == "1"
