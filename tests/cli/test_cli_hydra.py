@@ -104,6 +104,12 @@ def test_files_of_ones_own_are_choices(capsys, mine):
     assert "unknown site 'work': choose home" in refused(capsys, f"--config-dir={mine}", "+site=work")
 
 
+def test_a_configuration_that_includes_itself_is_told(capsys, mine):
+    (mine / "experiment" / "again.yaml").write_text("# @package _global_\ndefaults:\n  - /experiment: again\n")
+    said = refused(capsys, f"--config-dir={mine}", "experiment=again")
+    assert "a configuration includes itself: look at the `defaults` of config, experiment=again" in said
+
+
 def test_folders_and_files_that_are_wrong_are_told(capsys, mine):
     assert "there is no such folder" in refused(capsys, "--config-dir=nowhere")
     said = refused(capsys, f"--config-dir={mine}", "--config-name=larger")
@@ -148,8 +154,8 @@ def test_sweeps_are_written_as_in_hydra(overrides, cells):
     ("override", "message"),
     [
         ("optim.lr=interval(0,1)", "has no end: list its values"),
-        ("mode=glob(pdp*)", "matches nothing: choose of accumulation, ampnet, cdp_v1"),
-        ("seed=glob(*)", "matches nothing"),
+        ("mode=glob(pdp*)", "stands for no value: choose accumulation, ampnet, cdp_v1"),
+        ("seed=glob(*)", "stands for no value: give one or more, such as seed=1,2"),
     ],
 )
 def test_sweeps_without_an_end_or_a_value_are_refused(override, message):

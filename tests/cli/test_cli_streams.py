@@ -54,3 +54,15 @@ def test_matplotlib_says_nothing_of_its_font_cache_between_the_lines_of_a_run():
     console_logging()
     assert not logging.getLogger("matplotlib.font_manager").isEnabledFor(logging.WARNING)
     assert logging.getLogger("cdp_repro").isEnabledFor(logging.INFO)
+
+
+def test_a_run_whose_summary_is_lost_says_where_it_is(tiny, tmp_path):
+    done = shell("PROGRAM > /dev/full", "train", *tiny, f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 0
+    assert f"No space left on device; {tmp_path / 'run' / 'summary.json'} has the numbers" in done.stderr
+
+
+def test_a_current_folder_that_is_gone_is_told(tmp_path):
+    done = shell(f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone && PROGRAM", "plan")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "error: the current folder does not exist any more: change to another one" in done.stderr

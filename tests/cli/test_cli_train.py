@@ -178,7 +178,7 @@ def test_resuming_what_has_no_checkpoint(tiny, capsys):
     assert "mine has no checkpoint to go on from. Add restart=true" in refused(capsys, "resume=mine")
     assert Path("mine/metrics.jsonl").read_text() == rows
     assert "restart=maybe: use restart=true" in refused(capsys, "resume=mine", "restart=maybe")
-    assert "resume=RUN_DIRECTORY stands alone" in refused(capsys, *tiny, "restart=true")
+    assert "restart=true needs resume=RUN_DIRECTORY beside it" in refused(capsys, *tiny, "restart=true")
     assert command.main(["resume=mine", "restart=true"]) == 0
     assert Path("mine/metrics.jsonl").read_text() == rows
 
@@ -294,3 +294,21 @@ def test_ctrl_c_saves_a_checkpoint_and_exits_with_130(tiny, capsys):
     assert json.loads(Path("mine/summary.json").read_text())["status"] == "interrupted"
     step = json.loads(Path("mine/summary.json").read_text())["step"]
     assert sorted(Path("mine/checkpoints").iterdir())[-1].name == f"step-{step:09d}"
+
+
+def test_a_run_that_was_moved_tells_where_it_is(tiny, capsys):
+    assert command.main([*tiny, "epochs=1", "run_dir=here"]) == 0
+    Path("here").rename("there")
+    capsys.readouterr()
+    assert command.main(["resume=there"]) == 0
+    assert f"run directory         {Path('there').absolute()}\n" in capsys.readouterr().out
+
+
+def test_a_wrong_value_in_the_configuration_of_a_run_is_named_with_its_file(tiny, capsys):
+    assert command.main([*tiny, "epochs=1", "run_dir=mine"]) == 0
+    path = Path("mine/config.yaml").absolute()
+    text = path.read_text()
+    path.write_text(text.replace("epochs: 1\n", "epochs: banana\n", 1))
+    assert f"{path}: epochs=banana: Value 'banana' could not be converted" in refused(capsys, "resume=mine")
+    path.write_text("epochs: 1\n")
+    assert f"{path} has no placement" in refused(capsys, "resume=mine")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -87,5 +89,8 @@ def test_a_program_file_is_written_edited_run_and_compared(tmp_path, capsys, pla
 
 
 def test_a_program_file_that_is_not_there_is_refused(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    assert command.main([f"program={tmp_path}/pipe"]) == 2
+    assert "pipe is no regular file" in capsys.readouterr().err
     assert command.main([f"program={tmp_path}/none"]) == 2
     assert "cannot be read" in capsys.readouterr().err

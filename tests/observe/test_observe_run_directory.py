@@ -19,6 +19,7 @@ from offline_wandb import history, records, wandb_files
 
 from cdp_repro.observe.metrics import MetricsLog, read_metrics
 from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError
+from cdp_repro.observe.wandb_mirror import _text
 
 CONFIG = {
     "mode": "cdp_v2",
@@ -106,15 +107,34 @@ def test_of_two_runs_that_start_at_once_one_is_refused(tmp_path: Path) -> None:
 
 def test_open_refuses_what_is_not_a_run_and_says_what_to_pass(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)
-    with pytest.raises(RunDirectoryError, match=rf"it is empty, and no config.yaml.*pass resume={run.path}$"):
+    with pytest.raises(RunDirectoryError, match=rf"it is empty, and no config.yaml.*give {run.path}$"):
         RunDirectory.open(run.checkpoints_path)
-    with pytest.raises(RunDirectoryError, match="does not exist"):
+    with pytest.raises(RunDirectoryError, match="is not a run directory: it does not exist; give the directory of an"):
         RunDirectory.open(tmp_path / "absent")
+    with pytest.raises(RunDirectoryError, match="is not a run directory: it is a file; it lies in one: give"):
+        RunDirectory.open(run.path / "command.txt")
     with pytest.raises(RunDirectoryError, match="holds run, and no config"):
         RunDirectory.open(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "\x00"])
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    run = RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)
+    (run.path / name).unlink(missing_ok=True)
+    os.mkfifo(run.path / name)
+    with pytest.raises(RunDirectoryError, match=f"{name} is no regular file: move it away"):
+        RunDirectory.open(run.path)
+
+
+def test_a_link_that_leads_to_nothing_is_told_before_training(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)
+    run.checkpoints_path.rmdir()
+    run.checkpoints_path.symlink_to("checkpoints")
+    with pytest.raises(RunDirectoryError, match="checkpoints is a link that leads to nothing: move it away"):
+        RunDirectory.open(run.path)
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "\x00", ""])
 def test_a_damaged_configuration_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(RunDirectoryError, match=r"config\.yaml"):
@@ -509,3 +529,14 @@ def test_what_was_logged_before_a_bad_call_stays_readable(seen: Seen) -> None:
     (file,) = wandb_files(seen.base / "runs" / "bad")
     assert [row["x"] for row in history(file)] == [1]
     assert [record.exit.exit_code for record in records(file) if record.HasField("exit")] == [0]
+
+
+def test_what_wandb_says_is_one_line_with_its_variables_but_not_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    error = ValueError("1 validation error\nmode\n  Input should be 'online'\n    For further information visit x")
+    assert (
+        _text(error)
+        == "ValueError: 1 validation error; mode; Input should be 'online'; the environment has WANDB_API_KEY"
+    )

@@ -139,13 +139,19 @@ def test_what_cannot_be_queued_writes_nothing(tiny, capsys, slurm, monkeypatch):
 
 def test_folders_that_are_none_of_a_sweep_of_this_version(capsys, tiny):
     assert command.main(["--status=nowhere"]) == 2
-    assert "nowhere is no folder of a sweep: it has no sweep.json" in capsys.readouterr().err
+    assert "nowhere is no folder of a sweep: it does not exist" in capsys.readouterr().err
+    Path("sweep").touch()
+    assert sweep(*tiny, "seed=0,1", "--dry-run") == 2
+    assert "run_dir=sweep is a file: a sweep needs a folder" in capsys.readouterr().err
+    Path("sweep").unlink()
     Path("sweep").mkdir()
+    assert command.main(["--status=sweep"]) == 2
+    assert "sweep is no folder of a sweep: it has no sweep.json" in capsys.readouterr().err
     path = Path("sweep/sweep.json")
     for content, said in (
         ('{"format": "cdp-repro sweep", "version": 2}', "is of version 2, this program reads 1"),
         ('{"format": "other"}', "is not of a sweep"),
-        ("{", "is damaged"),
+        ("{", "is damaged: .*; delete it and start the sweep again"),
     ):
         path.write_text(content)
         with pytest.raises(ConfigError, match=said):

@@ -14,6 +14,7 @@ from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.paths import typed_path
+from cdp_repro.config.schema import ClusterConfig
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.schedule import Program
 from cdp_repro.schedule.program_text import write_program
@@ -49,7 +50,13 @@ def _run(line: CommandLine) -> int:
     for name, path in (("program", program), ("html", page)):
         if path == "":
             raise ConfigError([f"--{name}= names no file: give --{name}=FILE"])
+        if path:
+            _refuse_unwritable(name, Path(typed_path(path)))
+    if folder and Path(typed_path(folder)).exists() and not Path(typed_path(folder)).is_dir():
+        raise ConfigError([f"--out={folder} is a file: give the name of a folder"])
     config = compose_config(line.overrides, check_device=False, source=line.source)
+    if config.cluster != ClusterConfig() and not (config.price or line.flags):
+        raise ConfigError(["cluster.* describes the machines of a price: add price=true, or --systems"])
     if program and config.price:
         raise ConfigError(["--program=FILE writes the program of one run, price=true prices many: leave one out"])
     if page and config.price:
@@ -70,6 +77,13 @@ def _run(line: CommandLine) -> int:
     if page:
         _write_page(config, Path(typed_path(page)))
     return 0
+
+
+def _refuse_unwritable(option: str, path: Path) -> None:
+    """Refuse a file that cannot be one before anything is planned, which takes seconds."""
+    if path.is_dir() or not path.parent.is_dir():
+        wrong = "is a folder" if path.is_dir() else f"would lie in {path.parent}, which is no folder"
+        raise ConfigError([f"--{option}={path} {wrong}: give the name of a file"])
 
 
 def _write_page(config: RunConfig, path: Path) -> None:

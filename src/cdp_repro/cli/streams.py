@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from typing import ParamSpec, TextIO
 
 _P = ParamSpec("_P")
@@ -64,6 +65,11 @@ def command(main: Callable[_P, int]) -> Callable[_P, int]:
     @wraps(main)
     def run(*arguments: _P.args, **named: _P.kwargs) -> int:
         open_standard_streams()
+        try:
+            Path.cwd()
+        except OSError:
+            write_error("error: the current folder does not exist any more: change to another one\n")
+            return 2
         try:
             return main(*arguments, **named)
         except OutputError as error:

@@ -6,11 +6,10 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -88,8 +87,10 @@ def _single(overrides: Sequence[str], source: Source) -> int:
         error.add_note(_how_to_go_on(run_dir))
         raise
     if summary:
-        with suppress(OutputError):  # the run has ended well, and its files say so
+        try:
             write_out(_summary_text(summary, run_dir))
+        except OutputError as error:  # the run has ended well
+            write_error(f"{error}; {run_dir / SUMMARY} has the numbers\n")
     return 0
 
 
@@ -152,6 +153,8 @@ def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
         if not text.startswith(("resume=", "restart="))
     ]
     config = OmegaConf.create(run.config())
+    if not isinstance(config.get("placement"), DictConfig):
+        raise RunDirectoryError(f"{run.path / CONFIG} has no placement: put back what it held, or begin another run")
     try:
         config.merge_with_dotlist(given)
     except (OmegaConfBaseException, YAMLError) as error:
@@ -159,7 +162,12 @@ def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
     for name, placement in PLACEMENT_SIZES.items():
         if config.placement.name != placement and not any(text.startswith(f"{name}=") for text in given):
             config[name] = None  # that of the placement that it was
-    return load_config(config)
+    try:
+        return load_config(config)
+    except ConfigError as error:
+        if given:
+            raise
+        raise ConfigError([f"{run.path / CONFIG}: {problem}" for problem in error.problems]) from error
 
 
 def _given_folder(kind: str, overrides: Sequence[str]) -> str | None:
@@ -225,7 +233,7 @@ def _status(line: CommandLine) -> int:
 
 def _summary_text(summary: dict[str, Any], run_dir: Path) -> str:
     try:
-        return _told(summary)
+        return _told(summary, run_dir.absolute())
     except KeyError as error:
         raise RunDirectoryError(
             f"{run_dir / SUMMARY} says that the run is finished, but lacks {error}: delete it, and the run goes on "
@@ -233,7 +241,7 @@ def _summary_text(summary: dict[str, Any], run_dir: Path) -> str:
         ) from error
 
 
-def _told(summary: dict[str, Any]) -> str:
+def _told(summary: dict[str, Any], run_dir: Path) -> str:
     task = task_of(summary["dataset"])
     lines = [
         "",
@@ -251,7 +259,7 @@ def _told(summary: dict[str, Any]) -> str:
         lines.append(f"  sent per device       {format_bytes(sent)} a training step")
     if reads := summary["ledger/reads"]:
         lines.append(f"  reads in the ledger   {reads}, all at the version that the rule asks for")
-    lines.append(f"  run directory         {summary['run_dir']}")
+    lines.append(f"  run directory         {run_dir}")  # not that of the summary: it may have been moved
     return "\n".join(lines) + "\n"
 
 

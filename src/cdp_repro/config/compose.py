@@ -196,9 +196,9 @@ def _alternatives(override: Override, source: Source) -> list[str]:
     key, value = override.key_or_group, override.value()
     names = value.filter(source.choices(key)) if isinstance(value, Glob) else [*override.sweep_string_iterator()]
     if not names:
-        raise ConfigError(
-            [f"{_text(override)} matches nothing: choose of {', '.join(source.choices(key)) or 'values'}"]
-        )
+        choices = source.choices(key)
+        ways = f"choose {', '.join(choices)}" if choices else f"give one or more, such as {key}=1,2"
+        raise ConfigError([f"{_text(override)} stands for no value: {ways}"])
     return [f"{override.get_key_element()}={name}" for name in names]
 
 
@@ -215,6 +215,9 @@ def _composed(overrides: Sequence[str], source: Source, with_hydra: bool = False
         raise ConfigError([f"a configuration file is not valid YAML: {error}"]) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([str(error)]) from error
+    except RecursionError as error:
+        chosen = ", ".join([source.name, *overrides])
+        raise ConfigError([f"a configuration includes itself: look at the `defaults` of {chosen}"]) from error
 
 
 @contextmanager
@@ -252,6 +255,9 @@ def _examined(overrides: Sequence[str], source: Source) -> tuple[list[str], list
     found = leaves(tree)
     known, missing = [key for key, _ in found], [key for key, value in found if value == MISSING]
     problems |= {id(item): problem for item in parsed if (problem := _unknown_key(item, source, known, missing))}
+    chosen = {override.key_or_group: override.value() for override in parsed}
+    if chosen.get("baseline") is not None and chosen.get("placement") == "single_device":  # the default, but asked for
+        problems[0] = f"baseline={chosen['baseline']} places its stages itself: drop placement=single_device"
     composable = [_text(override) for override in parsed if id(override) not in problems]
     return composable, [*problems.values()], tree if composable == groups else None
 
@@ -268,9 +274,13 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
             text.encode()
             parsed.append(parser.parse_override(quoted_for_hydra(text)))
         except UnicodeEncodeError:
-            problems.append(f"{text!r} is not text in UTF-8: use another name")
-        except HydraException as error:
-            problems.append(f"{text!r} is not of the form key=value: {str(error).splitlines()[0]}")
+            problems.append(
+                f"{text!r} is not text in UTF-8: use another name, or a locale that knows it (LANG=C.UTF-8)"
+            )
+        except HydraException:
+            key, equals, _ = text.partition("=")
+            closed = f": close its brackets and quotes, or write {key}='...' if it is text" if equals else ""
+            problems.append(f"{text!r} is not of the form key=value{closed or ', such as workers=4'}")
     if problems:
         raise ConfigError(problems)
     return parsed
@@ -328,8 +338,10 @@ def _unknown_key(override: Override, source: Source, known: Sequence[str], missi
         return None if key in HYDRA_KEYS else f"{here}{', '.join(HYDRA_KEYS)}"
     if group == "launcher":
         return f"{key} says how the runs of a sweep start: add --multirun, which cdp-train has"
-    if key in ("resume", "restart"):
+    if key == "resume":
         return "resume=RUN_DIRECTORY stands alone, with cdp-train (restart=true may stand beside it)"
+    if key == "restart":
+        return "restart=true needs resume=RUN_DIRECTORY beside it, with cdp-train"
     if group in GROUPS and rest == "name" and not (group == "model" and "model.name" in missing):
         return f"{key} is set by {group}=..., with what belongs to it"
     if source.is_group(key) or any(leaf == key or leaf.startswith(f"{key}.") for leaf in known):

@@ -15,8 +15,17 @@ class ConfigError(ValueError):
         super().__init__(bullets if len(self.problems) > 1 else self.problems[0])
 
 
+OTHER_NAMES = {
+    "learning_rate": "optim.lr", "optimizer": "optim", "max_epochs": "epochs", "micro_batches": "accumulate",
+    "gradient_accumulation_steps": "accumulate", "data": "dataset", "arch": "model",
+}  # fmt: skip
+"""What other trainers call ours."""
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the most similar choice, or nothing if none is similar."""
     by_lower = {choice.lower(): choice for choice in choices}
+    if (ours := OTHER_NAMES.get(name.lower())) in by_lower:
+        return f"; did you mean {ours!r}?"
     close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.4)]
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -53,6 +53,7 @@ _SIZES = (
     "dataset.test_samples", "model.hidden", "model.width", "model.heads", "model.context",
 )  # fmt: skip
 _LARGEST_SIZE = 2**31 - 1
+_LARGEST_RATE = 1e38
 _LARGEST_DEPTH = 1000
 """Blocks: a model of so many takes seconds to make and to measure."""
 _LARGEST_PROGRAM = 2_000_000
@@ -99,6 +100,8 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
         value = _value(config, key)
         if not 0 <= value < 1:
             yield key, f"{key}={value}: must be at least 0 and below 1"
+    if _LARGEST_RATE < config.optim.lr < math.inf:
+        yield "optim.lr", f"optim.lr={config.optim.lr}: must be at most {_LARGEST_RATE:g}, beyond which fp32 ends"
     for key in _SIZES:
         value = _value(config, key)
         if value is not None and value > _LARGEST_SIZE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -70,7 +71,8 @@ def _typed(composed: DictConfig) -> tuple[RunConfig, dict[str, str]]:
     try:
         given = leaves(composed)
     except OmegaConfBaseException as error:
-        raise ConfigError([f"the configuration cannot be resolved: {str(error).splitlines()[0]}"]) from error
+        where = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError([f"{where}the configuration cannot be resolved: {str(error).splitlines()[0]}"]) from error
     problems = {
         key: f"{key} has no value yet: give one, e.g. {example_of(key)}" for key, value in given if value == MISSING
     }
@@ -96,4 +98,5 @@ def _mistyped(schema: DictConfig, given: Iterable[tuple[str, Any]]) -> Iterator[
         try:
             OmegaConf.merge(schema, nested(key, value))
         except OmegaConfBaseException as error:
-            yield key, f"{key}={value}: {str(error).splitlines()[0]}; use e.g. {example_of(key)}"
+            why = re.sub(r" of type '\w+'", "", str(error).splitlines()[0])  # OmegaConf's names for lists and numbers
+            yield key, f"{key}={value}: {why}; use e.g. {example_of(key)}"

@@ -22,6 +22,8 @@ def read_program_file(path: str) -> Program:
         ConfigError: the file cannot be read.
         ScheduleError: it is broken; says in which line and why.
     """
+    if Path(path).exists() and not Path(path).is_file():  # every rank reads it, and a pipe can be read once
+        raise ConfigError([f"program={path} is {'a folder' if Path(path).is_dir() else 'no regular file'}"])
     try:
         text = Path(path).read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -40,6 +42,14 @@ def with_header_of_program(overrides: Sequence[str]) -> list[str]:
         for name, value in values.items()
         if value is not None
     ]
+    given = {text.partition("=")[0].lstrip("+"): text.partition("=")[2] for text in overrides}
+    differing = [
+        f"{name}={value} there, {given[name]} here"
+        for name, value in values.items()
+        if name in given and isinstance(value, int | str) and given[name] != str(value)
+    ]
+    if differing:
+        raise ConfigError([f"program={paths[-1]} is for other values: {'; '.join(differing)}; leave them out"])
     return [
         *found,
         f"program={Path(typed_path(paths[-1])).resolve()}",

@@ -96,7 +96,8 @@ def _address(timeout_seconds: float) -> str:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise LaunchError(
-            f"the environment of this rank lacks {', '.join(missing)}: start the processes with torchrun or srun, "
+            f"RANK is set, but the environment of this rank lacks {', '.join(missing)}: start the processes with "
+            "torchrun or srun, unset RANK for a run that starts its own, "
             "or set the address and a free port of rank 0's machine"
         )
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]

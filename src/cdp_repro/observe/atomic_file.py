@@ -7,13 +7,20 @@ from pathlib import Path
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write `path` so that a reader, or a kill, sees the old or the new content whole."""
-    new = path.with_name(f".{path.name}.new")
+    """Write `path` so that a reader, or a kill, sees the old or the new content whole.
+
+    A link stays one: what it points to is replaced. A device or a pipe is written to, as it has no content to keep.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    target = Path(os.path.realpath(path))
+    new = target.with_name(f".{target.name}.new")
     try:
         with new.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        new.replace(path)
+        new.replace(target)
     finally:
         new.unlink(missing_ok=True)

@@ -86,7 +86,10 @@ def _rows(path: Path) -> tuple[int, list[tuple[bytes, dict[str, Any]]]]:
         if row is not None:
             rows.append((line, row))
         elif number < len(lines):
-            raise RunDirectoryError(f"{path}, line {number} of {len(lines)} is damaged: {line[:60]!r}")
+            raise RunDirectoryError(
+                f"{path}, line {number} of {len(lines)} is damaged: {line[:60]!r}. Delete that line, or the file: the "
+                "run then goes on without what it held"
+            )
     return sum(len(line) for line, _ in rows), rows
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,12 +74,13 @@ class RunDirectory:
     def open(cls, path: Path) -> RunDirectory:
         """The directory of an earlier run, to resume it. Raises RunDirectoryError if it is not one."""
         run = cls(Path(path).absolute())
-        if not (run.path / CONFIG).is_file():
+        if not (run.path / CONFIG).exists():
+            and_no = f", and no {CONFIG}" if run.path.is_dir() else ""
             raise RunDirectoryError(
-                f"{run.path} is not a run directory: it {_contents(run.path)}, and no {CONFIG}{_above(run.path)}"
+                f"{run.path} is not a run directory: it {_contents(run.path)}{and_no}{_above(run.path)}"
             )
-        run.config()  # refuses what cannot be read
         run._refuse_damaged()
+        run.config()  # refuses what cannot be read
         return run
 
     @contextmanager
@@ -109,6 +111,8 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.path / CONFIG} cannot be read: {error}") from error
         if not isinstance(config, dict):
             raise RunDirectoryError(f"{self.path / CONFIG} holds a {type(config).__name__}, expected settings by name")
+        if not config:
+            raise RunDirectoryError(f"{self.path / CONFIG} is empty: put back what it held, or begin another run")
         return {str(key): value for key, value in config.items()}
 
     @property
@@ -165,12 +169,16 @@ class RunDirectory:
 
     def _refuse_damaged(self) -> None:
         """Raise RunDirectoryError where a file should be a folder, or a folder a file; make the folder of logs."""
-        for name in (COMMAND, METRICS, SUMMARY):
-            if (self.path / name).is_dir():
-                raise RunDirectoryError(f"{self.path / name} is a folder, expected a file: move it away to go on")
+        for name in (CONFIG, COMMAND, METRICS, SUMMARY):
+            path = self.path / name
+            if path.exists() and not path.is_file():
+                found = "is a folder, expected a file" if path.is_dir() else "is no regular file"
+                raise RunDirectoryError(f"{path} {found}: move it away to go on")
         for name in (CHECKPOINTS, LOGS):
-            if (self.path / name).exists() and not (self.path / name).is_dir():
-                raise RunDirectoryError(f"{self.path / name} is a file, expected a folder: move it away to go on")
+            path = self.path / name
+            if os.path.lexists(path) and not path.is_dir():
+                found = "is a file, expected a folder" if path.exists() else "is a link that leads to nothing"
+                raise RunDirectoryError(f"{path} {found}: move it away to go on")
         try:
             (self.path / LOGS).mkdir(exist_ok=True)
         except OSError as error:

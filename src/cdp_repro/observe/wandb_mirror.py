@@ -112,7 +112,7 @@ class WandbMirror:
         # its service; SystemExit at the end), and a mirror must not stop the run, whatever it was.
         except (Exception, SystemExit) as error:
             if not self._failed:
-                logger.warning("W&B could not %s (%s: %s); going on without", what, type(error).__name__, error)
+                logger.warning("W&B could not %s (%s); going on without", what, _text(error))
             self._failed = True
 
     def _init(self, mode: str, config: dict[str, Any], name: str, project: str, resume_id: str | None) -> None:
@@ -167,6 +167,13 @@ def previous_run_id(run_dir: Path) -> str | None:
     files = (Path(run_dir) / "wandb").glob("*run-*/run-*.wandb")
     newest = max(files, key=lambda file: file.parent.name.removeprefix("offline-"), default=None)
     return None if newest is None else newest.stem.removeprefix("run-")
+
+
+def _text(error: BaseException) -> str:
+    """Return an error in one line, with the names of W&B's variables in the environment: they are a likely cause."""
+    said = "; ".join(line.strip() for line in str(error).splitlines() if "further information" not in line)
+    names = ", ".join(sorted(name for name in os.environ if name.startswith("WANDB_")))
+    return f"{type(error).__name__}: {said}" + (f"; the environment has {names}" if names else "")
 
 
 @contextmanager

@@ -154,7 +154,10 @@ def _known_setting(option: str, key: str | None, runs: Sequence[Finished], other
         raise ConfigError([f"{option}= names no setting: in this sweep you can choose {differing}"])
     full = f"{key}.name" if key in GROUPS else key
     if full not in known:
-        raise ConfigError([f"{option}={key}: there is no such setting{nearest(key, [*known, *GROUPS])}"])
+        differing = ", ".join([*others, *_differing(runs)])
+        raise ConfigError(
+            [f"{option}={key}: no such setting; runs differ in {differing}{nearest(key, [*known, *GROUPS])}"]
+        )
     return full
 
 
@@ -164,7 +167,7 @@ def _known_number(y: str | None, x: str, runs: Sequence[Finished]) -> str:
     if not y:
         raise ConfigError([f"--y= names no number: {where} has {', '.join(known)}"])
     if y not in known:
-        raise ConfigError([f"--y={y}: {where} has no such number{nearest(y, known)}"])
+        raise ConfigError([f"--y={y}: {where} has no such number, but {', '.join(known)}{nearest(y, known)}"])
     return y
 
 

@@ -60,16 +60,18 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
         name = ",".join(text for text in texts if text not in fixed).replace("/", "-") or "single"
         directory = root / name
         if directory in found:
-            problems[f"two cells are the same: {name}"] = None
+            problems[f"two cells are the same ({name}): a sweep gives a value twice"] = None
         try:
             config = compose_config(texts, check_device, source)
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             continue
-        begin = [*source.arguments(), *texts, f"run_dir='{directory}'"]  # quoted for Hydra
+        begin = [*source.arguments(), *texts, f"run_dir={directory}"]
         found[directory] = Cell(directory, begin, config)
         if _holds_another_run(directory, config):
             problems[f"{directory} holds a run with another configuration: pass another run_dir="] = None
+    if root.exists() and not root.is_dir():
+        problems[f"run_dir={root} is a file: a sweep needs a folder for its runs"] = None
     if problems:
         raise ConfigError(problems)
     return [*found.values()]
@@ -118,9 +120,11 @@ def read_list(root: Path) -> SweepList:
     try:
         found = json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError([f"{root} is no folder of a sweep: it has no {LIST}"]) from error
+        found = f"it has no {LIST}" if root.is_dir() else "it does not exist" if not root.exists() else "it is a file"
+        raise ConfigError([f"{root} is no folder of a sweep: {found}"]) from error
     except ValueError as error:
-        raise ConfigError([f"{path} is damaged: {error}; start the sweep again, which keeps its runs"]) from error
+        ways = "delete it and start the sweep again, which keeps its runs"
+        raise ConfigError([f"{path} is damaged: {error}; {ways}"]) from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ConfigError([f"{path} is not of a sweep of cdp-train"])
     if found.get("version") != VERSION:

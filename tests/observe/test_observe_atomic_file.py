@@ -1,0 +1,41 @@
+"""Files that are replaced whole, and what is never replaced."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from cdp_repro.observe.atomic_file import replace_file
+
+
+def test_a_file_is_replaced_whole_and_leaves_nothing_else(tmp_path):
+    for content in (b"old", b"new"):
+        replace_file(tmp_path / "file", content)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"new"}
+
+
+def test_a_link_stays_one(tmp_path):
+    target, link = tmp_path / "folder" / "target", tmp_path / "link"
+    target.parent.mkdir()
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    replace_file(link, b"new")
+    assert link.is_symlink() and target.read_bytes() == b"new"
+
+
+def test_a_pipe_or_a_device_is_written_to_and_stays_what_it_is(tmp_path):
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    replace_file(pipe, b"said")
+    reader.join(10)
+    assert read == [b"said"] and pipe.is_fifo()
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(IsADirectoryError):
+        replace_file(Path(tmp_path), b"")
