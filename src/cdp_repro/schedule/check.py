@@ -131,36 +131,36 @@ class Checker:
 
     def _apply(self, slot: int, action: Action) -> bool:
         """Apply an action; return False if it has to wait for another rank."""
-        schedule = self._schedule
-        if not 0 <= action.rank < self._ranks or not -1 <= action.peer < self._ranks:
+        op, rank = action.op, action.rank
+        if not 0 <= rank < self._ranks or not -1 <= action.peer < self._ranks:
             raise _Fault(f"there are only ranks 0 to {self._ranks - 1}")
-        live, is_compute = self._live[action.rank], action.op.is_compute
-        fault = fault_of(action, schedule)
+        live, is_compute = self._live[rank], op.is_compute
+        fault = fault_of(action, self._schedule)
         if fault:
             raise _Fault(fault)
         for value in action.reads:
             if value not in live:
-                if value in self._announced[action.rank]:
+                if value in self._announced[rank]:
                     return False
-                raise _Fault(self._why_not_there(value, action.rank))
+                raise _Fault(self._why_not_there(value, rank))
             if is_compute and live[value] >= slot and value.kind in (PARAMETERS, *_LENT):
                 raise _Fault(f"version {action.version} of stage {action.stage} is made only in this same slot")
-        if action.op is Op.COLLECTIVE and not self._can_join(action):
+        is_collective = op is Op.COLLECTIVE
+        if is_collective and not self._can_join(action):
             return False
         if is_compute:
             self._occupy(action)
-        born = live[action.reads[0]] if action.op is Op.SEND else slot
+        born = live[action.reads[0]] if op is Op.SEND else slot
         for value in action.frees:
-            if value not in live:
-                raise _Fault(f"it frees {value}, which it does not read")
-            del live[value]
-        if action.op.is_message:
+            if live.pop(value, None) is None:
+                raise _Fault(f"it frees {value} twice")
+        if op.is_message:
             self._message(slot, action, born)
-        elif action.op is Op.COLLECTIVE:
+        elif is_collective:
             self._join(slot, action)
         else:
             for value in action.writes:
-                self._write(action.rank, value, slot)
+                self._write(rank, value, slot)
         return True
 
     def _write(self, rank: int, value: Value, slot: int) -> None:
@@ -186,10 +186,11 @@ class Checker:
         """Join one end of a message to its other end, which must be the oldest open one on this edge."""
         value = action.value
         assert value is not None
-        source, destination = (action.rank, action.peer) if action.op is Op.SEND else (action.peer, action.rank)
+        is_send = action.op is Op.SEND
+        source, destination = (action.rank, action.peer) if is_send else (action.peer, action.rank)
         if source == destination:
             raise _Fault("a rank sends to itself")
-        if action.op is Op.RECEIVE:
+        if not is_send:
             if value in self._live[destination] or value in self._announced[destination]:
                 raise _Fault(f"{value} is on rank {destination} already")
             self._announced[destination].add(value)
@@ -200,7 +201,7 @@ class Checker:
         other = ends[0]
         if other.action.value != value:
             raise _Fault(f"its other end must come after that of {other.action.label} (rank {other.action.rank})")
-        early = slot - other.slot if action.op is Op.SEND else 0
+        early = slot - other.slot if is_send else 0
         if early > self._schedule.slots_per_step:
             raise _Fault(
                 f"its receive stands {early} slots before it, in slot {other.slot}: at most a training step, "
@@ -208,7 +209,7 @@ class Checker:
             )
         ends.popleft()
         self._announced[destination].remove(value)
-        self._live[destination][value] = born if action.op is Op.SEND else other.born
+        self._live[destination][value] = born if is_send else other.born
 
     def _can_join(self, action: Action) -> bool:
         """Whether a collective can be joined: no other has begun."""

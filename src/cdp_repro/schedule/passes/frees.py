@@ -44,9 +44,10 @@ def add_frees(slots: Slots, held: dict[int, list[Value]]) -> Slots:
     for actions in reversed(slots):
         marked = []
         for action in reversed(actions):
-            own = needed[action.rank]
-            own.difference_update(action.writes)
-            last = tuple([value for value in action.reads if value not in own])
+            own, reads = needed[action.rank], action.reads
+            if action.writes:
+                own.difference_update(action.writes)
+            last = tuple([value for value in reads if value not in own]) if reads else ()
             own.update(last)
             marked.append(action.freeing(last) if last else action)
         found.append(marked[::-1])

@@ -45,14 +45,15 @@ def update(schedule: Schedule, stage: int, version: int, rank: int) -> Action:
 def replace_backwards(slots: Slots, stages: Iterable[int], by: Callable[[Action], Iterable[Action]]) -> Slots:
     """Put what `by` returns in the place of each action that gives gradients of `stages`."""
     chosen = frozenset(stages)
-    return [
-        [
-            each
-            for action in actions
-            for each in (by(action) if action.op.gives_gradients and action.stage in chosen else (action,))
-        ]
-        for actions in slots
-    ]
+    found: Slots = []
+    for actions in slots:
+        found.append([])
+        for action in actions:
+            if action.op.gives_gradients and action.stage in chosen:
+                found[-1] += by(action)
+            else:
+                found[-1].append(action)
+    return found
 
 
 def completed(action: Action, schedule: Schedule, stages: Iterable[int]) -> int | None:
