@@ -32,25 +32,27 @@ def sweep_text(root: Path) -> str:
     lines: list[Sequence[str]] = [("run", "state", "step", "steps/s", "left", "said last")]
     states: Counter[str] = Counter()
     for name, epochs in noted.epochs.items():
-        directory = root / name
-        state = _state(directory, queue.get(name, ""))
+        directory, outputs = root / name, _outputs(root, name, noted.arrays)
+        state = _state(directory, queue.get(name, ""), outputs)
         states[state] += 1
         pace = _pace(directory, epochs)
         shown = pace.texts(state) if pace else ("-", "", "")
-        said = _said(root, name, noted.arrays) if state in _ENDED_BADLY else ""
+        said = _said(outputs) if state in _ENDED_BADLY else ""
         lines.append((name, state, *shown, said))
     counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
     return f"{table(lines)}\n\n{states.total()} runs: {counts}\n"
 
 
-def _state(directory: Path, in_queue: str) -> str:
+def _state(directory: Path, in_queue: str, outputs: Sequence[Path]) -> str:
     """Return the state of a run by its files and by what SLURM says of its job."""
     state = run_state(directory, None)
     if state in ("finished", "diverged"):
         return state
     if in_queue in ("RUNNING", "COMPLETING"):  # on another node, whose locks are not seen here
         return "running"
-    return "queued" if in_queue else state
+    if in_queue:
+        return "queued"
+    return "failed" if state == "missing" and outputs else state  # a job that has ended before its run began
 
 
 def _queue(arrays: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -104,10 +106,15 @@ def _pace(directory: Path, epochs: int) -> _Pace | None:
     return _Pace(step, over[0] * epochs if over else None, done / seconds if done > 0 and seconds > 0 else None)
 
 
-def _said(root: Path, name: str, arrays: Mapping[str, Sequence[str]]) -> str:
-    """Return the last line that a run's processes have printed."""
-    outputs = [root / "slurm" / f"{array}_{names.index(name)}.log" for array, names in arrays.items() if name in names]
-    for path in (*reversed(outputs), log_path(root / name)):
-        if path.exists() and (lines := path.read_text(errors="replace").strip().splitlines()):
+def _outputs(root: Path, name: str, arrays: Mapping[str, Sequence[str]]) -> list[Path]:
+    """Return the files with what a run's processes have printed, the newest first."""
+    jobs = [root / "slurm" / f"{array}_{names.index(name)}.log" for array, names in arrays.items() if name in names]
+    return [path for path in (*reversed(jobs), log_path(root / name)) if path.exists()]
+
+
+def _said(outputs: Sequence[Path]) -> str:
+    """Return the last line of the newest file that has one."""
+    for path in outputs:
+        if lines := path.read_text(errors="replace").strip().splitlines():
             return lines[-1].strip()
     return ""
