@@ -47,13 +47,11 @@ class Host:
 def vanish(hosts: Sequence[Host], number: int) -> None:
     """End one of two hosts as a loss of power does: the other one gets no answer any more, and no word of it."""
     gone, other = hosts[number], hosts[1 - number]
-    shown = subprocess.run(gone.command("ip", "link", "show", INTERFACE), capture_output=True, text=True, check=True)
-    hardware_address = re.findall(r"link/ether (\S+)", shown.stdout)[0]
+    hardware_address = re.findall(r"link/ether (\S+)", _do(*gone.command("ip", "link", "show", INTERFACE)))[0]
     neighbour = (gone.address, "lladdr", hardware_address, "dev", INTERFACE, "nud", "permanent")
     _do(*other.command("ip", "neighbour", "replace", *neighbour))  # or the kernel would soon say that nobody is there
-    _do(
-        *gone.command("ip", "address", "flush", "dev", INTERFACE)
-    )  # before the processes end, and with them connections
+    # Before its processes end: the kernel would tell the other side of their connections.
+    _do(*gone.command("ip", "address", "flush", "dev", INTERFACE))
     (first,) = Path(f"/proc/{gone.pid}/task/{gone.pid}/children").read_text().split()
     os.kill(int(first), signal.SIGKILL)  # of its namespace: the kernel ends the others
 
@@ -108,10 +106,11 @@ def _host(name: str, hosts_file: Path) -> Iterator[Host]:
             process.communicate()
 
 
-def _do(*command: str) -> None:
+def _do(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
         raise NoHostsError(f"`{command[0]}` is not installed (apt-get install iproute2)") from error
     if done.returncode:
         raise NoHostsError(f"`{shlex.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout

@@ -88,6 +88,11 @@ def test_an_array_is_queued_and_noted(tiny, capsys, slurm):
     (slurm / "queue").write_text("42_0 RUNNING\n42_1 PENDING\n")
     shown = sweep_text(Path("sweep"))
     assert "2 runs: 1 running, 1 queued" in shown
+    (slurm / "queue").write_text("")
+    Path("sweep/slurm/42_0.log").write_text("no module named torch\n")
+    Path("sweep/slurm/42_1.log").touch()
+    shown = sweep_text(Path("sweep"))
+    assert "2 runs: 1 failed, 1 missing" in shown and shown.count("no module named torch") == 1
 
 
 def test_a_job_begins_its_run_goes_on_with_it_and_queues_again_before_the_time_is_up(tiny, slurm):
@@ -174,6 +179,6 @@ def test_a_run_under_way_shows_its_rate_and_the_time_left(tiny, monkeypatch):
     os.utime(run.metrics_path, (begun + 10, begun + 10))
     noted = json.loads(Path("sweep/sweep.json").read_text())
     Path("sweep/sweep.json").write_text(json.dumps({**noted, "epochs": {"seed=0": 1000, "seed=1": 1}}))
-    monkeypatch.setattr("cdp_repro.studies.sweep_status.run_state", lambda directory, row: "running")
+    monkeypatch.setattr("cdp_repro.studies.sweep_status.run_state", lambda *_: "running")
     (line,) = [line for line in sweep_text(Path("sweep")).splitlines() if line.startswith("seed=0")]
     assert line.split() == ["seed=0", "running", "5", "of", "5000", "0.5", "2.8", "h"]

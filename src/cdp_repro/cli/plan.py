@@ -44,16 +44,7 @@ With price=true show instead what a training step takes on a cluster, for every 
 
 
 def _run(line: CommandLine) -> int:
-    folder, program, page = (line.options.get(name) for name in ("out", "program", "html"))
-    if folder == "":
-        raise ConfigError(["--out= names no folder: give --out=FOLDER"])
-    for name, path in (("program", program), ("html", page)):
-        if path == "":
-            raise ConfigError([f"--{name}= names no file: give --{name}=FILE"])
-        if path:
-            _refuse_unwritable(name, Path(typed_path(path)))
-    if folder and Path(typed_path(folder)).exists() and not Path(typed_path(folder)).is_dir():
-        raise ConfigError([f"--out={folder} is a file: give the name of a folder"])
+    folder, program, page = (_output(line, name) for name in ("out", "program", "html"))
     config = compose_config(line.overrides, check_device=False, source=line.source)
     if config.cluster != ClusterConfig() and not (config.price or line.flags):
         raise ConfigError(["cluster.* describes the machines of a price: add price=true, or --systems"])
@@ -68,22 +59,35 @@ def _run(line: CommandLine) -> int:
     write_out(text)
     if folder:
         try:
-            written = write(Path(typed_path(folder)))
+            written = write(folder)
         except OSError as error:
             raise ConfigError([f"--out={folder}: cannot write there: {error.strerror}"]) from error
         write_out("\nwritten: " + " ".join(map(str, written)) + "\n")
     if program and chosen is not None:
-        _write("program", Path(typed_path(program)), write_program(chosen))
+        _write("program", program, write_program(chosen))
     if page:
-        _write_page(config, Path(typed_path(page)))
+        _write_page(config, page)
     return 0
 
 
-def _refuse_unwritable(option: str, path: Path) -> None:
-    """Refuse a file that cannot be one before anything is planned, which takes seconds."""
-    if path.is_dir() or not path.parent.is_dir():
-        wrong = "is a folder" if path.is_dir() else f"would lie in {path.parent}, which is no folder"
-        raise ConfigError([f"--{option}={path} {wrong}: give the name of a file"])
+def _output(line: CommandLine, option: str) -> Path | None:
+    """Return what an option names, if it is given; refuse what cannot be written before seconds are spent on a plan."""
+    text = line.options.get(option)
+    if text is None:
+        return None
+    kind = "folder" if option == "out" else "file"
+    if not text:
+        raise ConfigError([f"--{option}= names no {kind}: give --{option}={kind.upper()}"])
+    path, wrong = Path(typed_path(text)), ""
+    if option == "out":
+        wrong = "is a file" if path.exists() and not path.is_dir() else ""
+    elif path.is_dir():
+        wrong = "is a folder"
+    elif not path.parent.is_dir():
+        wrong = f"would lie in {path.parent}, which is no folder"
+    if wrong:
+        raise ConfigError([f"--{option}={path} {wrong}: give the name of a {kind}"])
+    return path
 
 
 def _write_page(config: RunConfig, path: Path) -> None:

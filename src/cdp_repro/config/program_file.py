@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from cdp_repro.config.errors import ConfigError
 from cdp_repro.config.paths import typed_path
@@ -13,6 +15,8 @@ from cdp_repro.schedule import Program
 from cdp_repro.schedule.program_text import read_program
 
 _KEY = "program="
+_PLAIN = re.compile(r"[a-z_0-9]+")
+"""A value as there is only one way to type it."""
 
 
 def read_program_file(path: str) -> Program:
@@ -31,27 +35,29 @@ def read_program_file(path: str) -> Program:
     return read_program(text)
 
 
+def refuse_other_values(path: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the header of a program file says other values than `ours`, of those that both have."""
+    both = [name for name in theirs if name in ours]
+    differing = [f"{name}={theirs[name]} there, {ours[name]} here" for name in both if theirs[name] != ours[name]]
+    if differing:
+        raise ConfigError([f"program={path} is for other values: {'; '.join(differing)}; give those of its header"])
+
+
 def with_header_of_program(overrides: Sequence[str]) -> list[str]:
     """Return the overrides, with those of a program's header before them where `program=` names a file."""
     paths = [text.removeprefix(_KEY) for text in overrides if text.startswith(_KEY)]
     if not paths:
         return [*overrides]
-    values = asdict(read_program_file(typed_path(paths[-1])).schedule.spec)
-    found = [
-        f"{name}={json.dumps(value) if isinstance(value, (bool, list, tuple)) else value}"
-        for name, value in values.items()
+    header = {
+        name: json.dumps(value) if isinstance(value, (bool, list, tuple)) else str(value)
+        for name, value in asdict(read_program_file(typed_path(paths[-1])).schedule.spec).items()
         if value is not None
-    ]
-    given = {text.partition("=")[0].lstrip("+"): text.partition("=")[2] for text in overrides}
-    differing = [
-        f"{name}={value} there, {given[name]} here"
-        for name, value in values.items()
-        if name in given and isinstance(value, int | str) and given[name] != str(value)
-    ]
-    if differing:
-        raise ConfigError([f"program={paths[-1]} is for other values: {'; '.join(differing)}; leave them out"])
+    }
+    given = dict(text.split("=", 1) for text in overrides if "=" in text)
+    plain = {name: text for name, text in given.items() if _PLAIN.fullmatch(text)}  # others may be spelled in many ways
+    refuse_other_values(paths[-1], header, plain)
     return [
-        *found,
+        *(f"{name}={text}" for name, text in header.items()),
         f"program={Path(typed_path(paths[-1])).resolve()}",
         *(text for text in overrides if not text.startswith(_KEY)),
     ]

@@ -116,7 +116,8 @@ def sweep_results(root: Path, x: str | None, y: str | None, group: Sequence[str]
 
 def _read(root: Path) -> tuple[list[Finished], dict[str, str]]:
     """Return the finished runs of a sweep, and the state of each other run by its name."""
-    states = {name: run_state(root / name, None) for name in read_list(root).epochs}
+    noted = read_list(root)
+    states = {name: run_state(root / name, None, noted.job_outputs(root, name)) for name in noted.epochs}
     found = [_finished(root / name) for name, state in states.items() if state == "finished"]
     unfinished = {name: state for name, state in states.items() if state != "finished"}
     if not found:

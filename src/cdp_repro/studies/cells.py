@@ -92,6 +92,11 @@ class SweepList:
     arrays: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Names of the cells of each array of SLURM that was queued, by the number of the array."""
 
+    def job_outputs(self, root: Path, name: str) -> list[Path]:
+        """Return the files that SLURM writes what the jobs of a cell print to, the newest first."""
+        jobs = [(array, names.index(name)) for array, names in self.arrays.items() if name in names]
+        return [root / "slurm" / f"{array}_{index}.log" for array, index in reversed(jobs)]
+
 
 def write_list(root: Path, cells: Sequence[Cell], array: str | None = None) -> None:
     """Note the cells of a sweep, beside those that were started there before, and the array that was queued for them.

@@ -42,8 +42,11 @@ def status_text(studies: Iterable[Study], runs: Path, results: Path) -> str:
     return f"{table(lines)}\n\n{states.total()} runs: {counts}\n"
 
 
-def run_state(directory: Path, row: Row | None) -> str:
-    """Return one of `STATES` for the run that `directory` is, or would be, of; `row` is its row, if it has one."""
+def run_state(directory: Path, row: Row | None, outputs: Iterable[Path] = ()) -> str:
+    """Return one of `STATES` for the run that `directory` is, or would be, of; `row` is its row, if it has one.
+
+    `outputs` are files beside its log that hold what its processes have printed.
+    """
     if row is not None:
         return "done"
     log = log_path(directory)
@@ -51,7 +54,8 @@ def run_state(directory: Path, row: Row | None) -> str:
     if _is_locked(log) or _is_locked(directory / "logs" / ".lock"):
         return "running"
     if not (directory / CONFIG).exists():
-        return "failed" if log.exists() and log.stat().st_size else "missing"  # on its way to a run directory
+        said = any(path.exists() and path.stat().st_size for path in (log, *outputs))
+        return "failed" if said else "missing"  # on its way to a run directory
     return str(_summary(directory).get("status", "stopped"))
 
 

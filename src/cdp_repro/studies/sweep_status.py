@@ -32,12 +32,12 @@ def sweep_text(root: Path) -> str:
     lines: list[Sequence[str]] = [("run", "state", "step", "steps/s", "left", "said last")]
     states: Counter[str] = Counter()
     for name, epochs in noted.epochs.items():
-        directory, outputs = root / name, _outputs(root, name, noted.arrays)
+        directory, outputs = root / name, noted.job_outputs(root, name)
         state = _state(directory, queue.get(name, ""), outputs)
         states[state] += 1
         pace = _pace(directory, epochs)
         shown = pace.texts(state) if pace else ("-", "", "")
-        said = _said(outputs) if state in _ENDED_BADLY else ""
+        said = _said([*outputs, log_path(directory)]) if state in _ENDED_BADLY else ""
         lines.append((name, state, *shown, said))
     counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
     return f"{table(lines)}\n\n{states.total()} runs: {counts}\n"
@@ -45,14 +45,12 @@ def sweep_text(root: Path) -> str:
 
 def _state(directory: Path, in_queue: str, outputs: Sequence[Path]) -> str:
     """Return the state of a run by its files and by what SLURM says of its job."""
-    state = run_state(directory, None)
+    state = run_state(directory, None, outputs)
     if state in ("finished", "diverged"):
         return state
     if in_queue in ("RUNNING", "COMPLETING"):  # on another node, whose locks are not seen here
         return "running"
-    if in_queue:
-        return "queued"
-    return "failed" if state == "missing" and outputs else state  # a job that has ended before its run began
+    return "queued" if in_queue else state
 
 
 def _queue(arrays: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -106,15 +104,9 @@ def _pace(directory: Path, epochs: int) -> _Pace | None:
     return _Pace(step, over[0] * epochs if over else None, done / seconds if done > 0 and seconds > 0 else None)
 
 
-def _outputs(root: Path, name: str, arrays: Mapping[str, Sequence[str]]) -> list[Path]:
-    """Return the files with what a run's processes have printed, the newest first."""
-    jobs = [root / "slurm" / f"{array}_{names.index(name)}.log" for array, names in arrays.items() if name in names]
-    return [path for path in (*reversed(jobs), log_path(root / name)) if path.exists()]
-
-
 def _said(outputs: Sequence[Path]) -> str:
-    """Return the last line of the newest file that has one."""
+    """Return the last line of the first file that has one."""
     for path in outputs:
-        if lines := path.read_text(errors="replace").strip().splitlines():
+        if path.exists() and (lines := path.read_text(errors="replace").strip().splitlines()):
             return lines[-1].strip()
     return ""

@@ -10,7 +10,7 @@ from cdp_repro.baselines import baseline_class
 from cdp_repro.baselines.baseline import Baseline
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.numerics import autocast, delay_factory, loss_fn
-from cdp_repro.config.program_file import read_program_file
+from cdp_repro.config.program_file import read_program_file, refuse_other_values
 from cdp_repro.data import Dataset, load_dataset, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.predict.cutting import CutModel
@@ -73,10 +73,7 @@ def program_of(path: str, spec: Spec) -> Program:
         ScheduleError: it is broken; says in which line and why.
     """
     program = read_program_file(path)
-    theirs, ours = asdict(program.schedule.spec), asdict(spec)
-    differing = [f"{name}={theirs[name]} there, {ours[name]} here" for name in ours if theirs[name] != ours[name]]
-    if differing:
-        raise ConfigError([f"program={path} is for other values: {'; '.join(differing)}; give those of its header"])
+    refuse_other_values(path, asdict(program.schedule.spec), asdict(spec))
     return program
 
 
