@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -152,26 +155,69 @@ def output_folder(kind: str, overrides: Sequence[str], source: Source = OURS) ->
 def compose_known(overrides: tuple[str, ...]) -> RunConfig:
     """Return what `compose_config` returns for overrides that are known to be right, in a fraction of the time.
 
-    Hydra takes most of the time. So it composes each choice of groups once, and values are set on what it gave.
+    Hydra and OmegaConf take most of the time. So Hydra composes our tree once, and choices and values, each given its
+    type once, are put into what it gave.
     """
-    parsed = _parsed_forms(overrides, OURS)
-    groups = tuple(_text(override) for override in parsed if OURS.is_group(override.key_or_group))
-    values = [
-        nested(override.key_or_group, override.value())
-        for override in parsed
-        if not OURS.is_group(override.key_or_group)
-    ]
-    config = OmegaConf.to_object(OmegaConf.merge(_of_groups(groups), *values))
+    forms = [form for override in overrides for form in _known_forms(override)]
+    config = deepcopy(_of_choices(tuple(_text(form) for form in forms if OURS.is_group(form.key_or_group))))
+    for form in forms:
+        if not OURS.is_group(form.key_or_group):
+            group, _, name = form.key_or_group.rpartition(".")
+            setattr(attrgetter(group)(config) if group else config, name, _typed_value(_text(form)))
+    return config
+
+
+@cache
+def _known_forms(override: str) -> list[Override]:
+    return _parsed_forms([override], OURS)
+
+
+@cache
+def _typed_value(override: str) -> Any:
+    (form,) = _known_forms(override)
+    return attrgetter(form.key_or_group)(_typed_tree(nested(form.key_or_group, form.value())))
+
+
+@cache
+def _of_choices(choices: tuple[str, ...]) -> RunConfig:
+    """Return the configuration of some choices (`mode=dp`).
+
+    A file stands at its group, as Hydra puts it: none of ours names others, but an experiment's, whose choices give way
+    to those beside it and whose values count more.
+    """
+    chosen = dict(choice.split("=") for choice in choices)
+    experiment = _file("experiment", chosen.pop("experiment")) if "experiment" in chosen else OmegaConf.create()
+    beside = {
+        key.removeprefix("override /"): name for each in experiment.pop("defaults", ()) for key, name in each.items()
+    }
+    tree = deepcopy(_default_tree())
+    tree.update({group: _file(group, name) for group, name in {**beside, **chosen}.items()})
+    OmegaConf.set_struct(tree, False)  # an experiment may name values that a choice beside it lacks
+    return _typed_tree(OmegaConf.merge(tree, experiment))
+
+
+def _typed_tree(values: Any) -> RunConfig:
+    config = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
     assert isinstance(config, RunConfig)
     return config
 
 
 @cache
-def _of_groups(groups: tuple[str, ...]) -> DictConfig:
-    resolved = OmegaConf.to_container(_composed(groups, OURS), resolve=True)
-    typed = OmegaConf.merge(OmegaConf.structured(RunConfig), resolved)
-    assert isinstance(typed, DictConfig)
-    return typed
+def _schema() -> DictConfig:
+    schema = OmegaConf.structured(RunConfig)
+    assert isinstance(schema, DictConfig)
+    return schema
+
+
+def _file(group: str, name: str) -> DictConfig:
+    content = OmegaConf.create(files(TREE).joinpath(group, f"{name}.yaml").read_text())
+    assert isinstance(content, DictConfig)
+    return content
+
+
+@cache
+def _default_tree() -> DictConfig:
+    return _composed((), OURS)
 
 
 def expand_sweep(overrides: Sequence[str], source: Source = OURS) -> list[list[str]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -73,7 +74,8 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**defaults(), **flat(config)}
 
 
-def defaults() -> dict[str, Any]:
+@cache
+def defaults() -> Mapping[str, Any]:
     """Return the default of every setting by dotted key."""
     return flat(RunConfig().to_dict())
 
