@@ -1,31 +1,22 @@
-"""A real SLURM of one node: `srun` starts the ranks of a run, and `sbatch` the runs of a study.
-
-It needs root and Debian's packages slurm-wlm and munge, or their like. Its daemons have their own ports and folder.
-"""
+"""A real SLURM of one node: `srun` starts the ranks of a run, and `sbatch` the runs of a study."""
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
-from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from conftest import TINY
+from slurm_daemons import NEEDS_SLURM, SECONDS, ThisHost, slurm_on, wait_for_step
 from studies.test_studies_sweep import script_of
 
 from cdp_repro.cli import sweep
 from cdp_repro.cli import train as train_command
 from cdp_repro.config.compose import compose_config
-from cdp_repro.launch.in_rank import die_with_parent
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import RunDirectory
 from cdp_repro.studies.missing_runs import run_directory
@@ -34,121 +25,19 @@ from cdp_repro.studies.status import status_text
 from cdp_repro.studies.study import Cell, Study
 from cdp_repro.training.run import train
 
-TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "squeue")
-LACKING = [tool for tool in TOOLS if shutil.which(tool) is None]
-IS_ROOT = sys.platform == "linux" and os.geteuid() == 0
-SECONDS = 300
-
 SETTINGS = tuple(text for text in TINY if not text.startswith(("wandb", "epochs", "dataset.train_samples")))
 CELL = Cell(("mode=cdp_v2", "workers=2", "optim.lr=0.01", "dataset.train_samples=1600", "epochs=4", *SETTINGS))
 STUDY = Study("queued", "accuracy", "one cell has no data", (CELL, Cell(("mode=dp", "dataset=cifar10"))))
 STEPS = 400
 """Of CELL: enough to stop it twice."""
 
-pytestmark = [
-    pytest.mark.skipif(bool(LACKING), reason=f"SLURM is not installed: no {', '.join(LACKING)}"),
-    pytest.mark.skipif(not IS_ROOT, reason="the daemons of SLURM need root, and Linux"),
-]
-
-CONFIGURATION = """
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
-FirstJobId={ports[0]}
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SchedulerParameters=sched_interval=1,bf_interval=1
-SlurmdParameters=config_overrides
-NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 CPUs=8
-PartitionName=all Nodes=ALL Default=YES
-"""
-# FirstJobId: ranks meet at a port made of it, another for each SLURM of this machine. cred_expire: a job that is queued
-# again waits no longer. config_overrides: the node need not have 8 cores.
-
-
-def wait_until(condition, what: str, seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {seconds} s: {what}")
-        time.sleep(0.02)
-
-
-def ask(*command: str) -> str:
-    """Return what a command of SLURM prints, as long as its daemons answer; else nothing."""
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS).stdout
-
-
-def free_ports(number: int) -> list[int]:
-    with ExitStack() as stack:
-        servers = [stack.enter_context(closing(socket.create_server(("127.0.0.1", 0)))) for _ in range(number)]
-        return [server.getsockname()[1] for server in servers]
+pytestmark = NEEDS_SLURM
 
 
 @pytest.fixture(scope="module")
 def slurm():
-    """Start the daemons and stop them, with all that they have started."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="slurm-")))
-        folder.chmod(0o755)
-        key, conf = folder / "munge.key", folder / "slurm.conf"
-        key.write_bytes(secrets.token_bytes(1024))
-        key.chmod(0o600)
-        for name in ("state", "spool"):
-            (folder / name).mkdir()
-        conf.write_text(
-            CONFIGURATION.format(host=socket.gethostname().split(".")[0], ports=free_ports(2), folder=folder)
-        )
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name in [name for name in os.environ if name.startswith("SLURM_")]:
-            patch.delenv(name)
-        patch.setenv("SLURM_CONF", str(conf))
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHON", sys.executable)
-        files = {"socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "munge.seed"}
-        options = [f"--{option}={folder / name}" for option, name in files.items()]
-        try:
-            stack.enter_context(daemon(folder, "munged", "--foreground", f"--key-file={key}", *options))
-            wait_until((folder / "munge.socket").exists, "munged", 30)
-            stack.enter_context(daemon(folder, "slurmctld", "-D"))
-            stack.enter_context(daemon(folder, "slurmd", "-D", "-N", "localhost"))
-            wait_until(lambda: ask("sinfo", "--noheader", "--format=%t") == "idle\n", "an idle node", 30)
-        except TimeoutError as error:
-            said = "".join(path.read_text()[-500:] for path in folder.glob("*.txt"))
-            pytest.skip(f"SLURM does not start here: {error}\n{said}")
-        stack.callback(end_jobs)
-        yield
-
-
-@contextmanager
-def daemon(folder: Path, *command: str):
-    with (folder / f"{command[0]}.txt").open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=die_with_parent)
-    try:
-        yield
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        finally:
-            process.kill()
-
-
-def end_jobs() -> None:
-    ask("scancel", "--user=root", "--signal=KILL", "--full")
-    ask("scancel", "--user=root")
-    wait_until(lambda: ask("squeue", "--noheader") == "", "all jobs end")
+    with slurm_on(ThisHost()) as started:
+        yield started
 
 
 # --- srun ----------------------------------------------------------------------------------------------------------
@@ -175,14 +64,9 @@ def srun(tasks: int, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def wait_for_step(run: Path, step: int) -> None:
-    metrics = run / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > step, f"step {step} of {run}")
-
-
-def task_of_rank(rank: int) -> int:
+def task_of_rank(slurm, rank: int) -> int:
     """Return the process that SLURM has started as this rank."""
-    pids = [int(pid) for pid in re.findall(r"^(\d+) .*\n", ask("scontrol", "listpids"), re.MULTILINE)]
+    pids = [int(pid) for pid in re.findall(r"^(\d+) .*\n", slurm.ask("scontrol", "listpids"), re.MULTILINE)]
     variables = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in pids}
     (found,) = (pid for pid in pids if f"SLURM_PROCID={rank}".encode() in variables[pid])
     return found
@@ -192,7 +76,7 @@ def test_ranks_of_srun_stop_at_scancel_and_go_on_to_what_one_device_computes(slu
     run = Path("run")
     process = srun(2, *CELL.overrides, "placement=pipeline", "wandb=disabled", f"run_dir={run}")
     wait_for_step(run, 20)
-    ask("scancel", "--name=train")
+    slurm.ask("scancel", "--name=train")
     _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + signal.SIGTERM and "pipeline on cpu in 2 processes" in said
     assert RunDirectory.open(run).summary()["status"] == "interrupted"
@@ -207,7 +91,7 @@ def test_a_killed_rank_ends_the_job_and_slurm_names_it(slurm):
     run = Path("run")
     process = srun(2, *CELL.overrides, "placement=zero", "wandb=disabled", f"run_dir={run}")
     wait_for_step(run, 5)
-    os.kill(task_of_rank(1), signal.SIGKILL)
+    os.kill(task_of_rank(slurm, 1), signal.SIGKILL)
     _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + signal.SIGKILL
     assert "task 1: Killed" in said
@@ -220,10 +104,10 @@ def test_a_killed_rank_ends_the_job_and_slurm_names_it(slurm):
 def test_an_array_trains_a_study_through_scancel_and_the_end_of_its_time(slurm, alone):
     assert sweep.main([STUDY.name], ["--slurm=sweep.sh"], script=str(script_of(STUDY))) == 0
     run = run_directory(Path("runs/studies"), STUDY.name, CELL, 0)
-    first = ask("sbatch", "--parsable", "sweep.sh").strip()
+    first = slurm.ask("sbatch", "--parsable", "sweep.sh").strip()
     wait_for_step(run, 20)
-    ask("scancel", f"{first}_0")
-    wait_until(lambda: ask("squeue", "--noheader") == "", "both jobs end")
+    slurm.ask("scancel", f"{first}_0")
+    slurm.wait_until_done("both jobs end")
     log = Path(f"runs/studies/slurm/{first}_0.log")
     assert "stopped by signal 15: call it again to go on" in log.read_text()
     assert RunDirectory.open(run).summary()["status"] == "interrupted"
@@ -231,10 +115,10 @@ def test_an_array_trains_a_study_through_scancel_and_the_end_of_its_time(slurm, 
     assert "exit code 2: queued: cdp-train mode=dp dataset=cifar10: " in log and "0 of 1 runs are done" in log
 
     stopped = len(read_metrics(run / "metrics.jsonl"))
-    second = ask("sbatch", "--parsable", "--array=0", "sweep.sh").strip()
+    second = slurm.ask("sbatch", "--parsable", "--array=0", "sweep.sh").strip()
     wait_for_step(run, stopped + 20)
-    ask("scancel", "--batch", "--signal=USR2", f"{second}_0")  # what --signal= of the script asks for
-    wait_until(lambda: ask("squeue", "--noheader") == "", "the job, queued again")
+    slurm.ask("scancel", "--batch", "--signal=USR2", f"{second}_0")  # what --signal= of the script asks for
+    slurm.wait_until_done("the job, queued again")
     log = Path(f"runs/studies/slurm/{second}_0.log").read_text()
     assert log.count("cdp-train resume=") == 2 and "1 of 1 runs are done" in log
     assert read_metrics(run / "metrics.jsonl") == alone
@@ -249,8 +133,8 @@ def test_a_sweep_is_queued_preempted_and_finished_and_a_failure_is_told(slurm, a
     (array,) = re.findall(r"queued 2 runs as array (\d+): cdp-train --status=sweep", capsys.readouterr().out)
     run = Path("sweep/stages=2")
     wait_for_step(run, 20)
-    ask("scontrol", "requeue", f"{array}_0")  # what a pre-emption does: SIGTERM, and a place in the queue
-    wait_until(lambda: ask("squeue", "--noheader") == "", "both jobs, one of them queued again")
+    slurm.ask("scontrol", "requeue", f"{array}_0")  # what a pre-emption does: SIGTERM, and a place in the queue
+    slurm.wait_until_done("both jobs, one of them queued again")
     assert "resumed at training step" in RunDirectory(run).log_path(0).read_text()
     assert read_metrics(run / "metrics.jsonl") == alone
     assert train_command.main(["--status=sweep"]) == 0
