@@ -86,10 +86,15 @@ def test_completion_imports_nothing_slow(called):
     assert not SLOW & modules
 
 
-def test_a_plan_imports_what_it_computes_with_and_no_more(called):
-    code, modules = called("plan")
+def test_a_plan_imports_what_it_computes_with_and_no_more(called, tmp_path):
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    code, modules = called("plan", **cache)
     assert code == 0
-    assert SLOW & modules <= {"torch", "torchvision", "numpy", "PIL"}
+    assert {"torch"} <= SLOW & modules <= {"torch", "torchvision", "numpy", "PIL"}
+    for words in ([], ["mode=cdp_v1", "slot_order=backward_first"], ["price=true", "cluster.flops_per_second=1e12"]):
+        code, modules = called("plan", *words, **cache)
+        assert code == 0
+        assert not SLOW & modules, "the model was cut before"
 
 
 def test_a_check_of_the_report_imports_no_torch(called, tmp_path):

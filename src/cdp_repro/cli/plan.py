@@ -24,11 +24,11 @@ USAGE = """usage: cdp-plan [--systems] [--out=FOLDER] [--program=FILE] [--html=F
 Show the timeline, the stage cuts and the activation memory of the run that `cdp-train` with the same
 values would make, beside data parallelism. Needs no data, and computes nothing: seconds for any network.
 
-  cdp-plan mode=cdp_v2 workers=3
+  cdp-plan mode=cdp_v2 workers=4
   cdp-plan dataset=imagenet model=resnet50 partition=activations slot_order=backward_first
   cdp-plan mode=cdp_v1 --out=plan                  also as SVG, PNG, CSV and Perfetto traces in plan/
   cdp-plan mode=cdp_v2 placement=zero --program=zero.txt       all ranks' actions as text, for cdp-verify
-  cdp-plan mode=cdp_v2 workers=3 --html=plan.html  one page to scroll, zoom, play and ask what an action reads and
+  cdp-plan mode=cdp_v2 workers=4 --html=plan.html  one page to scroll, zoom, play and ask what an action reads and
                                                    writes; it switches between all systems on the same sizes
 
 With --systems compare every system of the field on the same model, micro-batches and ranks: idle share, bytes,

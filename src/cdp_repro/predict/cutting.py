@@ -12,27 +12,17 @@ from torch import Tensor, nn
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.numerics import autocast, loss_fn, parameter_dtype
 from cdp_repro.models import ModelError, build_model, cut
-from cdp_repro.predict.costs import StageCosts
-from cdp_repro.predict.partition import imbalance, partition
+from cdp_repro.models.chain import hidden_matrices
+from cdp_repro.predict.partition import partition
 from cdp_repro.predict.profiling import profile_stages, time_stages
+from cdp_repro.predict.stage_cut import StageCut
 
 
 @dataclass(frozen=True)
-class CutModel:
+class CutModel(StageCut):
     """A model cut into stages."""
 
-    stages: Sequence[nn.Sequential]
-    block_names: Sequence[Sequence[str]]
-    """Names of the blocks of each stage."""
-    costs: StageCosts
-    """Of each stage on one micro-batch, from fake tensors."""
-    balanced: Sequence[float]
-    """The balanced cost of each stage, in the unit of `partition`: FLOPs, bytes or seconds."""
-
-    @property
-    def imbalance(self) -> float:
-        """Largest over mean of the balanced cost; 1 is perfect."""
-        return imbalance(self.balanced)
+    stages: tuple[nn.Sequential, ...]
 
 
 def cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None = None) -> CutModel:
@@ -67,12 +57,16 @@ def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None) -> Cut
     else:
         ends = list(accumulate(blocks_per_stage))
         ranges = [range(end - size, end) for end, size in zip(ends, blocks_per_stage, strict=True)]
-    stages = cut(model, ranges)
+    stages = tuple(cut(model, ranges))
+    trained = [[parameter for parameter in stage.parameters() if parameter.requires_grad] for stage in stages]
+    hidden = hidden_matrices(stages)
     return CutModel(
         stages=stages,
-        block_names=[[name for name, _ in stage.named_children()] for stage in stages],
+        block_names=tuple(tuple(name for name, _ in stage.named_children()) for stage in stages),
         costs=profile_stages(stages, loss_fn, *sample(config, "cpu"), autocast=autocast(config, "cpu")),
-        balanced=[sum(costs[index] for index in run) for run in ranges],
+        balanced=tuple(sum(costs[index] for index in run) for run in ranges),
+        trained_bytes=tuple(sum(each.nbytes for each in stage) for stage in trained),
+        hidden_bytes=tuple(sum(each.nbytes for each in stage if each in hidden) for stage in trained),
     )
 
 

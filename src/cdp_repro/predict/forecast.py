@@ -9,8 +9,9 @@ from pathlib import Path
 
 from cdp_repro.config import RunConfig
 from cdp_repro.observe.text import format_bytes, table
-from cdp_repro.predict.cutting import CutModel, cut_model
+from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.simulate import simulate_slots, version_bytes
+from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.predict.training_state import training_state
 from cdp_repro.schedule import SLOT_ORDERS, Program, Schedule, Slot
 from cdp_repro.schedule.grid import text_grid
@@ -37,7 +38,7 @@ class Plan:
     """The chosen mode beside data parallelism, for one model cut into stages."""
 
     config: RunConfig
-    cut: CutModel
+    cut: StageCut
     forecasts: Mapping[str, Forecast]
     """By label: data parallelism first, then the chosen mode; each in the chosen slot order."""
     other_order: Forecast
@@ -55,7 +56,7 @@ def make_plan(config: RunConfig) -> Plan:
     Raises:
         ConfigError, ModelError, ScheduleError: as the run itself would.
     """
-    cut = cut_model(config)
+    cut = stage_cut(config)
     chosen = config.schedule(cut.costs.gradient_bytes)
     baseline = chosen.data_parallel()
     schedules = {baseline.mode: baseline, chosen.mode: chosen}
@@ -68,7 +69,7 @@ def make_plan(config: RunConfig) -> Plan:
     )
 
 
-def _forecast(schedule: Schedule, cut: CutModel) -> Forecast:
+def _forecast(schedule: Schedule, cut: StageCut) -> Forecast:
     program = Program(schedule)
     slots = program.slots(STEPS * -(-schedule.sizes.lanes // schedule.micro_batches))
     return Forecast(program, slots, simulate_slots(schedule, cut.costs, slots))

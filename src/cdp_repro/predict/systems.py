@@ -15,10 +15,11 @@ from pathlib import Path
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.costs import StageCosts
-from cdp_repro.predict.cutting import CutModel, cut_model
 from cdp_repro.predict.pricing import price
 from cdp_repro.predict.pricing.quote import cluster_of
+from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.simulate import simulate_slots, version_bytes
+from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.predict.system_specs import CHUNKS, fitting_specs
 from cdp_repro.predict.training_state import optimizer_states
 from cdp_repro.schedule import Program, Schedule, Slot
@@ -62,7 +63,7 @@ def compare_systems(config: RunConfig) -> list[System]:
     return [_system(schedule, cut, config) for schedule, cut in systems_of(config)]
 
 
-def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, CutModel]]:
+def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, StageCut]]:
     """Yield every system that can have the sizes of `config`, with its model cut for it.
 
     D ranks, `ranks` or else `workers` of them, each run M = `workers` x `accumulate` micro-batches of a mini-batch.
@@ -81,24 +82,17 @@ def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, CutModel]]:
              f"accumulate={-(-micro_batches // ranks)} workers={ranks}"]
         )  # fmt: skip
     whole = replace(config, stages=ranks, workers=ranks, accumulate=micro_batches // ranks, ranks=None, servers=None)
-    usual = cut_model(whole)
+    usual = stage_cut(whole)
+    blocks = sum(map(len, usual.block_names))
     for spec in fitting_specs(ranks, whole.accumulate):
-        cut = usual if spec.stages == ranks else _finer_cut(whole, spec.stages)
-        if cut is not None:
+        if spec.stages <= blocks:
+            cut = usual if spec.stages == ranks else stage_cut(replace(whole, stages=spec.stages))
             yield Schedule.of(spec, cut.costs.gradient_bytes), cut
-
-
-def _finer_cut(config: RunConfig, stages: int) -> CutModel | None:
-    """Return the model cut into more stages than ranks; None if it has too few blocks."""
-    try:
-        return cut_model(replace(config, stages=stages))
-    except ConfigError:
-        return None
 
 
 def explored(config: RunConfig) -> Iterator[tuple[Schedule, StageCosts]]:
     """Yield the schedule of `config`, its data parallelism, and every system that can have its sizes, with costs."""
-    cut = cut_model(config)
+    cut = stage_cut(config)
     chosen = config.schedule(cut.costs.gradient_bytes)
     own = {schedule.spec: schedule for schedule in (chosen, chosen.data_parallel())}
     yield from ((schedule, cut.costs) for schedule in own.values())
@@ -106,7 +100,7 @@ def explored(config: RunConfig) -> Iterator[tuple[Schedule, StageCosts]]:
         yield from ((schedule, cut.costs) for schedule, cut in systems_of(config) if schedule.spec not in own)
 
 
-def _system(schedule: Schedule, cut: CutModel, config: RunConfig) -> System:
+def _system(schedule: Schedule, cut: StageCut, config: RunConfig) -> System:
     updates = config.workers * config.accumulate // schedule.micro_batches
     warm = schedule.rule.longest + 2
     steps = -(-warm // updates) * updates + updates
@@ -137,7 +131,7 @@ def _system(schedule: Schedule, cut: CutModel, config: RunConfig) -> System:
     )
 
 
-def _seconds(program: Program, cut: CutModel, config: RunConfig, updates: int) -> float | None:
+def _seconds(program: Program, cut: StageCut, config: RunConfig, updates: int) -> float | None:
     given = config.cluster.forward_seconds
     if not config.price or (given is not None and len(given) != program.schedule.stages):
         return None

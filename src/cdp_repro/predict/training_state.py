@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cdp_repro.config import RunConfig
-from cdp_repro.config.numerics import delay_factory
 from cdp_repro.config.schema import OptimConfig
-from cdp_repro.models.chain import hidden_matrices
-from cdp_repro.predict.cutting import CutModel
+from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.schedule import Schedule
 
 
@@ -33,21 +31,24 @@ class TrainingState:
         return optimizer, delay
 
 
-def training_state(config: RunConfig, cut: CutModel, schedule: Schedule) -> TrainingState:
+def training_state(config: RunConfig, cut: StageCut, schedule: Schedule) -> TrainingState:
     """Return what the optimizer and the delay method of a run will keep, from its second training step on."""
-    hidden = hidden_matrices(cut.stages)
-    trained = [[p for p in stage.parameters() if p.requires_grad] for stage in cut.stages]
+    hidden, others = (_values_kept(config.optim, is_hidden) for is_hidden in (True, False))
     return TrainingState(
-        tuple(sum(p.nbytes * _values_kept(config.optim, p in hidden) for p in stage) for stage in trained),
         tuple(
-            steps * sum(p.nbytes for p in stage)
-            for steps, stage in zip(kept_steps(config, schedule), trained, strict=True)
+            hidden * size + others * (trained - size)
+            for trained, size in zip(cut.trained_bytes, cut.hidden_bytes, strict=True)
         ),
+        tuple(steps * size for steps, size in zip(kept_steps(config, schedule), cut.trained_bytes, strict=True)),
     )
 
 
 def kept_steps(config: RunConfig, schedule: Schedule) -> list[int]:
     """Return how many last steps each stage keeps to make up for the stale reads of a schedule."""
+    if config.delay.name == "none":
+        return [0] * schedule.stages
+    from cdp_repro.config.numerics import delay_factory  # here: torch takes seconds
+
     make = delay_factory(config.delay)
     return [make(column).kept_steps for column in zip(*schedule.rule.matrix, strict=True)]
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from cdp_repro.config import RunConfig
 from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.costs import StageCosts
-from cdp_repro.predict.cutting import CutModel, cut_model
 from cdp_repro.predict.pricing import (
     Cluster,
     Collectives,
@@ -24,7 +23,8 @@ from cdp_repro.predict.pricing import (
     price_ddp,
     price_fsdp2,
 )
-from cdp_repro.predict.pricing.calibration import measure_network, measure_stages
+from cdp_repro.predict.remembered_cuts import stage_cut
+from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.predict.training_state import kept_steps, optimizer_states
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, PLACEMENTS, Schedule, Spec
 
@@ -40,7 +40,7 @@ class Quote:
     """The prices of one model on one cluster."""
 
     config: RunConfig
-    cut: CutModel
+    cut: StageCut
     cluster: Cluster
     prices: Mapping[str, Price]
     """By mode and placement or baseline, e.g. "cdp_v2 pipeline" or "dp ddp"."""
@@ -56,19 +56,22 @@ def make_quote(config: RunConfig, processes: int = 1) -> Quote:
     Raises:
         ConfigError, ModelError, ScheduleError: as the run itself would.
     """
-    cut = cut_model(config)
+    cut = stage_cut(config)
     cluster = cluster_of(config, cut)
     (prices,) = prices_on_each(config, cut, (cluster,), processes)
     return Quote(config, cut, cluster, prices, processes)
 
 
-def cluster_of(config: RunConfig, cut: CutModel) -> Cluster:
+def cluster_of(config: RunConfig, cut: StageCut) -> Cluster:
     """Return the cluster that `config.cluster` describes, measured on this machine if it says so."""
     given, costs = config.cluster, cut.costs
     within, collectives = Link(given.latency_seconds, given.bandwidth_bytes_per_second), Collectives()
     if given.calibrate:
+        from cdp_repro.predict.cutting import cut_model  # here: torch takes seconds
+        from cdp_repro.predict.pricing.calibration import measure_network, measure_stages
+
         within, collectives = measure_network()
-        forward, backward = measure_stages(config, cut)
+        forward, backward = measure_stages(config, cut_model(config, [len(names) for names in cut.block_names]))
     elif given.forward_seconds is not None:
         forward = tuple(given.forward_seconds)
         backward = tuple(given.backward_seconds or (2 * seconds for seconds in forward))
@@ -86,7 +89,7 @@ def cluster_of(config: RunConfig, cut: CutModel) -> Cluster:
 
 
 def prices_on_each(
-    config: RunConfig, cut: CutModel, clusters: Sequence[Cluster], processes: int = 1
+    config: RunConfig, cut: StageCut, clusters: Sequence[Cluster], processes: int = 1
 ) -> list[dict[str, Price]]:
     """Return, on each cluster, the price of every mode on every placement, and of the baselines that can run so.
 

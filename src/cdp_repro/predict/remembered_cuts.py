@@ -1,0 +1,93 @@
+"""Cuts that earlier plans have measured, in the user's cache: a plan of a model seen before needs no torch.
+
+Importing torch and torchvision, and tracing the model, is most of a plan's time, and what comes out depends on little:
+the model, the micro-batch, the stages, and the code. Each such set is a file, `~/.cache/cdp-repro/cuts/<hash>.json`, or
+below XDG_CACHE_HOME. The folder can be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from cdp_repro.config import RunConfig
+from cdp_repro.observe.atomic_file import replace_file
+from cdp_repro.observe.versions import code_hash
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.predict.stage_cut import StageCut
+
+_CODE = ("models", "engine", "predict", "config", "schedule")
+"""The parts of the package that a cut depends on."""
+
+_LIBRARIES = ("torch", "torchvision", "timm")
+
+
+def stage_cut(config: RunConfig) -> StageCut:
+    """Return what `cutting.cut_model` does, without the modules; measured only if no earlier plan has.
+
+    A cut by measured time is never remembered: it is another one on another day.
+
+    Raises:
+        ModelError, ConfigError: as `cut_model`.
+    """
+    path = _folder() / f"{_hash_of(config)}.json"
+    if config.partition != "time":
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # none yet, or a damaged one
+            return _from_json(path.read_text())
+    from cdp_repro.predict.cutting import cut_model  # here: torch takes seconds
+
+    measured = cut_model(config)
+    found = StageCut(**{field.name: getattr(measured, field.name) for field in fields(StageCut)})
+    if config.partition != "time":
+        with suppress(OSError):  # no place to remember it: the next plan measures again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, json.dumps(asdict(found)).encode())
+    return found
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "cdp-repro" / "cuts"
+
+
+def _hash_of(config: RunConfig) -> str:
+    return hashlib.sha256(json.dumps(_determining(config), sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _determining(config: RunConfig) -> Mapping[str, Any]:
+    """Return all that a cut depends on."""
+    return {
+        "model": asdict(config.model),
+        "inputs": [config.task.is_text, *config.input_shape],
+        "classes": config.dataset.classes,
+        "micro_batch": config.batch_size // config.micro_batches,
+        "stages": config.stage_count,
+        "partition": config.partition,
+        "precision": config.precision,
+        "channels_last": config.channels_last,
+        "code": code_hash(_CODE),
+        "python": platform.python_version(),
+        "libraries": {name: _version(name) for name in _LIBRARIES},
+    }
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _from_json(text: str) -> StageCut:
+    found = json.loads(text)
+    costs = StageCosts(**{name: tuple(values) for name, values in found.pop("costs").items()})
+    names = tuple(map(tuple, found.pop("block_names")))
+    return StageCut(names, costs, **{name: tuple(values) for name, values in found.items()})
