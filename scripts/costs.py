@@ -1,4 +1,4 @@
-"""Execute every setting of the cost table, those runs that are missing.
+"""Execute every setting of the cost table and every system of the field, those runs that are missing.
 
 Usage: python scripts/costs.py [study ...] [--jobs=2] [--slurm=FILE] [key=value ...]
 
@@ -13,4 +13,5 @@ from cdp_repro.cli.sweep import main
 from cdp_repro.studies.catalog import STUDIES
 
 if __name__ == "__main__":
-    sys.exit(main([study.name for study in STUDIES.values() if study.kind == "costs"], sys.argv[1:], script=__file__))
+    names = [study.name for study in STUDIES.values() if study.kind in ("costs", "systems")]
+    sys.exit(main(names, sys.argv[1:], script=__file__))

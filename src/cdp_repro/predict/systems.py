@@ -100,13 +100,14 @@ def explored(config: RunConfig) -> Iterator[tuple[Schedule, StageCosts]]:
         yield from ((schedule, cut.costs) for schedule, cut in systems_of(config) if schedule.spec not in own)
 
 
-def _system(schedule: Schedule, cut: StageCut, config: RunConfig) -> System:
-    updates = config.workers * config.accumulate // schedule.micro_batches
+def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int) -> System:
+    """Return what a mini-batch of so many micro-batches costs on one system, without seconds."""
+    updates = micro_batches // schedule.micro_batches
     warm = schedule.rule.longest + 2
     steps = -(-warm // updates) * updates + updates
     program = Program(schedule)
     slots = program.slots(steps + updates)[: steps * schedule.slots_per_step]  # what comes next is not the drain
-    trace, size = simulate_slots(schedule, cut.costs, slots), version_bytes(schedule, cut.costs)
+    trace, size = simulate_slots(schedule, costs, slots), version_bytes(schedule, costs)
     last = range((steps - updates) * schedule.slots_per_step, steps * schedule.slots_per_step)
     rule = schedule.rule
     delays = [delay for row in rule.matrix for delay in row]
@@ -126,17 +127,22 @@ def _system(schedule: Schedule, cut: StageCut, config: RunConfig) -> System:
         sum(message.bytes for message in trace.messages if message.slot in last) / schedule.ranks,
         sum(delays) / len(delays),
         rule.longest,
-        _seconds(program, cut, config, updates),
+        None,
         program.slots(2 * updates),
     )
 
 
-def _seconds(program: Program, cut: StageCut, config: RunConfig, updates: int) -> float | None:
+def _system(schedule: Schedule, cut: StageCut, config: RunConfig) -> System:
+    found = simulated_system(schedule, cut.costs, config.workers * config.accumulate)
+    return replace(found, seconds=_seconds(schedule, cut, config))
+
+
+def _seconds(schedule: Schedule, cut: StageCut, config: RunConfig) -> float | None:
     given = config.cluster.forward_seconds
-    if not config.price or (given is not None and len(given) != program.schedule.stages):
+    if not config.price or (given is not None and len(given) != schedule.stages):
         return None
-    cluster = cluster_of(config, cut)
-    return updates * price(program, cut.costs, cluster, optimizer_states(config.optim)).step_seconds
+    updates, states = config.workers * config.accumulate // schedule.micro_batches, optimizer_states(config.optim)
+    return updates * price(Program(schedule), cut.costs, cluster_of(config, cut), states).step_seconds
 
 
 def systems_text(systems: Sequence[System], config: RunConfig) -> str:

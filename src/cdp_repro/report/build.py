@@ -34,6 +34,7 @@ from cdp_repro.report.explorer import explorer_of_equal_layers
 from cdp_repro.report.groups import Group, grouped
 from cdp_repro.report.page import Finding, Picture, Section, page
 from cdp_repro.report.pipeline_curves import curves, draw_curves, gpipe_table
+from cdp_repro.report.systems_table import systems_table
 from cdp_repro.report.tables import Table
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.cost_settings import EXECUTED_WORKERS
@@ -123,6 +124,7 @@ class Report:
             *(cost_table(self.lines, n, self._cost_notes(n), self._cost_evidence(n)) for n in EXECUTED_WORKERS),
             agreement_table(self.lines),
             large_table(self.large_lines),
+            systems_table(self.groups.get("systems", ()), STUDIES["systems"]),
             gpipe_table(),
             *self._delay_tables(),
         ]
@@ -239,7 +241,7 @@ class Report:
             Section(
                 "costs", "Costs", [_COSTS], tables=[tables[f"costs_N{max(EXECUTED_WORKERS)}"], tables["costs_large"]]
             ),
-            Section("systems", "Systems", [_SYSTEMS], pictures=pictures("systems"), tables=[tables["gpipe"]]),
+            Section("systems", "Systems", [_SYSTEMS], pictures=pictures("systems"), tables=[tables["systems"], tables["gpipe"]]),
             Section("accuracy", "Accuracy", [_ACCURACY], tables=[tables["accuracy"], tables["tuning"]]),
         ]  # fmt: skip
         if delayed := self._delay_tables():
@@ -290,7 +292,7 @@ _COSTS = (
 )
 _SYSTEMS = (
     "Every schedule that people compare is here a timeline, a rule and a placement; cdp-plan --systems compares them "
-    "on any model. GPipe keeps all micro-batches of a training step, 1F1B as many as there are ranks; more "
+    "on any model, and here all have run on real ranks. GPipe keeps all micro-batches of a training step, 1F1B as many as there are ranks; more "
     "micro-batches shrink the bubble of all that flush."
 )
 _CURVES = (

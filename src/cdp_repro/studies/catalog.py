@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import product
 
 from cdp_repro.baselines import BASELINES
-from cdp_repro.schedule import COLLECTIVE_PLACEMENTS
+from cdp_repro.predict.system_specs import fitting_specs
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Schedule
 from cdp_repro.studies.cost_settings import EXECUTED_WORKERS, PLACEMENT_NAMES
 from cdp_repro.studies.delay_studies import DELAY_STUDIES
 from cdp_repro.studies.study import Cell, Study
@@ -33,6 +34,9 @@ TUNED_LR = 0.2
 """Of data parallelism, for all modes; by `accuracy.chosen_rate` from the study of tuning, as are the following."""
 STALENESS_LR = {2: 0.1, 3: 0.025, 5: 0.025}
 """By delay: the learning rate that suits it."""
+
+SYSTEM_RANKS, SYSTEM_MICRO_BATCHES = 4, 8
+"""D and M of the table of systems."""
 
 _NETWORKS = {"resnet18": 10, "resnet50": 18, "vit_b_16": 14}
 """The networks of the memory figures, with their number of blocks."""
@@ -63,6 +67,20 @@ def _costs() -> tuple[Cell, ...]:
         found += _cells(["mode=dp collectives=true"], [size], [f"placement={name}" for name in COLLECTIVE_PLACEMENTS])
         found += _cells(["mode=accumulation"], [size])
         found += _cells(["mode=dp"], [size], [f"baseline={name}" for name in BASELINES])
+    return tuple(found)
+
+
+def _systems() -> tuple[Cell, ...]:
+    """All systems that `cdp-plan --systems` compares, on 4 ranks with mini-batches of 8 micro-batches of 12 images.
+
+    Those that update after each micro-batch have mini-batches of one. So many traced steps fill any of them.
+    """
+    found: list[Cell] = []
+    for spec in fitting_specs(SYSTEM_RANKS, SYSTEM_MICRO_BATCHES // SYSTEM_RANKS):
+        size = f"workers={spec.workers} stages={spec.stages} accumulate={spec.accumulate}"
+        batch = 12 * Schedule.of(spec).micro_batches
+        run = f"model=mlp model.depth=7 batch_size={batch} epochs=1 traced_steps=12"
+        found += _cells([f"mode={spec.mode} placement={spec.placement}"], [size], [run])
     return tuple(found)
 
 
@@ -115,6 +133,7 @@ STUDIES = {
         *DELAY_STUDIES,
         Study("memory", "memory", "Live activations over a training step, executed", _memory()),
         Study("costs", "costs", "What each setting costs, executed", _costs()),
+        Study("systems", "systems", "What each system of the field costs, executed", _systems()),
     )
 }
 """All studies that the project has committed rows of, by name."""

@@ -50,7 +50,7 @@ class Study:
 
     name: str
     kind: str
-    """`accuracy`, `tuning`, `delay-tuning`, `delay`, `memory` or `costs`: which part of the report it is for."""
+    """Which part of the report it is for: `accuracy`, `tuning`, `delay-tuning`, `delay`, `memory`, `costs`, `systems`."""
     title: str
     cells: tuple[Cell, ...]
     reference: str | None = None

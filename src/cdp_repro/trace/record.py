@@ -138,6 +138,11 @@ class Trace:
                 sent[message.source] += message.bytes
         return sent
 
+    def messages_per_step(self, slots_per_step: int) -> int:
+        """Return the number of messages of all ranks in the slots of the last training step of the trace."""
+        window = self.last_step(slots_per_step)
+        return sum(message.slot in window for message in self.messages)
+
     def idle_share(self, slots_per_step: int) -> float:
         """Return the share, 0 to 1, of the slots of all ranks in the last training step in which a rank computes
         nothing."""

@@ -316,6 +316,7 @@ class Trainer:
             "comm/most_bytes_of_a_device_per_step": max(
                 trace.bytes_sent_by_rank(self._slots_per_step).values(), default=0
             ),
+            "comm/messages_per_step": trace.messages_per_step(self._slots_per_step),
             "comm/max_messages_per_slot": trace.max_messages_per_slot,
             "comm/max_chain_per_slot": trace.max_chain_per_slot,
             "memory/versions_kept": trace.versions_kept,
