@@ -141,3 +141,19 @@ def test_a_text_study_is_judged_by_nats_of_which_fewer_are_better(known, monkeyp
     assert found["nadamw"].found.verdict == "worse"
     assert found["muon"].found.difference.mean == pytest.approx(-0.1), "against data parallelism with muon"
     assert found["muon"].found.verdict == "better"
+
+
+def test_a_rate_that_diverges_is_told_and_never_wins(known):
+    rows = [
+        row_of(
+            cell,
+            TUNING_SEED,
+            TUNING.name,
+            **({"diverged": True} if number % 3 == 2 else {"train/loss": 1.0 - number % 3 / 2}),
+        )
+        for number, cell in enumerate(TUNING.cells)
+    ]
+    groups = grouped(rows, TUNING.varied)
+    assert set(winners(groups, TUNING).values()) == {0.2}, "the middle of the grid, as the largest rate diverges"
+    table = delay_tuning_table(groups, TUNING)
+    assert [row[3] for row in table.rows if row[2] == "0.4"] == ["diverged"] * len(SETTINGS)

@@ -34,13 +34,14 @@ SEEDS = Study("seeds", "accuracy", "three seeds", (Cell(("mode=dp", *SETTINGS), 
 LONG = Study("long", "accuracy", "seconds", (Cell(("mode=dp", *SETTINGS, "dataset.train_samples=1600", "epochs=4")),))
 STEPS = 400
 """Of LONG."""
+RATES = Study("rates", "delay-tuning", "one too large", (Cell(("mode=cdp_v1", *SETTINGS, "optim.lr=1e6")),))
 
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    for study in (SHORT, SEEDS, LONG):
+    for study in (SHORT, SEEDS, LONG, RATES):
         monkeypatch.setitem(sweep.STUDIES, study.name, study)
 
 
@@ -107,6 +108,17 @@ def test_seeds_and_run_choose_from_the_whole_list(quick, capsys):
     assert [row.seed for row in rows(SEEDS)] == [0, 1]
     assert sweeps("seeds", "--run=1") == 0
     assert len(quick) == 2 and "1 of 1 runs are done" in capsys.readouterr().out
+
+
+def test_a_run_that_diverges_is_a_result_of_tuning_and_a_failure_elsewhere(quick, capsys):
+    for _ in range(2):
+        assert sweeps("rates") == 0
+    (row,) = rows(RATES)
+    assert row.summary["diverged"] and len(quick) == 1 and "1 of 1 runs are done" in capsys.readouterr().out
+    sweep.STUDIES["rates"] = replace(RATES, kind="accuracy")
+    next(Path("results/rows").rglob("*cdp_v1*")).unlink()
+    assert sweeps("rates") == 1
+    assert not rows(RATES)
 
 
 def test_a_run_that_was_killed_before_it_had_a_configuration_starts_again(quick):

@@ -241,7 +241,10 @@ class Report:
             Section(
                 "costs", "Costs", [_COSTS], tables=[tables[f"costs_N{max(EXECUTED_WORKERS)}"], tables["costs_large"]]
             ),
-            Section("systems", "Systems", [_SYSTEMS], pictures=pictures("systems"), tables=[tables["systems"], tables["gpipe"]]),
+            Section(
+                "systems", "Systems", [_SYSTEMS], pictures=pictures("systems"),
+                tables=[tables["systems"], tables["gpipe"]],
+            ),
             Section("accuracy", "Accuracy", [_ACCURACY], tables=[tables["accuracy"], tables["tuning"]]),
         ]  # fmt: skip
         if delayed := self._delay_tables():
@@ -292,8 +295,8 @@ _COSTS = (
 )
 _SYSTEMS = (
     "Every schedule that people compare is here a timeline, a rule and a placement; cdp-plan --systems compares them "
-    "on any model, and here all have run on real ranks. GPipe keeps all micro-batches of a training step, 1F1B as many as there are ranks; more "
-    "micro-batches shrink the bubble of all that flush."
+    "on any model, and below all have run on real ranks. GPipe keeps all micro-batches of a training step, 1F1B as "
+    "many as there are ranks; more micro-batches shrink the bubble of all that flush."
 )
 _CURVES = (
     "Pipelines of 4 ranks with equal stages, from their programs. Left: micro-batches whose activations the first rank "

@@ -80,10 +80,10 @@ def systems_table(groups: Sequence[Group], study: Study) -> Table:
     differing = [f"{each.simulated.mode} {each.simulated.placement}" for each in systems if each.disagreements()]
     missing = len(study.cells) - len(systems)
     notes = [
-        f"N = {SYSTEM_RANKS} ranks that compute, a mini-batch of {SYSTEM_MICRO_BATCHES} micro-batches, the same network; "
+        f"{SYSTEM_RANKS} ranks that compute, a mini-batch of {SYSTEM_MICRO_BATCHES} micro-batches, the same network; "
         "interleaved cuts it into two stages a rank. Messages and bytes are of a mini-batch in the steady state: "
-        "systems that update after each micro-batch make eight updates of it. Staleness: updates that a forward misses, "
-        "mean over micro-batches and stages, and the largest; every read of the runs was at that version. "
+        "systems that update after each micro-batch make eight updates of it. Staleness: updates that a forward "
+        "misses, mean over micro-batches and stages, and the largest; every read of the runs was at that version. "
         + (
             f"Execution (e) and simulation (s) differ for {', '.join(differing)}."
             if differing

@@ -16,12 +16,15 @@ from cdp_repro.observe.run_directory import COMMAND, RunDirectory
 from cdp_repro.schedule import Op
 from cdp_repro.studies.rows import Row, RowError
 
+DIVERGED = "diverged"
+"""Status of a run whose loss is no longer finite; in the summary of its row."""
+
 _DRAWN_MICRO_BATCHES = 8
 """Up to so many micro-batches a row holds the actions of the traced steps."""
 
 
-def collect(run_dir: Path, study: str) -> Row:
-    """Return the row of a finished run.
+def collect(run_dir: Path, study: str, diverged_too: bool = False) -> Row:
+    """Return the row of a finished run; of one whose loss stopped being finite, too, where that is a result.
 
     Raises:
         RunDirectoryError: `run_dir` is not a run directory, or damaged.
@@ -29,16 +32,18 @@ def collect(run_dir: Path, study: str) -> Row:
     """
     run = RunDirectory.open(run_dir)
     summary = run.summary()
-    if summary.get("status") != "finished":
+    diverged = diverged_too and summary.get("status") == DIVERGED
+    if summary.get("status") != "finished" and not diverged:
         state = summary.get("status", "unfinished")
         raise RowError(f"{run_dir} is {state}: finish it by cdp-train resume={run_dir}, and collect it then")
     config = settings_of(run.config())
     metric = task_of(config["dataset.name"]).metric
-    missing = [key for key in ("version/code", "dataset/fingerprint", metric) if key not in summary]
+    needed = ["version/code", "dataset/fingerprint", *([] if diverged else [metric])]
+    missing = [key for key in needed if key not in summary]
     if missing:
         raise RowError(f"{run.summary_path} lacks {', '.join(missing)}: it is of an older version; train again")
     epochs = _epochs(read_metrics(run.metrics_path))
-    if len(epochs.get("epoch", ())) != config["epochs"]:
+    if len(epochs.get("epoch", ())) != config["epochs"] and not diverged:
         raise RowError(
             f"{run.metrics_path} holds the ends of {len(epochs.get('epoch', ()))} epochs, the run has "
             f"{config['epochs']}: the file is damaged; train again"
@@ -47,7 +52,7 @@ def collect(run_dir: Path, study: str) -> Row:
         study=study,
         config={key: value for key, value in config.items() if key not in RUN_KEYS or key == "seed"},
         command=_command((run.path / COMMAND).read_text().splitlines()[0]),
-        summary=_own(summary) | _parameter_peak(run.memory_path),
+        summary=_own(summary) | _parameter_peak(run.memory_path) | ({DIVERGED: True} if diverged else {}),
         epochs=epochs,
         activation_bytes=_activation_bytes(run.memory_path) if summary["ranks"] == 1 else [],
         sent_bytes=_sent_bytes(run.comms_path),

@@ -32,7 +32,7 @@ from cdp_repro.launch.train_process import train_in_process
 from cdp_repro.observe.run_directory import COMMAND, CONFIG, RunDirectory, RunDirectoryError, arguments_to_go_on
 from cdp_repro.observe.versions import versions
 from cdp_repro.studies.catalog import STUDIES
-from cdp_repro.studies.collecting import collect
+from cdp_repro.studies.collecting import DIVERGED, collect
 from cdp_repro.studies.rows import ROWS, Row, RowError, read_rows, run_name, write_row
 from cdp_repro.studies.study import Cell
 
@@ -149,22 +149,25 @@ def _complete(run: Run, options: Options, stop: StopRequest, label: str) -> str 
     """Train one run as far as it is not trained yet, and write its row; return a sentence if that failed."""
     directory = run_directory(options.runs, run.study, run.cell, run.seed)
     name = f"{run.study}: {run.cell.command(run.seed)}"
+    diverged_too = STUDIES[run.study].counts_divergence
+    ends = ("finished", DIVERGED) if diverged_too else ("finished",)
     try:
         with _locked_log(log_path(directory), stop) as log:
             if stop.signal is not None:
                 return None
-            code, verb = 0, "collected"
-            if not _is_finished(directory):
-                verb = "finished"
+            verb = "collected"
+            if _status(directory) not in ends:
                 arguments = _arguments(run, directory, options)
                 logger.info("%s %s", label, shlex.join(["cdp-train", *arguments]))
                 code = train_in_process(arguments, stop, _threads(run.cell, options.jobs), log)
-            if code:
-                return None if stop.signal is not None else _failure(name, code, log_path(directory))
-            row = collect(directory, run.study)
+                verb = _status(directory)
+                if code and verb not in ends:
+                    return None if stop.signal is not None else _failure(name, code, log_path(directory))
+            row = collect(directory, run.study, diverged_too)
             write_row(row, options.results / ROWS)
             task = task_of(row.config["dataset.name"])
-            logger.info("%s %s, %s %s", label, verb, task.name, task.score_text(row.summary))
+            score = "" if DIVERGED in row.summary else f", {task.name} {task.score_text(row.summary)}"
+            logger.info("%s %s%s", label, verb, score)
     except (RowError, RunDirectoryError, json.JSONDecodeError, OSError) as error:
         return f"{name}: {error}"
     return None
@@ -192,8 +195,9 @@ def _locked_log(path: Path, stop: StopRequest) -> Iterator[IO[bytes]]:
         yield log
 
 
-def _is_finished(directory: Path) -> bool:
-    return (directory / CONFIG).exists() and RunDirectory.open(directory).summary().get("status") == "finished"
+def _status(directory: Path) -> str:
+    """Return what the summary of a run says; nothing of one that has not begun."""
+    return str(RunDirectory.open(directory).summary().get("status", "")) if (directory / CONFIG).exists() else ""
 
 
 def _arguments(run: Run, directory: Path, options: Options) -> list[str]:

@@ -50,7 +50,7 @@ class Study:
 
     name: str
     kind: str
-    """Which part of the report it is for: `accuracy`, `tuning`, `delay-tuning`, `delay`, `memory`, `costs`, `systems`."""
+    """The part of the report it is for: `accuracy`, `tuning`, `delay`, `delay-tuning`, `memory`, `costs`, `systems`."""
     title: str
     cells: tuple[Cell, ...]
     reference: str | None = None
@@ -61,6 +61,11 @@ class Study:
     """Of a verdict of equivalence, in the unit of the differences; None: the study gives none."""
     tuning: str | None = None
     """The study that chose the learning rates of this one, setting by setting."""
+
+    @property
+    def counts_divergence(self) -> bool:
+        """Whether a run that diverges is a result: it says that a learning rate is too large."""
+        return self.kind == "delay-tuning"
 
     def runs(self) -> Iterator[tuple[Cell, int]]:
         """Yield every cell with every seed, seed by seed, so that a part of them makes a table of few seeds."""
