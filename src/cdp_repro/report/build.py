@@ -29,6 +29,7 @@ from cdp_repro.report.activation_memory import SHOWN_WORKERS, Case, answer, case
 from cdp_repro.report.claims import HOLDS, Claim, claim_table, claims, verdict_table
 from cdp_repro.report.cost_table import SIMULATED, Line, agreement_table, cost_table, large_lines, large_table, lines
 from cdp_repro.report.delay_costs import delay_table, delay_tuning_table, verdicts
+from cdp_repro.report.delay_figures import differences, rate_caption, rate_curves
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.explorer import explorer_of_equal_layers
 from cdp_repro.report.groups import Group, grouped
@@ -215,6 +216,7 @@ class Report:
                 figures.staleness_caption(self.comparisons),
             ),
         }  # fmt: skip
+        found |= self._delay_figures()
         shown = {
             name: Shown(draw, _digest(row.file_name + row.command + str(row.summary) for row in rows), caption)
             for name, (draw, rows, caption) in found.items()
@@ -222,6 +224,27 @@ class Report:
         }
         systems = Shown(partial(draw_curves, curves()), _digest([repr(curves())]), _CURVES)
         return {**shown, "systems": systems}
+
+    def _delay_figures(self) -> dict[str, tuple[Callable[[], Figure] | None, Sequence[Row], str]]:
+        """Return those of the studies of delay that have begun."""
+        kinds = {
+            kind: [(study, self.groups[study.name]) for study in STUDIES.values()
+                   if study.kind == kind and study.name in self.groups]
+            for kind in ("delay", "delay-tuning")
+        }  # fmt: skip
+        tunings = {study.title.partition(":")[0]: groups for study, groups in kinds["delay-tuning"]}
+        chosen = [pair for pair in kinds["delay"] if pair[0].margin is None]
+        names = {kind: [study.name for study, _ in pairs] for kind, pairs in kinds.items()}
+        return {
+            "rates": (
+                _as_drawn(rate_curves(tunings)), self._rows_of(*names["delay-tuning"]), rate_caption(tunings),
+            ),
+            "differences": (
+                _as_drawn(differences(chosen)), self._rows_of(*(study.name for study, _ in chosen)),
+                "Difference of each setting from data parallelism, each at the learning rate that its tuning chose: "
+                "mean over seeds with its 95 % interval.",
+            ),
+        }  # fmt: skip
 
     def page(self, svgs: Mapping[str, bytes]) -> str:
         """Return the page, with the pictures given."""
@@ -248,7 +271,11 @@ class Report:
             Section("accuracy", "Accuracy", [_ACCURACY], tables=[tables["accuracy"], tables["tuning"]]),
         ]  # fmt: skip
         if delayed := self._delay_tables():
-            sections.append(Section("delay", "What delay costs", [_DELAY], tables=delayed))
+            sections.append(
+                Section(
+                    "delay", "What delay costs", [_DELAY], pictures=pictures("differences", "rates"), tables=delayed
+                )
+            )
         return page("Cyclic data parallelism, executed", [_INTRODUCTION], sections)
 
     def _findings(self, pictures: Callable[..., list[Picture]]) -> list[Finding]:

@@ -59,11 +59,11 @@ def _losses(groups: Sequence[Group]) -> dict[Setting, dict[float, float]]:
     """Return the training loss by setting and learning rate."""
     found: dict[Setting, dict[float, float]] = {}
     for group in groups:
-        found.setdefault(setting_of(group.config), {})[group.config["optim.lr"]] = _loss(group)
+        found.setdefault(setting_of(group.config), {})[group.config["optim.lr"]] = loss_of(group)
     return found
 
 
-def _loss(group: Group) -> float:
+def loss_of(group: Group) -> float:
     """Return the mean training loss at the end; infinite if a run has diverged."""
     return math.inf if any(DIVERGED in row.summary for row in group.rows) else group.sample(_LOSS).mean
 
@@ -81,7 +81,7 @@ def delay_tuning_table(groups: Sequence[Group], study: Study) -> Table:
         setting, rate = setting_of(group.config), group.config["optim.lr"]
         is_best = setting in chosen and rate == _lowest(losses[setting])
         said = "yes" if chosen.get(setting) == rate else _AT_EDGE
-        loss = group.sample(_LOSS).text(4) if math.isfinite(_loss(group)) else DIVERGED
+        loss = group.sample(_LOSS).text(4) if math.isfinite(loss_of(group)) else DIVERGED
         rows.append([group.mode, method_of(group.config), f"{rate:g}", loss, said if is_best else ""])
     rows += [
         [label_of_mode(cell.settings), method_of(cell.settings), f"{cell.settings['optim.lr']:g}",

@@ -1,0 +1,91 @@
+"""The figures of what delay costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from report_rows import row_of
+
+from cdp_repro.report.delay_figures import differences, rate_caption, rate_curves
+from cdp_repro.report.groups import grouped
+from cdp_repro.studies.delay_studies import CIFAR10, TUNING_SEED
+
+SETTINGS = ("mode=dp", "mode=cdp_v1", "mode=cdp_v1 delay=prediction", "mode=cdp_v2")
+SMALL = replace(
+    CIFAR10, base="dataset=digits epochs=2", settings=SETTINGS, grid=(0.1, 0.2, 0.4, 0.8), seeds=(0, 1, 2),
+    rates=dict.fromkeys(SETTINGS, 0.2), best=SETTINGS[2:],
+)  # fmt: skip
+TUNING, DELAY, VERDICT = SMALL.studies()
+LOSSES = {
+    ("dp", "none"): (1.08, 1.0, 1.02, 1.05),
+    ("cdp_v1", "none"): (1.5, 1.4, 2.0, None),  # None: it diverged
+    ("cdp_v1", "prediction"): (1.2, 1.1, 1.15, 1.6),
+    ("cdp_v2", "none"): (1.2, 1.1, 1.15, 1.6),
+}
+
+
+def tuning_groups():
+    rows = []
+    for cell in TUNING.cells:
+        loss = LOSSES[cell.settings["mode.name"], cell.settings["delay.name"]][
+            SMALL.grid.index(cell.settings["optim.lr"])
+        ]
+        rows.append(
+            row_of(cell, TUNING_SEED, TUNING.name, **({"diverged": True} if loss is None else {"train/loss": loss}))
+        )
+    return grouped(rows, TUNING.varied)
+
+
+def delay_groups(study, differences_of):
+    rows = [
+        row_of(cell, seed, study.name, 90.0 + differences_of[number][seed % 3])
+        for number, cell in enumerate(study.cells) for seed in cell.seeds
+    ]  # fmt: skip
+    return grouped(rows, study.varied)
+
+
+def test_a_panel_a_mode_with_data_parallelism_in_each():
+    figure = rate_curves({"digits": tuning_groups()})
+    first, second = figure.axes
+    assert [first.get_title(), second.get_title()] == ["cdp_v1: digits", "cdp_v2: digits"]
+    assert {line.get_label() for line in first.lines} == {"dp, sgd", "sgd", "sgd + prediction"}
+    assert {line.get_label() for line in second.lines} == {"dp, sgd", "sgd"}
+    drawn = {line.get_label(): (*line.get_xdata(), *line.get_ydata()) for line in first.lines}
+    assert drawn["dp, sgd"] == (0.1, 0.2, 0.4, 0.8, 1.08, 1.0, 1.02, 1.05)
+    assert drawn["sgd"] == (0.1, 0.2, 0.4, 1.5, 1.4, 2.0), "the line ends where the run diverged"
+
+
+def test_the_caption_says_how_wide_the_range_of_good_rates_is():
+    caption = rate_caption({"digits": tuning_groups()})
+    assert "digits: within 10 % of its own lowest loss are " in caption
+    for said in ("dp (sgd) 0.1 to 0.8", "cdp_v1 (sgd) 0.1 to 0.2", "cdp_v1 (sgd + prediction) 0.1 to 0.4"):
+        assert said in caption
+
+
+def test_differences_are_those_of_paired_seeds_with_their_interval():
+    shifts = [(0.0, 1.0, 2.0), (-1.0, 0.0, 1.0), (0.0, 1.5, 1.5), (0.0, 1.0, 2.0)]
+    figure = differences([(DELAY, delay_groups(DELAY, shifts))])
+    (axis,) = figure.axes
+    assert [text.get_text() for text in axis.get_yticklabels()] == [
+        "cdp_v1, sgd", "cdp_v1, sgd + prediction", "cdp_v2, sgd"
+    ]  # fmt: skip
+    means = [container.lines[0].get_xdata()[0] for container in axis.containers]
+    assert means == pytest.approx([-1.0, 0.0, 0.0], abs=1e-9)
+    (low,), (high,) = (cap.get_xdata() for cap in axis.containers[1].lines[1])
+    assert low == pytest.approx(-high) and low < -1, "Student's t with two degrees, of differences 0, 0.5, -0.5"
+    assert axis.get_xlabel() == "test top-1 [%] minus that of dp [points]"
+    assert not axis.patches, "no margin was stated"
+
+
+def test_the_margin_of_a_study_is_shown():
+    figure = differences([(VERDICT, delay_groups(VERDICT, [(0.0, 0.1, 0.2)] * 3))])
+    (band,) = figure.axes[0].patches
+    assert [band.get_x(), band.get_x() + band.get_width()] == [-VERDICT.margin, VERDICT.margin]
+
+
+def test_without_anything_to_compare_there_is_no_figure():
+    alone = [group for group in tuning_groups() if group.mode == "dp"]
+    assert rate_curves({}) is None and rate_curves({"digits": alone}) is None
+    alone = [group for group in delay_groups(DELAY, [(0.0, 1.0, 2.0)] * 4) if group.mode == "dp"]
+    assert differences([]) is None and differences([(DELAY, alone)]) is None
