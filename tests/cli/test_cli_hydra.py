@@ -100,6 +100,8 @@ def test_files_of_ones_own_are_choices(capsys, mine):
     with_both = ["--config-dir", str(mine), "--config-name", "small", "experiment=tiny", "--cfg", "job"]
     job = yaml.safe_load(shown(capsys, *with_both))
     assert (job["batch_size"], job["epochs"]) == (8, 3)
+    with_both[with_both.index("small")] = "small.yaml"
+    assert yaml.safe_load(shown(capsys, *with_both)) == job
     assert "did you mean 'tiny'?" in refused(capsys, f"--config-dir={mine}", "experiment=tyni")
     assert "unknown site 'work': choose home" in refused(capsys, f"--config-dir={mine}", "+site=work")
 
@@ -178,8 +180,17 @@ def test_hydras_folders_say_where_runs_go(capsys):
         assert "names no new folder: give one, e.g. run_dir=runs/my-run" in refused(capsys, nothing)
     assert "name two folders" in refused(capsys, "run_dir=a", "hydra.run.dir=b")
     assert "name two folders" in refused(capsys, "-m", "seed=0,1", "run_dir=a", "hydra.sweep.dir=b")
-    said = refused(capsys, "hydra.launcher.n_jobs=2", "hydra/launcher=joblib")
-    assert said.count("has no effect") == 2 and "hydra.run.dir, hydra.sweep.dir" in said
+    for sweep in ([], ["-m", "seed=0,1", "hydra.sweep.dir=x"]):
+        said = refused(capsys, *sweep, "hydra.launcher.n_jobs=2", "hydra/launcher=joblib")
+        assert said.count("has no effect") == 2 and "hydra.run.dir, hydra.sweep.dir" in said
+    assert not Path("x").exists()
+
+
+def test_what_hydra_would_answer_by_a_traceback_is_told(capsys):
+    for words in ([], ["tcsh"], ["bash", "zsh"], ["remove=bash"]):
+        said = refused(capsys, "--shell-completion", *words)
+        assert "takes one shell, bash, zsh, fish" in said
+    assert "use --cfg all --resolve" in refused(capsys, "--cfg", "hydra", "--resolve")
 
 
 def test_a_sweep_over_a_range_with_files_of_ones_own(capfd, tiny, mine):

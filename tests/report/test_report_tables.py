@@ -64,6 +64,19 @@ def test_html_puts_numbers_to_the_right_and_folds_the_evidence():
     assert table.markdown().endswith("\n\nHow.\n\nRun by `x`.\n") and "Run by x." in table.latex()
 
 
+@pytest.mark.parametrize(
+    ("cells", "looks"),
+    [
+        (["12.82 KiB (c, s)", "–", "c 12.82 KiB; e 12.95 KiB"], ' class="number"'),
+        (["3", "c 3; e four"], ""),
+        (["–", ""], ""),
+    ],
+)
+def test_a_number_with_its_sources_and_one_that_nobody_knows_stand_to_the_right(cells, looks):
+    text = Table("t", "T", ("bytes",), [[cell] for cell in cells]).html()
+    assert re.findall(r"<t[hd]( [^>]*)?>", text) == [looks] * (1 + len(cells))
+
+
 def test_rows_of_another_width_are_refused():
     with pytest.raises(ValueError, match="a row of 1 cells in 2 columns"):
         Table("t", "", ("a", "b"), [["1"]])

@@ -27,7 +27,7 @@ def versions_kept(program, steps):
     return [most[stage] for stage in range(program.schedule.stages)]
 
 
-@pytest.mark.parametrize("n", range(1, 7))
+@pytest.mark.parametrize("n", [*range(1, 7), 12])
 def test_pipedream_reads_as_late_as_stages_follow_and_stashes_as_many_versions(n):
     program = Program(Schedule.build("pipedream", n, placement="pipeline"))
     rule = program.schedule.rule

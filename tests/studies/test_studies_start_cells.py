@@ -69,6 +69,13 @@ def test_runs_at_once_have_a_log_each_and_failures_are_told(tiny, capfd):
     assert "5 of 5" in shown
 
 
+def test_a_failure_of_one_after_another_is_told_too(tiny, capfd):
+    assert sweep(*tiny, "seed=0,1", "optim.lr=1e30") == 1
+    capfd.readouterr()
+    assert command.main(["--status=sweep"]) == 0
+    assert capfd.readouterr().out.count("exit code 1; error: the loss of training step") == 2
+
+
 def test_a_dry_run_shows_what_would_start_and_writes_nothing(tiny, capsys):
     assert sweep(*tiny, "seed=0,1", "--dry-run") == 0
     assert capsys.readouterr().out.count("cdp-train dataset=synthetic") == 2

@@ -134,6 +134,13 @@ def test_names_and_shapes_are_the_originals(name, shape, original):
     }
 
 
+@pytest.mark.parametrize(("name", "shape"), [("gpt", (16,)), ("mlp", (3, 8, 8))])
+def test_models_of_ours_keep_their_names(name, shape):
+    with torch.device("meta"):
+        ours = build_model(name, input_shape=shape, classes=10)
+    ours.load_state_dict({original_name(name, key): tensor for key, tensor in ours.state_dict().items()}, strict=True)
+
+
 def refused_start(tmp_path: Path, file: Path, *overrides: str) -> str:
     """Start a run from a file that does not fit; return the message, after nothing was written."""
     config = compose_config([*SMALL, "model=resnet18", f"model.weights={file}", *overrides])

@@ -39,6 +39,10 @@ _OF_HYDRA: dict[tuple[str, ...], dict[str, Any]] = {
     ("--run", "-r"): _FLAG,  # what happens without it, too
 }
 """How the options of Hydra that have a meaning here are read, by their names."""
+_SHELLS = ("bash", "zsh", "fish")
+_COMPLETION_ACTIONS = ("install", "uninstall", "query")
+"""What Hydra knows of completion."""
+
 _QUESTIONS = ("cfg", "info", "shell-completion", "hydra-help")
 """Those that Hydra answers itself; nothing runs."""
 
@@ -115,9 +119,8 @@ def _parser(options: Mapping[tuple[str, ...], Mapping[str, Any]]) -> ArgumentPar
 
 
 def _source(given: Namespace) -> Source:
-    if given.config_dir is None:
-        return Source(name=given.config_name)
-    return Source(Path(given.config_dir), given.config_name)
+    name = given.config_name.removesuffix(".yaml")  # as Hydra does
+    return Source(name=name) if given.config_dir is None else Source(Path(given.config_dir), name)
 
 
 def _for_hydra(given: Namespace, flags: Collection[str], source: Source) -> list[str]:
@@ -134,13 +137,26 @@ def _for_hydra(given: Namespace, flags: Collection[str], source: Source) -> list
     if given.hydra_help:
         return ["--hydra-help"]
     if given.shell_completion:
-        return ["--shell-completion", *(text if "=" in text else f"install={text}" for text in given.overrides)]
+        return ["--shell-completion", _completion(given.overrides)]
     if given.info:
         return [*_checked(given.overrides, source), "--info", given.info]
+    if given.cfg == "hydra" and given.resolve:
+        raise ConfigError(["--cfg hydra --resolve: its settings refer to those of the run: use --cfg all --resolve"])
     if given.cfg:
         how = [*(["--resolve"] if given.resolve else []), *(["--package", given.package] if given.package else [])]
         return [*_checked(given.overrides, source), "--cfg", given.cfg, *how]
     return []
+
+
+def _completion(words: Sequence[str]) -> str:
+    """Return what Hydra is asked about completion: `bash` installs it, `query=bash` is what a shell calls."""
+    action, _, shell = (
+        (words[0] if "=" in words[0] else f"install={words[0]}").partition("=") if words else ("", "", "")
+    )
+    if len(words) != 1 or action not in _COMPLETION_ACTIONS or shell not in _SHELLS:
+        ways = f'eval "$(cdp-train --shell-completion {_SHELLS[0]})"'
+        raise ConfigError([f"--shell-completion takes one shell, {', '.join(_SHELLS)}: {ways}"])
+    return f"{action}={shell}"
 
 
 def _checked(overrides: Sequence[str], source: Source) -> list[str]:

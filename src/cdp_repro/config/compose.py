@@ -226,10 +226,14 @@ def expand_sweep(overrides: Sequence[str], source: Source = OURS) -> list[list[s
     Of two overrides of one key the later counts. Hydra's own settings are of the sweep, not of its cells.
 
     Raises:
-        ConfigError: overrides that cannot be read, or a sweep without an end or without any value.
+        ConfigError: overrides that cannot be read, or a sweep without an end or without any value; settings of Hydra's
+            own that have no effect.
     """
-    parsed = [override for override in _parsed(overrides) if not override.is_hydra_override()]
-    alternatives = {override.get_key_element(): _alternatives(override, source) for override in parsed}
+    parsed = _parsed(overrides)
+    if problems := [problem for override in parsed if (problem := _hydra_without_effect(override))]:
+        raise ConfigError(problems)
+    of_cells = [override for override in parsed if not override.is_hydra_override()]
+    alternatives = {override.get_key_element(): _alternatives(override, source) for override in of_cells}
     return [list(cell) for cell in product(*alternatives.values())]
 
 
@@ -380,8 +384,7 @@ def _unknown_key(override: Override, source: Source, known: Sequence[str], missi
     key = override.key_or_group
     group, _, rest = key.partition(".")
     if override.is_hydra_override():
-        here = f"{key} has no effect: runs are started without Hydra's launchers; those that have are "
-        return None if key in HYDRA_KEYS else f"{here}{', '.join(HYDRA_KEYS)}"
+        return _hydra_without_effect(override)
     if group == "launcher":
         return f"{key} says how the runs of a sweep start: add --multirun, which cdp-train has"
     if key == "resume":
@@ -398,6 +401,15 @@ def _unknown_key(override: Override, source: Source, known: Sequence[str], missi
         given = f", or give {EXAMPLES[key]}" if key in EXAMPLES else ""
         return f"{key} has no effect with this {group}{_own_values(group, known)}{given}"
     return None  # a file of the user's lacks it: Hydra says that +key= adds it
+
+
+def _hydra_without_effect(override: Override) -> str | None:
+    """Return a sentence for a setting of Hydra's own that we do not follow."""
+    key = override.key_or_group
+    if not override.is_hydra_override() or key in HYDRA_KEYS:
+        return None
+    others = f"those that have are {', '.join(HYDRA_KEYS)}"
+    return f"{key} has no effect: runs are started without Hydra's launchers (see launcher=); {others}"
 
 
 def _own_values(group: str, known: Sequence[str]) -> str:

@@ -86,11 +86,11 @@ def build_model(
 
 
 def original_name(model: str, key: str) -> str:
-    """Return the name that a tensor of the model `model` has in torchvision's or timm's own; `mlp` has none but ours.
+    """Return the name that a tensor of the model `model` has in torchvision's or timm's own; `mlp` and `gpt` have ours.
 
     ResNet-8 and -20 are not in torchvision; their tensors are named as if they were.
     """
-    if model == "mlp":
+    if model in ("mlp", "gpt"):
         return key
     return torchvision_name(key) if model.startswith("resnet") and model in _BUILDERS else timm_name(key)
 

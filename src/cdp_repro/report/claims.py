@@ -59,7 +59,10 @@ def claims(
 def claim_table(found: Sequence[Claim]) -> Table:
     """Return the checklist."""
     rows = [[str(claim.number), claim.text, claim.verdict, claim.because] for claim in found]
-    return Table("claims", "The paper's claims", ("", "claim", "verdict", "what was measured"), rows)
+    evidence = [
+        "Judged by `cdp-report build` from the rows whose runs and commands stand below the tables that follow."
+    ]
+    return Table("claims", "The paper's claims", ("", "claim", "verdict", "what was measured"), rows, (), evidence)
 
 
 def verdict_table(found: Sequence[Claim]) -> Table:

@@ -193,4 +193,5 @@ def large_table(found: Sequence[Line]) -> Table:
         "Equal stages of 1 KiB of activations and 1 KiB of parameters each, so that A = P = N KiB. A number "
         "stands for closed form and simulation alike; (s): simulation only."
     ]
-    return Table("costs_large", "What each setting costs with many workers", columns, rows, notes)
+    evidence = ["Simulated by `python scripts/simulate.py`, and kept in results/simulated.json."]
+    return Table("costs_large", "What each setting costs with many workers", columns, rows, notes, evidence)

@@ -28,6 +28,9 @@ _MARKUP = re.compile(r"""
 _NUMBER = re.compile(r"[-+<≤~]?\s?\d[\d.,]*(e[-+]?\d+)?( ?%| bytes| [KMG]iB)?( ±.*| \[.*| \(.*)?")
 """A number with its unit, spread, interval and number of runs."""
 
+_SOURCE = re.compile(r"^[cse] ")
+"""Closed form, simulation or execution: where a number is from."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -93,9 +96,12 @@ class Table:
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:
-    """Return whether the cells of a column that say something are numbers, but for runs that are missing."""
-    said = [cell for cell in cells if cell and not cell.startswith("not run: ")]
-    return bool(said) and all(map(_NUMBER.fullmatch, said))
+    """Return whether the cells of a column that say something are numbers, but for runs that are missing.
+
+    A cell may hold several numbers, each with a letter for its source: `c 3; e 4`.
+    """
+    said = [cell for cell in cells if cell not in ("", "–") and not cell.startswith("not run: ")]
+    return bool(said) and all(_NUMBER.fullmatch(_SOURCE.sub("", part)) for cell in said for part in cell.split("; "))
 
 
 def _pipes(cells: Sequence[str]) -> str:

@@ -36,7 +36,8 @@ from cdp_repro.schedule.transport import Communicator, Edge, blocked_on_nccl, co
 from cdp_repro.schedule.values import Value
 
 MAX_STEPS = 12
-"""Training steps beyond the largest staleness after which the pattern must have repeated."""
+"""Training steps beyond twice the largest staleness after which the pattern must have repeated: it has in PipeDream,
+whose pipeline has both to fill and to empty, after twice its staleness."""
 
 Piece = Sequence[Slot]
 Upcoming = Callable[[], bool]
@@ -190,7 +191,7 @@ class Program:
 
     def _repeating(self, first_step: int) -> Run:
         longest, checked = self.schedule.rule.longest, _CheckedRun(self, first_step)
-        for steps in range(longest + 2, longest + MAX_STEPS):
+        for steps in range(longest + 2, 2 * longest + MAX_STEPS):
             slots = self._generated(first_step, steps)
             checked.follow(slots, steps)  # a longer run begins as a shorter one does: only what is new is checked
             states = checked.states

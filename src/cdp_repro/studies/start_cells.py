@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -20,7 +21,7 @@ from cdp_repro.launch.signals import StopRequest
 from cdp_repro.launch.slurm_script import ArrayScript
 from cdp_repro.launch.train_process import train_in_process
 from cdp_repro.observe.atomic_file import replace_file
-from cdp_repro.observe.run_directory import CONFIG, SAVED
+from cdp_repro.observe.run_directory import CONFIG, SAVED, RunDirectory
 from cdp_repro.studies.cells import Cell
 
 logger = logging.getLogger("cdp_repro")
@@ -64,13 +65,21 @@ def _train(cell: Cell, label: str, stop: StopRequest, jobs: int) -> str | None:
         code = train_in_process(cell.arguments(), stop)
         where = cell.directory
         if code and stop.signal is None:
-            cell.log.write_text(f"exit code {code}; what it printed went to the terminal of the sweep\n")
+            cell.log.write_text(f"exit code {code}; {_last_words(cell)}\n")
     else:
         with cell.log.open("ab") as log:
             code = train_in_process(cell.arguments(), stop, _threads(cell, jobs), log)
         where = cell.log
         logger.info("%s %s: %s", label, cell.name, "finished" if code == 0 else f"exit code {code}")
     return None if code == 0 or stop.signal is not None else f"exit code {code}: {cell.name} (see {where})"
+
+
+def _last_words(cell: Cell) -> str:
+    """Return how a run that printed to the terminal has ended, from its own log: the error without its class."""
+    log = RunDirectory(cell.directory).log_path(0)
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    told = re.match(r"[\w.]*Error: (.*)", lines[-1]) if lines else None
+    return f"error: {told[1]}" if told else "what it printed went to the terminal of the sweep"
 
 
 def _threads(cell: Cell, jobs: int) -> dict[str, str]:
