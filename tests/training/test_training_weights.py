@@ -164,7 +164,7 @@ def test_weights_of_another_model_are_refused_with_names_and_shapes(tmp_path):
 
 
 def test_files_that_hold_no_weights_are_refused(tmp_path):
-    assert "cannot be read" in refused_start(tmp_path, tmp_path / "none.pt")
+    assert "cannot be read: Is a directory" in refused_start(tmp_path, tmp_path)
     for name, content in {
         "text.pt": b"hello", "text.safetensors": b"hello", "empty.pt": b"", "code.pt": pickle.dumps(Path("x")),
     }.items():  # fmt: skip
@@ -174,6 +174,11 @@ def test_files_that_hold_no_weights_are_refused(tmp_path):
         assert "weights_only" not in said and "index" not in said, "no advice to load it unsafely, no words of a parser"
     torch.save({"epoch": 3}, tmp_path / "numbers.pt")
     assert "holds no tensors by name" in refused_start(tmp_path, tmp_path / "numbers.pt")
+
+
+def test_a_file_that_is_not_there_is_told_with_the_other_mistakes_before_anything_starts(tmp_path):
+    with pytest.raises(ConfigError, match=r"weights=none.pt cannot be read: there is no such file\n.*lr=-1"):
+        compose_config(["model.weights=none.pt", "optim.lr=-1"])
 
 
 def test_exports_that_cannot_be_made_write_nothing(tmp_path, tiny):

@@ -116,12 +116,22 @@ def compose_config(overrides: Sequence[str], check_device: bool = True, source: 
     """
     composable, problems, tree = _examined(overrides, source)
     try:
-        config = load_config(tree or _composed(composable, source), check_device)
+        tree = tree or _composed(composable, source)
+        problems += _missing_weights(tree)
+        config = load_config(tree, check_device)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _missing_weights(tree: DictConfig) -> list[str]:
+    """Return a sentence if the file to start from is not there: said here, before torch takes its seconds."""
+    path = OmegaConf.select(tree, "model.weights", throw_on_resolution_failure=False)
+    return [] if path is None or Path(str(path)).exists() else [
+        f"model.weights={path} cannot be read: there is no such file"
+    ]  # fmt: skip
 
 
 def written_out(overrides: Sequence[str], source: Source = OURS) -> list[str]:
