@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from cdp_repro.cli import train as command
 from cdp_repro.config import ConfigError
@@ -74,6 +75,15 @@ def test_a_failure_of_one_after_another_is_told_too(tiny, capfd):
     capfd.readouterr()
     assert command.main(["--status=sweep"]) == 0
     assert capfd.readouterr().out.count("exit code 1; error: the loss of training step") == 2
+
+
+@pytest.mark.parametrize("launcher", [[], ["launcher.jobs=2"], ["launcher=slurm"]])
+def test_weights_of_another_model_are_told_once_and_nothing_starts(tiny, capfd, slurm, launcher):
+    torch.save({"weight": torch.zeros(2)}, "other.pt")
+    assert sweep(*tiny, "seed=0,1", "model.hidden=16,8", "model.weights=other.pt", *launcher) == 2
+    said = capfd.readouterr().err
+    assert said.count("is of another model than model=mlp") == 2, "once for each width, not for each seed"
+    assert not Path("sweep").exists() and not (slurm / "asked").exists()
 
 
 def test_a_dry_run_shows_what_would_start_and_writes_nothing(tiny, capsys):

@@ -200,6 +200,7 @@ def _sweep(line: CommandLine) -> int:
     if dry:
         write_out("".join(f"{shlex.join(['cdp-train', *cell.arguments()])}\n" for cell in cells))
         return 0
+    _check_weights(cells)
     write_list(root, cells)
     outcome = train_here(cells, launcher.jobs)
     if outcome.signal is not None:
@@ -210,6 +211,22 @@ def _sweep(line: CommandLine) -> int:
     return 1 if outcome.failures else 0
 
 
+def _check_weights(cells: Sequence[Cell]) -> None:
+    """Refuse files of weights that do not fit, once for each model and file, before the first run starts."""
+    configs = [cell.config for cell in cells if cell.config.model.weights is not None]
+    different = {repr((config.model, config.dataset.classes, config.input_shape)): config for config in configs}
+    problems: list[str] = []
+    for config in different.values():
+        from cdp_repro.training.weights import check_weights  # here: torch takes seconds
+
+        try:
+            check_weights(config)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+
+
 def _queue(root: Path, cells: Sequence[Cell], launcher: SlurmLauncher, dry: bool) -> int:
     """Queue the cells as an array of SLURM, or show its script."""
     script = array_script(root, cells, launcher)
@@ -217,6 +234,7 @@ def _queue(root: Path, cells: Sequence[Cell], launcher: SlurmLauncher, dry: bool
         write_out(script)
         return 0
     refuse_without_sbatch()
+    _check_weights(cells)
     write_list(root, cells)
     array = queue(root, script)
     write_list(root, cells, array)

@@ -106,14 +106,40 @@ def start_from_file(config: RunConfig, stages: Sequence[nn.Module]) -> str:
     if config.model.weights is None:
         return ""
     path = Path(config.model.weights)
+    ours = _named(config, stages)
+    content, found = _read(config, path, ours)
+    with torch.no_grad():
+        for name, tensor in ours.items():
+            tensor.copy_(found[name])
+    return hashlib.sha256(content).hexdigest()
+
+
+def check_weights(config: RunConfig) -> None:
+    """Refuse what `start_from_file` would refuse, before a run is started.
+
+    Raises:
+        ConfigError: the file cannot be read, or is of another model.
+    """
+    if config.model.weights is not None:
+        with torch.device("meta"):
+            model = model_of(config)
+        _read(config, Path(config.model.weights), _named(config, [model]))
+
+
+def _named(config: RunConfig, parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return the tensors of a model, whole or in stages, under their names in the original model."""
+    return {
+        original_name(config.model.name, key): tensor for part in parts for key, tensor in part.state_dict().items()
+    }
+
+
+def _read(config: RunConfig, path: Path, ours: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Tensor]]:
+    """Return the content of a file, and its tensors, which have the names and shapes of `ours`."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError([f"model.weights={path} cannot be read: {error.strerror or error}"]) from error
     found = _tensors(content, path)
-    ours = {
-        original_name(config.model.name, key): tensor for stage in stages for key, tensor in stage.state_dict().items()
-    }
     if differing := _differences(found, ours):
         raise ConfigError(
             [
@@ -122,10 +148,7 @@ def start_from_file(config: RunConfig, stages: Sequence[nn.Module]) -> str:
                 f"{'; '.join(differing)}"
             ]
         )
-    with torch.no_grad():
-        for name, tensor in ours.items():
-            tensor.copy_(found[name])
-    return hashlib.sha256(content).hexdigest()
+    return content, found
 
 
 def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
