@@ -125,6 +125,18 @@ def test_without_a_place_to_remember_plans_measure(tmp_path, monkeypatch, measur
     assert len(measured) == 2
 
 
+def test_a_user_without_a_home_can_plan(monkeypatch, measured, tmp_path):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")  # relative: to be ignored
+    monkeypatch.setattr(remembered_cuts.Path, "home", no_home)
+    monkeypatch.chdir(tmp_path)
+    config = compose_config([*SETTINGS])
+    assert numbers_of(stage_cut(config)) == numbers_of(stage_cut(config))
+    assert len(measured) == 2 and not [*tmp_path.iterdir()]
+
+
 def test_a_refusal_is_not_remembered(cache):
     for _ in range(2):
         with pytest.raises(ConfigError, match="cannot be cut into 9 stages"):

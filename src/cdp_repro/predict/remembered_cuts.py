@@ -33,29 +33,34 @@ _LIBRARIES = ("torch", "torchvision", "timm")
 def stage_cut(config: RunConfig) -> StageCut:
     """Return what `cutting.cut_model` does, without the modules; measured only if no earlier plan has.
 
-    A cut by measured time is never remembered: it is another one on another day.
-
     Raises:
         ModelError, ConfigError: as `cut_model`.
     """
-    path = _folder() / f"{_hash_of(config)}.json"
-    if config.partition != "time":
+    path = _path_of(config)
+    if path is not None:
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # none yet, or a damaged one
             return _from_json(path.read_text())
     from cdp_repro.predict.cutting import cut_model  # here: torch takes seconds
 
     measured = cut_model(config)
     found = StageCut(**{field.name: getattr(measured, field.name) for field in fields(StageCut)})
-    if config.partition != "time":
+    if path is not None:
         with suppress(OSError):  # no place to remember it: the next plan measures again
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, json.dumps(asdict(found)).encode())
     return found
 
 
-def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "cdp-repro" / "cuts"
+def _path_of(config: RunConfig) -> Path | None:
+    """Return the file of a cut; None for one by measured time, which is another on another day, and without a home."""
+    if config.partition == "time":
+        return None
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        folder = given if given.is_absolute() else Path.home() / ".cache"  # a relative one is to be ignored
+    except RuntimeError:
+        return None
+    return folder / "cdp-repro" / "cuts" / f"{_hash_of(config)}.json"
 
 
 def _hash_of(config: RunConfig) -> str:
