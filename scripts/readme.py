@@ -21,9 +21,10 @@ from cdp_repro.cli.console import only_folder, run_script
 from cdp_repro.config import ConfigError
 from cdp_repro.observe.figures import save_figure, timeline_figure
 from cdp_repro.schedule import Program, Schedule
+from cdp_repro.schedule.lanes import Lanes
 
 ROOT = Path(__file__).parents[1]
-WITH_COMMANDS = (ROOT / "README.md", ROOT / "docs" / "commands.md", ROOT / "docs" / "placements.md")
+WITH_COMMANDS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("commands", "placements", "systems")))
 """In the order in which their commands run."""
 WITH_TABLES = ROOT / "docs" / "benchmarks.md"
 BLOCK = re.compile(r"```console\n\$ (?P<command>[^\n]+)\n(?P<output>.*?)```", re.DOTALL)
@@ -53,7 +54,10 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def draw_timeline() -> None:
     """Draw the picture at the top of the README."""
     timelines = {mode: Program(Schedule.build(mode, 3)).slots(2) for mode in ("dp", "cdp_v1", "cdp_v2")}
-    save_figure(timeline_figure(timelines, workers=3, stages=3), ROOT / "results" / "figures" / "timeline.svg")
+    save_figure(
+        timeline_figure(timelines, dict.fromkeys(timelines, Lanes(3)), stages=3),
+        ROOT / "results" / "figures" / "timeline.svg",
+    )
 
 
 def with_outputs(text: str, folder: Path) -> str:

@@ -214,7 +214,10 @@ def test_it_has_a_price():
 
 def test_it_is_drawn(tmp_path):
     program = Program(Schedule.build("spaced_two_late", 3, 3, "reversed"))
-    save_figure(timeline_figure({"spaced": program.slots(2)}, workers=3, stages=3), tmp_path / "timeline.svg")
+    save_figure(
+        timeline_figure({"spaced": program.slots(2)}, {"spaced": program.schedule.timeline.lanes}, stages=3),
+        tmp_path / "timeline.svg",
+    )
     assert (tmp_path / "timeline.svg").read_text().count("worker") >= 3
     trace = simulate(program, costs_of(3, 3), 2)
     write_perfetto(trace, file := io.StringIO())

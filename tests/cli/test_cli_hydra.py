@@ -156,7 +156,7 @@ def test_sweeps_are_written_as_in_hydra(overrides, cells):
     ("override", "message"),
     [
         ("optim.lr=interval(0,1)", "has no end: list its values"),
-        ("mode=glob(pdp*)", "stands for no value: choose accumulation, ampnet, cdp_v1"),
+        ("mode=glob(pdp*)", "stands for no value: choose accumulation, ampnet, async, cdp_v1"),
         ("seed=glob(*)", "stands for no value: give one or more, such as seed=1,2"),
     ],
 )

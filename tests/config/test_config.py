@@ -157,9 +157,29 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (["mode=[[0,0],[0,0]]", "workers=2"], "it exists from slot 6 on"),
         (
             ["mode=cdp_v3"],
-            "unknown mode 'cdp_v3': choose accumulation, ampnet, cdp_v1, cdp_v2, chimera, dp, gpipe, interleaved, "
-            "matrix, naive, one_f_one_b, pipedream, pipedream_2bw, zero_bubble; did you mean 'cdp_v2'?",
+            "unknown mode 'cdp_v3': choose accumulation, ampnet, async, cdp_v1, cdp_v2, chimera, dp, gpipe, "
+            "interleaved, matrix, naive, one_f_one_b, pipedream, pipedream_2bw, ssp, zero_bubble; did you mean "
+            "'cdp_v2'?",
         ),
+        (
+            ["mode=async", "speeds=[1,1,1,2]"],
+            "use batch_size=60 or batch_size=65; 80 gives each as many samples as mode=dp with 64",
+        ),
+        (
+            ["mode=async", "speeds=[1,2]"],
+            "speeds=[1, 2] are of 2 workers, workers=4: give one each, such as speeds=[1, 2, 1, 1]",
+        ),
+        (["mode=ssp", "speeds=[1,1,0,2]"], "use integers from 1 whose least common multiple is at most 60"),
+        (["mode=ssp", "speeds=[7,9,11,2]"], "such as speeds=[1, 1, 1, 2]"),
+        (["mode=async", "slack=2"], "slack=2 is for mode=ssp; mode=async has none: leave slack out"),
+        (["mode=ssp", "slack=-1"], "slack=-1: must be a finite number, 0 or more"),
+        (["mode=dp", "jitter=2"], "jitter=2 is for mode=ssp or async; mode=dp has none"),
+        (["mode=cdp_v1", "speeds=[1,1,1,2]"], "speeds=[1, 1, 1, 2] is for mode=dp or ssp or async"),
+        (["mode=dp", "speeds=[1,1,1,2]", "placement=zero"], "use placement=single_device or parameter_server"),
+        (["mode=async", "placement=pipeline"], "mode=async is not for placement=pipeline: use placement=single_device"),
+        (["mode=async", "replicas=2", "batch_size=64"], "replicas=2: workers with speeds of their own have none"),
+        (["mode=async", "accumulate=2"], "mode=async makes an update after each micro-batch"),
+        (["mode=async", "delay=error_feedback"], "counts training steps, but mode=async has many updates in each"),
         (["dataset=cifar"], "did you mean 'cifar10'?"),
         (["model=resnet19"], "did you mean 'resnet18'?"),
         (["experiment=paper/cifar10_resnet1"], "did you mean 'paper/cifar10_resnet18'?"),

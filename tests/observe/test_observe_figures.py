@@ -9,11 +9,12 @@ from cdp_repro.observe.text import format_bytes
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import Program, Schedule
+from cdp_repro.schedule.lanes import Lanes
 
 
 def test_the_timeline_has_a_cell_for_every_action(tmp_path):
     slots = Program(Schedule.build("cdp_v2", 3)).slots(2)
-    figure = timeline_figure({"cdp_v2": slots}, workers=3, stages=3)
+    figure = timeline_figure({"cdp_v2": slots}, {"cdp_v2": Lanes(3)}, stages=3)
     (axis,) = figure.axes
     texts = [text.get_text() for text in axis.texts]
     assert len(texts) == 2 * 3 * 3 * 2

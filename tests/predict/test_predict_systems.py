@@ -107,3 +107,14 @@ def test_text_and_files(tmp_path):
 def test_sizes_that_cannot_be_compared_are_refused(overrides, said):
     with pytest.raises(ConfigError, match=said):
         compared(*overrides)
+
+
+def test_workers_on_clocks_of_their_own_miss_the_pushes_of_all_others():
+    _, found = compared("workers=4", "accumulate=2")
+    for mode in ("ssp", "async"):
+        system = found[mode, "parameter_server"]
+        assert (system.mean_staleness, system.largest_staleness, system.versions) == (3, 3, 4)
+        assert system.messages == found["dp", "parameter_server"].messages
+    config = compose_config([*SIZES, "mode=async", "speeds=[1,1]", "workers=2"], check_device=False)
+    with pytest.raises(ConfigError, match="leave speeds out"):
+        compare_systems(config)

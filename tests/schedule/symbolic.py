@@ -42,7 +42,9 @@ def prove(schedule: Schedule, slots: Sequence[Slot], steps: int, first_step: int
 class _Machine:
     def __init__(self, schedule: Schedule, first_step: int) -> None:
         self.schedule, self.first = schedule, first_step
-        self.lanes, self.step = min(schedule.sizes.lanes, schedule.micro_batches), schedule.micro_batches
+        self.step, self.updates = schedule.micro_batches, schedule.sizes.updates
+        workers = [turn.worker for turn in schedule.sizes.round.turns] if schedule.sizes.pushes else None
+        self.lane_of = workers or range(min(schedule.sizes.lanes, schedule.micro_batches))
         self.store: list[dict[Value, object]] = [{} for _ in range(schedule.ranks)]
         for rank, values in held_after(schedule, first_step).items():
             self.store[rank] = {v: self.held(v, first_step) for v in values}
@@ -56,7 +58,14 @@ class _Machine:
         """What a value that is held from a drained state on must contain."""
         if value.kind == "p":
             return ("theta", value.stage, value.number, value.part, value.parts)
-        return ("buffers", value.stage, value.number, step * self.step - self.lanes + value.number)
+        return ("buffers", value.stage, value.number, self.before(value.number, step * self.step))
+
+    def lane(self, m: int) -> int:
+        return self.lane_of[m % len(self.lane_of)]
+
+    def before(self, lane: int, m: int) -> int:
+        """The last micro-batch of a lane before another, whether there is one or not."""
+        return next(each for each in range(m - 1, m - 1 - self.step - len(self.lane_of), -1) if self.lane(each) == lane)
 
     def run(self, action: Action) -> bool:
         rank, store = action.rank, self.store[action.rank]
@@ -113,15 +122,18 @@ class _Machine:
         delay = (rule.staleness if action.op == "F" else rule.backward_staleness)(
             i // self.schedule.sizes.replicas, stage
         )
-        need(version == max(0, step - delay), f"{action}: another version than its rule's")
+        need(
+            version == max(0, step * self.updates + i * self.updates // self.step - delay),
+            f"{action}: another version than its rule's",
+        )
         need(("theta", stage, version, 0, 1) in read.values(), f"{action}: without its parameters")
 
     def forward(self, action: Action, read: dict[Value, object]) -> dict[Value, object]:
         stage, m = action.stage, action.micro_batch
         self.compute(action, read)
-        lane = m % self.lanes
+        lane = self.lane(m)
         need(
-            ("buffers", stage, lane, m - self.lanes) in read.values(),
+            ("buffers", stage, lane, self.before(lane, m)) in read.values(),
             f"{action}: another worker's buffers, or old ones",
         )
         need(not stage or ("input", stage, m) in read.values(), f"{action}: without its input")
@@ -199,9 +211,10 @@ class _Machine:
             total = total[3]
         else:
             need(old.parts == 1, f"{action}: a whole sum for a shard")
-        first = (version - 1) * self.step
+        summed = self.step // self.updates
+        first = (version - 1) * summed
         need(
-            [(j, m) for j, m, _ in total] == [(stage, m) for m in range(first, first + self.step)],
+            [(j, m) for j, m, _ in total] == [(stage, m) for m in range(first, first + summed)],
             f"{action}: a sum of {total}",
         )
         part = (old.part, old.parts)

@@ -94,8 +94,8 @@ def test_a_shift_moves_all_that_an_action_names(schedule, steps, more):
     M = schedule.micro_batches
     for slot in written(schedule, 1):
         for action in slot.actions:
-            later = action.shifted(steps, M)
-            assert later.shifted(more, M) == action.shifted(steps + more, M)
+            later = action.shifted(steps * M, steps)
+            assert later.shifted(more * M, more) == action.shifted((steps + more) * M, steps + more)
             assert (later.op, later.rank, later.stage, later.peer) == (
                 action.op,
                 action.rank,
@@ -103,10 +103,10 @@ def test_a_shift_moves_all_that_an_action_names(schedule, steps, more):
                 action.peer,
             )
             for name in ("reads", "writes", "frees"):
-                assert getattr(later, name) == tuple(v.shifted(steps, M) for v in getattr(action, name))
+                assert getattr(later, name) == tuple(v.shifted(steps * M, steps) for v in getattr(action, name))
             if action.op.is_compute:
                 assert (later.micro_batch, later.version) == (action.micro_batch + steps * M, action.version + steps)
-            turned = action.shifted(steps, M, lambda rank: rank + 7)
+            turned = action.shifted(steps * M, steps, lambda rank: rank + 7)
             assert (turned.rank, turned.peer) == (action.rank + 7, action.peer + 7 if action.peer >= 0 else -1)
 
 

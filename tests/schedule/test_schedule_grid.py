@@ -8,6 +8,7 @@ import pytest
 
 from cdp_repro.schedule import Program, Schedule
 from cdp_repro.schedule.grid import text_grid
+from cdp_repro.schedule.lanes import Lanes
 
 GRIDS = {
     "dp": """\
@@ -35,7 +36,7 @@ GRIDS = {
 
 
 def grid(mode, n, steps, width=None, **options):
-    return text_grid(Program(Schedule.build(mode, n, **options)).slots(steps), n, width)
+    return text_grid(Program(Schedule.build(mode, n, **options)).slots(steps), Lanes(n), width)
 
 
 @pytest.mark.parametrize("mode", GRIDS)
@@ -70,11 +71,11 @@ def test_grid_narrower_than_a_column_still_prints_every_slot():
 
 
 def test_replicas_have_rows_of_their_own():
-    rows = text_grid(Program(Schedule.build("dp", 1, 2, replicas=2)).slots(1), 2).splitlines()
+    rows = text_grid(Program(Schedule.build("dp", 1, 2, replicas=2)).slots(1), Lanes(2)).splitlines()
     assert [row.split() for row in rows[1:3]] == [
         ["worker", str(lane), "F0v0", "F1v0", "B1v0", "B0v0"] for lane in (0, 1)
     ]
 
 
 def test_an_empty_grid_is_text_too():
-    assert isinstance(text_grid([], 2), str)
+    assert isinstance(text_grid([], Lanes(2)), str)

@@ -75,8 +75,8 @@ def test_the_members_of_a_sum_are_its_micro_batches_in_order():
 @given(values, st.integers(0, 9), st.integers(0, 9), st.integers(1, 20))
 @settings(derandomize=True)
 def test_a_shift_moves_micro_batches_and_versions_and_adds_up(value, steps, more, micro_batches):
-    later = value.shifted(steps, micro_batches)
-    assert later.shifted(more, micro_batches) == value.shifted(steps + more, micro_batches)
+    later = value.shifted(steps * micro_batches, steps)
+    assert later.shifted(more * micro_batches, more) == value.shifted((steps + more) * micro_batches, steps + more)
     ahead = {"p": steps, "b": 0}.get(value.kind, steps * micro_batches)
     assert (later.kind, later.stage, later.number) == (value.kind, value.stage, value.number + ahead)
     assert later.version == value.version + (steps if value.kind in ("pf", "pb") else 0)

@@ -62,7 +62,13 @@ def kinds() -> Iterator[Schedule]:
     modes = [*((mode, None) for mode in MODES), ("matrix", STALE)]
     sizes = ((1, 1), (2, 1), (1, 2))
     for (name, matrix), placement, order, (k, r) in product(modes, PLACEMENTS, ORDERS, sizes):
-        if name not in ANYWHERE and placement not in ("single_device", "pipeline"):
+        pushes = matrix is None and MODES[name].pushes
+        if name not in ANYWHERE and placement not in ("single_device", "parameter_server" if pushes else "pipeline"):
+            continue
+        if pushes:
+            if (k, r) == (1, 1):
+                for speeds, jitter in ((None, None), ((1, 1, 2), None), ((1, 2, 3), 0)):
+                    yield Schedule.build(name, 3, 2, placement, order, speeds=speeds, jitter=jitter)
             continue
         if (matrix is None and MODES[name].updates_each and k > 1) or (name == "chimera" and r > 1):
             continue

@@ -19,6 +19,7 @@ from cdp_repro.engine.executor import StepResult
 from cdp_repro.engine.outputs import TestBatches, outputs_of
 from cdp_repro.engine.parameters import OptimizerFactory
 from cdp_repro.engine.team import Team
+from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.trace import Trace
 
 Tensors = dict[str, Tensor]
@@ -167,7 +168,7 @@ class Baseline(ABC):
 
     def trace(self) -> Trace:
         """Empty: the library does not report its actions."""
-        return Trace(self.workers, self.workers, len(self._skeleton), ())
+        return Trace(self.workers, Lanes(self.workers), len(self._skeleton), ())
 
     def state_dict(self) -> dict[str, Any]:
         """Return, on rank 0, a copy of everything that the next step depends on; {} on other ranks. Collective.

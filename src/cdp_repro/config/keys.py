@@ -16,7 +16,7 @@ from cdp_repro.config.schema import ClusterConfig, RunConfig
 
 SCHEDULE_KEYS = frozenset({
     "workers", "stages", "accumulate", "replicas", "ranks", "servers", "batch_size", "slot_order",
-    "mode.name", "mode.staleness", "placement.name", "pipeline_schedule", "collectives",
+    "speeds", "jitter", "slack", "mode.name", "mode.staleness", "placement.name", "pipeline_schedule", "collectives",
 })  # fmt: skip
 """Settings that the schedule is built from: it can be checked only if each of them is in range."""
 
@@ -54,6 +54,9 @@ EXAMPLES = {
     "stages": "stages=4",
     "ranks": "ranks=2",
     "servers": "servers=2",
+    "speeds": "speeds=[1,1,1,2]",
+    "jitter": "jitter=0",
+    "slack": "slack=3",
     "cluster.between_hosts_latency_seconds": "cluster.between_hosts_latency_seconds=1e-5",
     "cluster.between_hosts_bandwidth_bytes_per_second": "cluster.between_hosts_bandwidth_bytes_per_second=1e9",
     "cluster.flops_per_second": "cluster.flops_per_second=1e13",

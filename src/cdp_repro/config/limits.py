@@ -63,7 +63,7 @@ _LARGEST_INPUT = 2**31
 """Values of a mini-batch: 8 GiB in fp32."""
 
 _OPTIONAL_MINIMA = {
-    "stages": 1, "ranks": 1, "servers": 1, "delay.strength": 0,
+    "stages": 1, "ranks": 1, "servers": 1, "jitter": 0, "slack": 0, "delay.strength": 0,
     "cluster.between_hosts_latency_seconds": 0, "cluster.between_hosts_bandwidth_bytes_per_second": 1,
     "cluster.flops_per_second": 1,
 }  # fmt: skip
@@ -114,6 +114,12 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
 
 def inconsistent(config: RunConfig) -> Iterable[str]:
     """Yield a sentence for each pair of settings, all of them in range, that exclude each other."""
+    if config.pushes:
+        try:
+            config.schedule()  # of which the micro-batches of a training step follow
+        except ValueError as error:
+            yield str(error)
+            return
     if too_large := _too_large_program(config) or _too_large_input(config):
         yield too_large
         return
@@ -164,6 +170,17 @@ def _too_large_program(config: RunConfig) -> str | None:
 
 
 def _check_batch_size(config: RunConfig) -> None:
+    if config.pushes and config.batch_size % config.micro_batches:
+        pushes = config.micro_batches
+        lower, each = config.batch_size // pushes, config.batch_size // config.workers
+        choices = " or ".join(f"batch_size={n * pushes}" for n in (lower, lower + 1) if n)
+        like = f"; {each * pushes} gives each as many samples as mode=dp with {config.batch_size}" if each else ""
+        raise ValueError(
+            f"batch_size={config.batch_size} is not divisible by the {pushes} pushes that workers of these speeds make "
+            f"in a training step: use {choices}{like}"
+        )
+    if config.pushes:
+        return
     workers, accumulate = (1, 1) if config.updates_each else (config.workers, config.accumulate)
     check_divisible(config.batch_size, workers, accumulate, config.replicas)
 
@@ -226,6 +243,11 @@ def _wrong_with_delay(config: RunConfig) -> Iterable[str]:
         yield (
             f"delay={delay.name} keeps the last steps of whole stages, but collectives=true on placement=zero holds "
             "shards of them, and reads nothing late: use delay=none"
+        )
+    if config.pushes:
+        yield (
+            f"delay={delay.name} counts training steps, but mode={config.mode.name} has many updates in each: use "
+            "delay=none"
         )
     if delay.name == "prediction" and config.optim.name == "sgd" and not config.optim.momentum:
         yield (

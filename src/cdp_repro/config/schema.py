@@ -178,6 +178,14 @@ class RunConfig:
     """D, of placement=pipeline: ranks that the stages are spread over, a divisor of `stages`; unless set: `workers`."""
     servers: int | None = None
     """P, of placement=parameter_server: ranks that hold the stages and compute none; unless set: 1."""
+    speeds: list[int] | None = None
+    """Of mode=ssp, async and dp: micro-batches that each worker computes in the same time, e.g. [1,1,1,2]; unless set:
+    all are alike."""
+    jitter: int | None = None
+    """Of mode=ssp and async: seed by which each micro-batch takes from half to one and a half of its worker's time;
+    unless set: all of a worker take the same."""
+    slack: int | None = None
+    """s, of mode=ssp: pushes by which a worker may be ahead of the slowest one when it starts; unless set: 3."""
     replicas: int = 1
     """R: ranks that share each worker's micro-batch; on `single_device` one device computes all of them."""
     baseline: str | None = None
@@ -240,8 +248,22 @@ class RunConfig:
 
     @property
     def micro_batches(self) -> int:
-        """M = k N R, or R where each micro-batch is a training step: micro-batches that a mini-batch is cut into."""
+        """M: micro-batches that a mini-batch is cut into.
+
+        That is k N R; R where each micro-batch is a training step; where workers run on clocks of their own, the pushes
+        of a round.
+
+        Raises:
+            ValueError: speeds of which there is no such round.
+        """
+        if self.pushes:
+            return self.schedule().micro_batches
         return self.replicas if self.updates_each else self.workers * self.accumulate * self.replicas
+
+    @property
+    def pushes(self) -> bool:
+        """Whether workers run on clocks of their own, and each micro-batch is an update."""
+        return self.mode.name in MODES and MODES[self.mode.name].pushes
 
     @property
     def updates_each(self) -> bool:
@@ -290,6 +312,9 @@ class RunConfig:
             replicas=self.replicas,
             ranks=self.ranks,
             servers=self.servers,
+            speeds=None if self.speeds is None else tuple(self.speeds),
+            jitter=self.jitter,
+            slack=self.slack,
             pipeline_schedule=self.pipeline_schedule,
             collectives=self.collectives and self.baseline is None,
         )

@@ -58,10 +58,10 @@ class GlobalClipping(Clipping):
         super().__init__(limit)
         self._schedule, self._team = schedule, team
         self._squares: dict[int, dict[int, Tensor]] = {}
-        """By training step and stage, on the CPU in float64."""
+        """By update and stage, on the CPU in float64."""
         self._outgoing = Outgoing()
-        self._lag = schedule.rule.longest + 4
-        """Steps by which one rank can be ahead of another."""
+        self._lag = (schedule.rule.longest + 4) * schedule.sizes.updates
+        """Updates by which one rank can be ahead of another."""
 
     def enter(self, total: Value, gradients: Gradients) -> None:
         """See `Clipping.enter`; tell the others, if the sum is whole and this rank is the one that tells."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypedDict, Unpack
@@ -40,6 +41,9 @@ class Choices(TypedDict, total=False):
     replicas: int
     ranks: int | None
     servers: int | None
+    speeds: Sequence[int] | None
+    jitter: int | None
+    slack: int | None
     pipeline_schedule: str
     collectives: bool
 
@@ -69,8 +73,8 @@ class Engine:
         workers: N, micro-batches that are under way at once; default: the number of stages.
         device: where the stages are moved.
         seed: of what the stages draw in training (dropout), with step, micro-batch and stage.
-        learning_rate_factor: step -> factor on the optimizer's learning rate in the update that makes
-            theta[step + 1] (a schedule).
+        learning_rate_factor: step -> factor on the optimizer's learning rate in the update (or updates) of that
+            training step (a schedule).
         delay: makes what makes up for stale reads on a stage, from the staleness of its micro-batches, e.g.
             `ErrorFeedback` of `engine.delay`. Stages must be held whole.
         clip_norm: largest norm of the mean gradient of a training step, over all stages where no micro-batch reads a
@@ -164,6 +168,11 @@ class Engine:
         """Return what this rank holds of a stage: all, or its pieces of the parameters."""
         whole = dict(self._stages[number].named_parameters())
         delay = self._delay([row[number] for row in self.schedule.rule.matrix])
+        if self.schedule.sizes.updates > 1 and delay.name != Uncorrected.name:
+            raise ValueError(
+                f"delay={delay.name} counts training steps, but mode={self.schedule.mode} makes "
+                f"{self.schedule.sizes.updates} updates in each: use delay=none"
+            )
         if not self._shards:
             return StageState(whole, optimizer, delay, self._clipping)
         if delay.name != Uncorrected.name:
@@ -188,6 +197,11 @@ class Engine:
     def _holds(self, number: int) -> bool:
         """Whether this rank holds all of a stage."""
         return number in self._states and not self._shards
+
+    @property
+    def _newest(self) -> int:
+        """The number of the newest version when drained: updates so far."""
+        return self.schedule.ahead(self.step)[1]
 
     @property
     def rank(self) -> int:
@@ -341,11 +355,11 @@ class Engine:
     def _whole_parameters(self, number: int) -> Mapping[str, Tensor]:
         """Return the current parameters of a stage, from the ranks that hold them; all must ask for it together."""
         if self._shards:
-            newest = self._states[number].newest(self.step)
+            newest = self._states[number].newest(self._newest)
             transfer, views = self._shards[number].gather(newest.tensors)
             return {name: view.clone() for name, view in views(transfer.wait()).items()}
         own = dict(self._stages[number].named_parameters()) if self._holds(number) else None
-        return self.team.broadcast(self._parameter_layouts[number], own, self._keepers(number)[self.step])
+        return self.team.broadcast(self._parameter_layouts[number], own, self._keepers(number)[self._newest])
 
     def _keepers(self, number: int) -> dict[int, int]:
         """Return, by version of a stage, the first rank that holds it; ranks that take turns may each lack some."""
@@ -361,9 +375,10 @@ class Engine:
         """Return all workers' buffers of a stage, each from the rank that computes for it next; collective."""
         found: list[Buffers] = []
         layout = Layout.of(dict(self._stages[number].named_buffers()))
+        following, _ = self.schedule.ahead(self.step)
         for worker in range(self.schedule.sizes.statistics):
             own = self._executor.values.get(buffers(number, worker))
-            source = self.schedule.placement.rank_of(self.step * self.schedule.micro_batches + worker, number)
+            source = self.schedule.placement.rank_of(self.schedule.next_with(worker, following), number)
             found.append(dict(self.team.broadcast(layout, own, source)))
         return found
 
@@ -374,7 +389,7 @@ class Engine:
         """
         sizes, recorded = self.schedule.sizes, self._tracer.recorded()
         parts = [from_plain(each) for each in self.team.gather(as_plain(recorded))] or [recorded]
-        return Trace.merged(sizes.micro_batches, sizes.lanes, sizes.stages, parts)
+        return Trace.merged(sizes.micro_batches, self.schedule.timeline.lanes, sizes.stages, parts)
 
     @property
     def ledger_reads(self) -> int:
@@ -434,7 +449,7 @@ class Engine:
             return state.state_dict(versions)
         keepers, rank = self._keepers(number), self.team.rank
         own = state.state_dict({v: content for v, content in versions.items() if keepers[v] == rank})
-        return own if keepers[self.step] == rank else {"versions": own["versions"]}
+        return own if keepers[self._newest] == rank else {"versions": own["versions"]}
 
     def _whole_state(self, parts: Sequence[dict[str, Any]], number: int) -> dict[str, Any]:
         """Return the state of a stage from the parts of its holders, in the order of their ranks."""
@@ -467,14 +482,23 @@ class Engine:
             number: self._shards[number].cut_state(stages[number], mine.optimized) if self._shards else stages[number]
             for number, mine in self._states.items()
         }
+        kept = self._versions_at(step)
         for number, mine in self._states.items():
-            oldest = max(0, step - schedule.rule.oldest[number])
-            mine.check_state(held[number], set(range(oldest, step + 1)))
+            mine.check_state(held[number], kept[number])
         for stage, theirs in zip(self._stages, stages, strict=True):
             check_buffers(dict(stage.named_buffers()), theirs["buffers"], schedule.sizes.statistics)
         self._executor.hold(self._loaded_values(step, held, stages))
         self.step = step
         self._tracer.stop()
+
+    def _versions_at(self, step: int) -> dict[int, set[int]]:
+        """Return, by stage, the versions that all ranks together hold after a training step."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for values in self._program.held_at(step).values():
+            for value in values:
+                if value.kind == PARAMETERS:
+                    found[value.stage].add(value.number)
+        return found
 
     def _loaded_values(self, step: int, held: Mapping[int, Any], stages: Sequence[Any]) -> dict[Value, Any]:
         """Take over the state of each stage that this rank holds; return the values to go on with."""

@@ -50,7 +50,7 @@ class StepResult:
 
     step: int
     loss_tensor: Tensor
-    """[kN]: the mean loss of each micro-batch, over its replicas. On ranks other than 0 only of the micro-batches whose
+    """[M/R]: the mean loss of each micro-batch over its replicas. On ranks other than 0 only of the micro-batches whose
     last stage they compute; nan of others."""
 
     @property
@@ -67,7 +67,7 @@ class Settings:
     device: torch.device
     seed: int
     learning_rate_factor: Callable[[int], float]
-    """Factor on the optimizer's learning rate in the update that produces theta[step + 1]."""
+    """Factor on the optimizer's learning rate in the updates of a training step."""
 
 
 class Executor:
@@ -99,10 +99,13 @@ class Executor:
         self._settings, self._tracer, self._positions = settings, tracer, positions
         self._clipping = clipping
         self._micro_batches, self._last_stage, self._ranks = schedule.micro_batches, schedule.stages - 1, schedule.ranks
+        self._sizes = schedule.sizes
         self._finishing = program.finishing
         self._done: Counter[int] = Counter()
         """By training step: actions of the kind whose last one finishes it on this rank."""
-        self._finished: list[StepResult] = []
+        self._finished: list[int] = []
+        """Training steps that the slot has finished."""
+        self._results: list[StepResult] = []
         self._versions = [0] * schedule.stages
         self._handlers = {
             Op.FORWARD: self._forward,
@@ -130,8 +133,12 @@ class Executor:
             self._telling(f"waiting, in slot {slot.number}, for what it has sent a training step before", self._let_go)
         for action in slot.actions:
             self._telling(action, self._run, action, slot.number)
-        finished, self._finished = self._finished, []
-        return finished
+        # only now: rank 0 waits for losses of other ranks, which may wait for what this slot sends
+        for step in self._finished:
+            self._telling(f"waiting for the losses of training step {step}", self._bring, step)
+        self._finished.clear()
+        results, self._results = self._results, []
+        return results
 
     def finish(self) -> None:
         """End a run: take in what waits for the next one, and wait until all has been sent."""
@@ -217,8 +224,8 @@ class Executor:
                 self.values[value] = buffers
             elif is_last:
                 self._losses.enter(step, i, output)
-                # the mean over micro-batches: each contributes with weight 1/M, so that gradients only need to be added
-                self.values[value] = torch.full_like(output, 1 / self._micro_batches)
+                # each micro-batch contributes with its weight, so that gradients only need to be added
+                self.values[value] = torch.full_like(output, self._sizes.gradient_weight)
             else:
                 self.values[value] = output.requires_grad_(saved.edge is not None)
         return self._in_ledger(action, version)
@@ -284,33 +291,38 @@ class Executor:
         self.values[after] = self._states[action.stage].update(
             version,
             self._read(total),
-            self._settings.learning_rate_factor(version.number),
+            self._settings.learning_rate_factor(version.number // self._sizes.updates),
             in_place=before in action.frees,
             gradients_are_ours=total in action.frees,
         )
         self._versions[action.stage] += 1
-        self._count(Op.UPDATE, action.version - 1)
+        self._count(Op.UPDATE, (action.version - 1) // self._sizes.updates)
         return action._replace(version=self.values[after].number)
 
-    def _step_of(self, micro_batch: int) -> int:
-        return micro_batch // self._micro_batches
+    def _update_of(self, micro_batch: int) -> int:
+        """Return the number of the update that a micro-batch's gradient is a part of."""
+        return micro_batch // self._sizes.summed
 
     def _count(self, op: Op, step: int) -> None:
-        """Note an action of a step; with the last of those that finish a step on this rank, its result is ready."""
+        """Note an action of a step; the last of those that finish a step on this rank finishes it."""
         if op is not self._finishing[0]:
             return
         self._done[step] += 1
         if self._done[step] == self._finishing[1]:
             del self._done[step]
             self._feed.release(step)
-            self._finished.append(StepResult(step, self._losses.of(step)))
+            self._finished.append(step)
+
+    def _bring(self, step: int) -> None:
+        """Add the result of a finished step, with its losses."""
+        self._results.append(StepResult(step, self._losses.of(step)))
 
     def _send(self, action: Action) -> Action:
         assert self.mailbox is not None and action.value is not None
         (read,) = action.reads
         content = self._take(read) if read in action.frees and read.kind != PARAMETERS else self._read(read)
         if isinstance(content, Version):
-            content = content.read_in(self._step_of(action.value.number))
+            content = content.read_in(self._update_of(action.value.number))
         size = self.mailbox.send(action.value, action.peer, _as_message(content), _tag(content))
         if size and self._tracer.active:
             self._tracer.sent(action, size)
@@ -343,7 +355,7 @@ class Executor:
         """Return the parameters that a forward or backward reads: the rank's own, or a copy that is lent to it."""
         if lent not in read:
             version: Version = self._read(read[PARAMETERS])
-            return version.read_in(self._step_of(action.micro_batch)), None
+            return version.read_in(self._update_of(action.micro_batch)), None
         tensors, came = self._take(read[lent])
         for name, requires_grad in self._compute[action.stage].parameters:
             tensors[name].requires_grad_(requires_grad)

@@ -27,8 +27,9 @@ class Ledger:
         step, i = divmod(action.micro_batch, self._sizes.micro_batches)
         staleness = self._rule.staleness if action.op is Op.FORWARD else self._rule.backward_staleness
         delay = staleness(i // self._sizes.replicas, action.stage)
-        if version != max(0, step - delay):
+        asked = max(0, step * self._sizes.updates + i // self._sizes.summed - delay)
+        if version != asked:
             raise LedgerError(
                 f"{action.op.name.lower()} of stage {action.stage} by worker {i} in step {step} used version "
-                f"{version}; its staleness {delay} asks for version {max(0, step - delay)}"
+                f"{version}; its staleness {delay} asks for version {asked}"
             )

@@ -13,6 +13,7 @@ from matplotlib.patches import Rectangle
 
 from cdp_repro.observe.text import byte_unit
 from cdp_repro.schedule import Action, Op, Slot
+from cdp_repro.schedule.lanes import Lanes
 
 WORKER_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 """Okabe and Ito's palette, which colour-blind readers can tell apart; repeated beyond eight workers."""
@@ -26,17 +27,19 @@ _PRICE_LINES = ("-", "--", "-.", ":")
 _PRICE_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
 
 
-def timeline_figure(timelines: Mapping[str, Sequence[Slot]], workers: int, stages: int) -> Figure:
+def timeline_figure(timelines: Mapping[str, Sequence[Slot]], lanes: Mapping[str, Lanes], stages: int) -> Figure:
     """Draw each timeline as in the paper's figure 1: time by stage, a colour a worker, up = forward, down = backward.
 
     The small number in a cell is the parameter version. A cell that several workers share is divided among them.
+    `lanes` say, by the same titles, which worker a micro-batch has.
     """
+    workers = max(each.number for each in lanes.values())
     slots = max(len(slots) for slots in timelines.values())
     cell = 0.36 if workers <= _LABELLED_WORKERS else 0.12
     figure = Figure(figsize=(1.5 + cell * slots, 1.1 + len(timelines) * (0.75 + cell * stages)), layout="constrained")
     axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (title, timeline) in zip(axes, timelines.items(), strict=True):
-        _draw_timeline(axis, timeline, workers)
+        _draw_timeline(axis, timeline, lanes[title])
         axis.set(title=title, xlim=(0, slots), ylim=(0, stages), ylabel="stage")
         axis.set_yticks([stage + 0.5 for stage in range(stages)], [str(stage) for stage in range(stages)])
         axis.set_frame_on(False)
@@ -53,21 +56,25 @@ def timeline_figure(timelines: Mapping[str, Sequence[Slot]], workers: int, stage
     return figure
 
 
-def _draw_timeline(axis: Axes, timeline: Sequence[Slot], workers: int) -> None:
-    """Draw a cell for every forward and backward; workers on the same stage share its cell from top to bottom."""
-    cells: dict[int, list[Rectangle]] = {worker: [] for worker in range(workers)}
+def _draw_timeline(axis: Axes, timeline: Sequence[Slot], lanes: Lanes) -> None:
+    """Draw a cell for every forward and backward; workers on the same stage share its cell from top to bottom.
+
+    Cells of workers with speeds of their own are as wide as they take slots, each worker's in a line of its own.
+    """
+    cells: dict[int, list[Rectangle]] = {worker: [] for worker in range(lanes.number)}
     for slot in timeline:
         by_stage: dict[int, list[tuple[int, Action]]] = {}
         for action in slot.actions:
             if action.op.is_compute:
-                by_stage.setdefault(action.stage, []).append((action.micro_batch % workers, action))
+                by_stage.setdefault(action.stage, []).append((lanes.of(action.micro_batch), action))
         for stage, users in by_stage.items():
-            height = 1 / len(users)
+            height = 1 / (lanes.number if lanes.durations else len(users))
             for place, (worker, action) in enumerate(users):
-                bottom = stage + 1 - (place + 1) * height
-                cells[worker].append(Rectangle((slot.number, bottom), 1, height))
-                if workers <= _LABELLED_WORKERS:
-                    _label(axis, action, slot.number + 0.5, bottom + height / 2, height)
+                bottom = stage + 1 - ((worker if lanes.durations else place) + 1) * height
+                taken = lanes.busy(slot.number, action)
+                cells[worker].append(Rectangle((taken.start, bottom), len(taken), height))
+                if lanes.number <= _LABELLED_WORKERS:
+                    _label(axis, action, taken.start + len(taken) / 2, bottom + height / 2, height)
     for worker, rectangles in cells.items():
         axis.add_collection(PatchCollection(rectangles, facecolor=_colour(worker), edgecolor="white", linewidth=0.8))
 

@@ -41,7 +41,7 @@ def mirror_trace(trace: Trace, mode: str, directory: RunDirectory, mirror: Wandb
     from cdp_repro.observe.figures import memory_figure, save_figure, timeline_figure
 
     slots = [Slot(record.slot, record.actions) for record in trace.records][: 6 * trace.stages]
-    save_figure(timeline_figure({mode: slots}, trace.lanes, trace.stages), pictures / "timeline.png")
+    save_figure(timeline_figure({mode: slots}, {mode: trace.lanes}, trace.stages), pictures / "timeline.png")
     save_figure(memory_figure({mode: curve}, "live activation bytes"), pictures / "memory.png")
     mirror.log_image("timeline", pictures / "timeline.png")
     mirror.log_image("memory_curve", pictures / "memory.png")

@@ -87,7 +87,7 @@ def plan_text(plan: Plan, width: int) -> str:
     parts = [head, _stage_table(plan)]
     if config.micro_batches <= SHOWN_WORKERS:
         for name, forecast in plan.forecasts.items():
-            grid = text_grid(forecast.slots, config.workers * config.replicas, width)
+            grid = text_grid(forecast.slots, forecast.program.schedule.timeline.lanes, width)
             parts.append(f"timeline of {name} (F2v1 = forward of stage 2 with parameter version 1)\n\n{grid}")
         parts.append(_memory_table(plan))
     else:
@@ -171,9 +171,10 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     config = plan.config
     timelines = {name: forecast.slots for name, forecast in plan.forecasts.items()}
+    lanes = {name: forecast.program.schedule.timeline.lanes for name, forecast in plan.forecasts.items()}
     curves = {name: forecast.trace.activation_bytes_per_slot for name, forecast in plan.forecasts.items()}
     figures = {
-        "timeline": timeline_figure(timelines, config.workers * config.replicas, config.stage_count),
+        "timeline": timeline_figure(timelines, lanes, config.stage_count),
         "memory": memory_figure(curves, f"{config.model.name}, {config.workers} workers, cut by {config.partition}"),
     }
     written = [folder / f"{name}.{suffix}" for name in figures for suffix in ("svg", "png")]

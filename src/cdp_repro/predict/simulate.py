@@ -97,7 +97,7 @@ def simulate_slots(schedule: Schedule, costs: StageCosts, slots: Iterable[Slot])
             if size:
                 recorders[rank].sent(slot.number, action, size)
     parts = [recorder.finish() for recorder in recorders]
-    return Trace.merged(schedule.micro_batches, schedule.sizes.lanes, schedule.stages, parts)
+    return Trace.merged(schedule.micro_batches, schedule.timeline.lanes, schedule.stages, parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cdp_repro.schedule import Schedule, Spec
+from cdp_repro.schedule import MODES, Schedule, Spec
 
 SYSTEMS = (
     ("dp", "replicated"), ("cdp_v1", "replicated"), ("cdp_v2", "replicated"),
     ("dp", "zero"), ("cdp_v1", "zero"), ("cdp_v2", "zero"), ("dp", "parameter_server"), ("cdp_v2", "parameter_server"),
+    ("ssp", "parameter_server"), ("async", "parameter_server"),
     ("naive", "pipeline"), ("gpipe", "pipeline"), ("one_f_one_b", "pipeline"), ("interleaved", "pipeline"),
     ("zero_bubble", "pipeline"), ("chimera", "pipeline"), ("pipedream_2bw", "pipeline"), ("cdp_v2", "pipeline"),
     ("pipedream", "pipeline"), ("ampnet", "pipeline"),
@@ -23,7 +24,7 @@ def fitting_specs(ranks: int, accumulate: int = 1) -> Iterator[Spec]:
     """Yield the systems that can have these sizes: `ranks` ranks, `ranks` x `accumulate` micro-batches a mini-batch."""
     for mode, placement in SYSTEMS:
         stages = ranks * CHUNKS if mode == "interleaved" else ranks
-        each = mode in ("pipedream", "ampnet")
+        each = MODES[mode].updates_each or MODES[mode].pushes
         spec = Spec(mode, ranks, stages, placement, accumulate=1 if each else accumulate)
         try:
             Schedule.of(spec)

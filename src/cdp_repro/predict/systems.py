@@ -76,12 +76,24 @@ def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, StageCut]]:
         raise ConfigError(
             [f"--systems compares single copies of a model, not replicas={config.replicas}: leave it out"]
         )
+    if config.speeds:
+        raise ConfigError(["--systems compares workers of one speed: leave speeds out"])
     if micro_batches % ranks:
         raise ConfigError(
             [f"{micro_batches} micro-batches (workers x accumulate) are no multiple of ranks={ranks}: use "
              f"accumulate={-(-micro_batches // ranks)} workers={ranks}"]
         )  # fmt: skip
-    whole = replace(config, stages=ranks, workers=ranks, accumulate=micro_batches // ranks, ranks=None, servers=None)
+    whole = replace(
+        config,
+        stages=ranks,
+        workers=ranks,
+        accumulate=micro_batches // ranks,
+        ranks=None,
+        servers=None,
+        speeds=None,
+        jitter=None,
+        slack=None,
+    )
     usual = stage_cut(whole)
     blocks = sum(map(len, usual.block_names))
     for spec in fitting_specs(ranks, whole.accumulate):
@@ -126,7 +138,7 @@ def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int) 
         sum(message.slot in last for message in trace.messages),
         sum(message.bytes for message in trace.messages if message.slot in last) / schedule.ranks,
         sum(delays) / len(delays),
-        rule.longest,
+        max(rule.oldest),
         None,
         program.slots(2 * updates),
     )

@@ -17,6 +17,7 @@ from cdp_repro.predict.memory_reduction import curve, theory
 from cdp_repro.report.accuracy import Comparison, data_parallel
 from cdp_repro.report.activation_memory import CUTS, ORDERS, SHOWN_WORKERS, Case, profiles
 from cdp_repro.report.groups import Group
+from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.studies.cost_settings import PLACEMENT_NAMES
 
 _MODES = {"dp": ("#555555", "--"), "cdp_v1": ("#D55E00", "-."), "cdp_v2": ("#0072B2", "-")}
@@ -165,7 +166,7 @@ def timelines(groups: Sequence[Group], workers: int) -> Figure | None:
         and group.config["baseline"] is None and group.rows[0].actions
     }  # fmt: skip
     slots = {title: ran[mode].slots()[: 6 * workers - 2] for mode, title in names.items() if mode in ran}
-    return timeline_figure(slots, workers, workers) if len(slots) == len(names) else None
+    return timeline_figure(slots, dict.fromkeys(slots, Lanes(workers)), workers) if len(slots) == len(names) else None
 
 
 def communication(groups: Sequence[Group], workers: int) -> Figure | None:

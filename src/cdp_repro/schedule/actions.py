@@ -115,8 +115,8 @@ class Action(NamedTuple):
             raise ValueError(f"not the label of a forward or backward: {text!r}; labels look like F2.m5@v1")
         return cls(Op(match["op"]), 0, int(match["stage"]), int(match["micro_batch"]), int(match["version"]))
 
-    def shifted(self, steps: int, micro_batches: int, later: Callable[[int], int] | None = None) -> Action:
-        """Return the action that takes this one's place `steps` training steps of `micro_batches` later.
+    def shifted(self, micro_batches: int, versions: int, later: Callable[[int], int] | None = None) -> Action:
+        """Return the action that takes this one's place so many micro-batches and versions later.
 
         `later` maps each rank to the one that plays its role then; None if each keeps its own.
         """
@@ -128,13 +128,13 @@ class Action(NamedTuple):
                 op,
                 rank,
                 stage,
-                micro_batch + steps * micro_batches if micro_batch >= 0 else -1,
-                version + steps if version >= 0 else -1,
+                micro_batch + micro_batches if micro_batch >= 0 else -1,
+                version + versions if version >= 0 else -1,
                 peer,
-                value and value.shifted(steps, micro_batches),
-                tuple([each.shifted(steps, micro_batches) for each in reads]),
-                tuple([each.shifted(steps, micro_batches) for each in writes]),
-                tuple([each.shifted(steps, micro_batches) for each in frees]),
+                value and value.shifted(micro_batches, versions),
+                tuple([each.shifted(micro_batches, versions) for each in reads]),
+                tuple([each.shifted(micro_batches, versions) for each in writes]),
+                tuple([each.shifted(micro_batches, versions) for each in frees]),
             )
         )
 

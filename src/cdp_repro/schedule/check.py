@@ -247,8 +247,8 @@ class Checker:
             if action.op is Op.UPDATE:
                 (newest,) = action.writes
                 allowed = self._schedule.rule.oldest[action.stage] + 1
-                oldest = newest.shifted(-allowed, self._schedule.micro_batches)
-                between = (newest.shifted(-back, self._schedule.micro_batches) for back in range(allowed))
+                oldest = newest.shifted(0, -allowed)
+                between = (newest.shifted(0, -back) for back in range(allowed))
                 live = self._live[action.rank]
                 if oldest in live and all(version in live for version in between):
                     raise self._error(slot, action, f"{allowed + 1} versions are kept; the rule needs {allowed}")
@@ -291,11 +291,11 @@ class Checker:
         where = f"slot {slot.number}, " if slot else ""
         rank = f"rank {action.rank}, " if action and self._schedule.ranks > 1 else ""
         what = f"{action.label}: " if action else ""
-        grid = text_grid(self._recent, self._schedule.sizes.lanes, SHOWN_WIDTH)
+        grid = text_grid(self._recent, self._schedule.timeline.lanes, SHOWN_WIDTH)
         return ScheduleError(f"{where}{rank}{what}{fault}\n\n{grid}", slot and slot.number, action)
 
 
 def _completes(action: Action, version: Value, schedule: Schedule) -> bool:
-    """Whether a backward is the last of the step from whose gradients `version` is made."""
-    last = version.number * schedule.micro_batches - 1
+    """Whether a backward is the last of those from whose gradients `version` is made."""
+    last = version.number * schedule.sizes.summed - 1
     return action.op.gives_gradients and (action.stage, action.micro_batch) == (version.stage, last)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
-from cdp_repro.schedule.actions import Op, Slot
+from cdp_repro.schedule.actions import Action, Op, Slot
+from cdp_repro.schedule.lanes import Lanes
 
 
-def text_grid(slots: Iterable[Slot], lanes: int, width: int | None = None) -> str:
+def text_grid(slots: Iterable[Slot], lanes: Lanes, width: int | None = None) -> str:
     """Return the timeline as text: a row a worker, a column a slot, F2v1 = forward of stage 2 with version 1.
 
-    The last row shows the updates: U2v3 makes version 3 of stage 2. With `width` (characters) the columns are
-    broken into blocks below each other.
+    `-` says that a compute of several slots goes on. The last row shows the updates: U2v3 makes version 3 of stage 2.
+    With `width` (characters) the columns are broken into blocks below each other.
     """
-    columns = [_column(slot, lanes) for slot in slots]
-    labels = ["slot", *(f"worker {lane}" for lane in range(lanes)), "update"]
+    columns = _columns(list(slots), lanes)
+    labels = ["slot", *(f"worker {lane}" for lane in range(lanes.number)), "update"]
     margin = max(map(len, labels))
     cell = max((len(text) for column in columns for text in column), default=0) + 1
     per_block = len(columns) if width is None else max(1, (width - margin) // cell)
@@ -29,14 +31,24 @@ def text_grid(slots: Iterable[Slot], lanes: int, width: int | None = None) -> st
     return "\n\n".join(blocks)
 
 
-def _column(slot: Slot, lanes: int) -> list[str]:
-    """Return one column: the slot number, each worker's compute, the updates."""
-    cells: list[list[str]] = [[] for _ in range(lanes)]
-    updates = []
-    for action in slot.actions:
-        text = f"{action.op}{action.stage}v{action.version}"
-        if action.op.is_compute:
-            cells[action.micro_batch % lanes].append(text)
-        elif action.op is Op.UPDATE:
-            updates.append(text)
-    return [str(slot.number), *map(",".join, cells), ",".join(dict.fromkeys(updates))]
+def _columns(slots: Sequence[Slot], lanes: Lanes) -> list[list[str]]:
+    """Return a column a slot: its number, each worker's compute, the updates; `-` where a compute goes on."""
+    computes: dict[tuple[int, int], list[str]] = defaultdict(list)
+    goes_on: set[tuple[int, int]] = set()
+    for slot in slots:
+        for action in slot.actions:
+            if action.op.is_compute:
+                lane = lanes.of(action.micro_batch)
+                computes[slot.number, lane].append(_text(action))
+                goes_on |= {(number, lane) for number in lanes.busy(slot.number, action)}
+    found = []
+    for slot in slots:
+        places = [(slot.number, lane) for lane in range(lanes.number)]
+        cells = [",".join(computes[place]) if place in computes else "-" * (place in goes_on) for place in places]
+        updates = dict.fromkeys(_text(action) for action in slot.actions if action.op is Op.UPDATE)
+        found.append([str(slot.number), *cells, ",".join(updates)])
+    return found
+
+
+def _text(action: Action) -> str:
+    return f"{action.op}{action.stage}v{action.version}"

@@ -35,7 +35,7 @@ def _forward_fault(action: Action, schedule: Schedule) -> str | None:
     fault = _compute_fault(action, schedule)
     if fault:
         return fault
-    worker = buffers(stage, m % schedule.sizes.statistics)
+    worker = buffers(stage, schedule.statistics_of(m))
     inputs = (micro_batch_value(INPUT, stage, m),) if stage else ()
     reads = (*inputs, _read_parameters(action, LENT_FORWARD), worker)
     is_last = stage == schedule.stages - 1
@@ -133,8 +133,8 @@ def _update_fault(action: Action, schedule: Schedule) -> str | None:
     if action.rank not in holders:
         return f"rank {action.rank} does not hold stage {stage}"
     part, parts = (action.rank + 1, len(holders)) if schedule.placement.is_sharded else (0, 1)
-    step = schedule.micro_batches
-    total = gradient_sum(stage, range((version - 1) * step, version * step)).divided(part, parts)
+    summed = schedule.sizes.summed
+    total = gradient_sum(stage, range((version - 1) * summed, version * summed)).divided(part, parts)
     before, after = (parameters(stage, each).divided(part, parts) for each in (version - 1, version))
     return _differs(action, (before, total), (after,))
 
@@ -174,8 +174,8 @@ def _differs(action: Action, reads: tuple[Value, ...], writes: tuple[Value, ...]
 
 
 def _mixed(value: Value, schedule: Schedule) -> str | None:
-    """Say that a sum mixes training steps, if it does."""
-    if value.number // schedule.micro_batches != (value.stop - 1) // schedule.micro_batches:
+    """Say that a sum mixes the micro-batches of two updates, if it does."""
+    if value.number // schedule.sizes.summed != (value.stop - 1) // schedule.sizes.summed:
         return f"{value} would mix training steps"
     return None
 

@@ -44,16 +44,16 @@ def knows_norms_in_time(program: Program) -> bool:
 
 
 def completed_step(value: Value, schedule: Schedule) -> int | None:
-    """Return the training step whose whole sum a value is; None if it is anything else."""
+    """Return the number of the update whose whole sum a value is; None if it is anything else."""
     if value.kind != GRADIENTS or value.parts > 1:
         return None
-    step, rest = divmod(value.number, schedule.micro_batches)
-    return step if not rest and len(value.members) == schedule.micro_batches else None
+    step, rest = divmod(value.number, schedule.sizes.summed)
+    return step if not rest and len(value.members) == schedule.sizes.summed else None
 
 
 def teller(schedule: Schedule, step: int, stage: int) -> int:
     """Return the rank that completes the sum of a stage: that of the last micro-batch, if it holds the stage."""
-    return schedule.holder_read((step + 1) * schedule.micro_batches - 1, stage)
+    return schedule.holder_read((step + 1) * schedule.sizes.summed - 1, stage)
 
 
 def refusal(schedule: Schedule) -> str:

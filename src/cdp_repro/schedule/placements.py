@@ -88,7 +88,7 @@ class Zero(Replicated):
 
     def rank_of(self, micro_batch: int, stage: int) -> int:  # noqa: ARG002 - a worker computes all stages
         """Return the worker's rank."""
-        return micro_batch % self.timeline.sizes.lanes
+        return self.timeline.lanes.of(micro_batch)
 
     @classmethod
     def of(cls, timeline: Timeline, collectives: bool) -> Placement:

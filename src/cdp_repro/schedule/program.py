@@ -166,10 +166,10 @@ class Program:
         """Return a piece with its slots `ahead` steps later, and its other numbers `steps` training steps later."""
         if not steps:
             return piece
-        later, micro_batches = self.roles.after(steps), self.schedule.micro_batches
+        later, (micro_batches, versions) = self.roles.after(steps), self.schedule.ahead(steps)
         slots = ahead * self.schedule.slots_per_step
         return [
-            Slot(s.number + slots, tuple([a.shifted(steps, micro_batches, later) for a in s.actions])) for s in piece
+            Slot(s.number + slots, tuple([a.shifted(micro_batches, versions, later) for a in s.actions])) for s in piece
         ]
 
     def begin(self, step: int) -> int:
@@ -217,9 +217,9 @@ class Program:
 
     def _repeats(self, before: State, after: State) -> bool:
         """Whether a state is another one a training step later, so that the same piece can follow both."""
-        later, micro_batches = self.roles.after(1) or int, self.schedule.micro_batches
+        later, ahead = self.roles.after(1) or int, self.schedule.ahead(1)
         return after == {
-            (later(rank), later(peer), value.shifted(1, micro_batches), place) for rank, peer, value, place in before
+            (later(rank), later(peer), value.shifted(*ahead), place) for rank, peer, value, place in before
         }
 
     def _checked(self, slots: Sequence[Slot], first_step: int, steps: int) -> _CheckedRun:
@@ -299,11 +299,11 @@ class RankProgram:
     def finishing(self) -> tuple[Op, int]:
         """The kind of action whose last one finishes a training step on this rank, and how many there are in a step.
 
-        That is the update of each stage that it holds; for a rank that holds none, its backwards.
+        That is the last update of each stage that it holds; for a rank that holds none, its backwards.
         """
         holders, stages = self.schedule.placement.holders, range(self.schedule.stages)
         if held := sum(self.rank in holders(stage) for stage in stages):
-            return Op.UPDATE, held
+            return Op.UPDATE, held * self.schedule.sizes.updates
         own = self._picked(self._program.run_from(0)[0].period)[self.rank]
         return Op.BACKWARD, sum(action.op is Op.BACKWARD for slot in own for action in slot.actions)
 
@@ -326,7 +326,7 @@ class RankProgram:
             role = self._cycle[(self._cycle.index(self.rank) - steps) % len(self._cycle)]
             for slot in self._picked(piece)[role]:
                 if steps:
-                    actions = tuple([a.shifted(steps, schedule.micro_batches, later) for a in slot.actions])
+                    actions = tuple([a.shifted(*schedule.ahead(steps), later) for a in slot.actions])
                     yield Slot(slot.number + slots, actions)
                 else:
                     yield Slot(slot.number + slots, slot.actions)

@@ -193,7 +193,7 @@ class _Reader:
             for number, own_slot, own in section.lines:
                 steps, rest = divmod(slot - own_slot, schedule.slots_per_step)
                 if rest == 0 and own.op is action.op and own.stage == action.stage:
-                    shifted = own.shifted(steps, schedule.micro_batches)
+                    shifted = own.shifted(*schedule.ahead(steps))
                     if shifted._replace(rank=0, peer=0) == action._replace(rank=0, peer=0):
                         if steps == 0 and own == action:
                             return number
@@ -222,7 +222,9 @@ def _schedule(header: dict[str, Any]) -> Schedule:
     mode = header["mode"]
     try:
         named = mode if isinstance(mode, str) else tuple(tuple(row) for row in mode)
-        return Schedule.of(Spec(**{**header, "mode": named}), sizes)
+        speeds = header.get("speeds")
+        known = {**header, "mode": named, "speeds": None if speeds is None else tuple(speeds)}
+        return Schedule.of(Spec(**known), sizes)
     except (TypeError, ValueError) as error:
         raise ScheduleError(f"the header does not describe a schedule: {error}") from None
 

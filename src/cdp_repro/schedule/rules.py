@@ -15,8 +15,10 @@ from cdp_repro.schedule.sizes import Sizes
 class Rule(ABC):
     """Micro-batch i of training step t reads stage j at version max(0, t - staleness(i, j)), forward and backward.
 
-    A subclass gives `staleness`, and `backward_staleness` if the backward reads another version. As for timelines, i
-    counts the micro-batches of a step without replicas, all of which read the same.
+    Where a step has U updates instead of one, that is max(0, tU + u - staleness(i, j)): u of them come before the one
+    that the micro-batch is a part of. A subclass gives `staleness`, and `backward_staleness` if the backward reads
+    another version. As for timelines, i counts the micro-batches of a step without replicas, all of which read the
+    same.
     """
 
     sizes: Sizes
@@ -24,7 +26,7 @@ class Rule(ABC):
 
     @abstractmethod
     def staleness(self, i: int, j: int) -> int:
-        """Return how many training steps old the version is that micro-batch i reads of stage j."""
+        """Return how many updates old the version is that micro-batch i reads of stage j."""
 
     def backward_staleness(self, i: int, j: int) -> int:
         """Return how old the version is that its backward reads: the same, unless nothing is stashed."""
@@ -44,23 +46,23 @@ class Rule(ABC):
 
     @cached_property
     def oldest(self) -> tuple[int, ...]:
-        """The largest staleness on each stage."""
+        """The largest staleness on each stage, in updates."""
         return tuple(map(max, zip(*self.matrix, strict=True)))
 
     @cached_property
     def longest(self) -> int:
-        """The largest staleness of all."""
-        return max(self.oldest)
+        """The largest staleness of all, in training steps: after so many, all reads are as stale as the rule says."""
+        return -(-max(self.oldest) // self.sizes.updates)
 
     def version(self, micro_batch: int, stage: int) -> int:
         """Return v(m, j), the version of `stage` that micro-batch m reads; m counts replicas, too."""
-        step, i = divmod(micro_batch, self.sizes.micro_batches)
-        return max(0, step - self.matrix[i // self.sizes.replicas][stage])
+        i = micro_batch % self.sizes.micro_batches // self.sizes.replicas
+        return max(0, micro_batch // self.sizes.summed - self.matrix[i][stage])
 
     def backward_version(self, micro_batch: int, stage: int) -> int:
         """Return the version that its backward reads."""
-        step, i = divmod(micro_batch, self.sizes.micro_batches)
-        return max(0, step - self.backward_staleness(i // self.sizes.replicas, stage))
+        i = micro_batch % self.sizes.micro_batches // self.sizes.replicas
+        return max(0, micro_batch // self.sizes.summed - self.backward_staleness(i, stage))
 
 
 class Fresh(Rule):
@@ -113,6 +115,19 @@ class NoStashing(Freshest):
     def backward_staleness(self, i: int, j: int) -> int:  # noqa: ARG002 - the same for all
         """Return 0."""
         return 0
+
+
+class Clock(Rule):
+    """The newest version on the servers when the worker pulls, by the virtual clock: `async`, and bounded as `ssp`.
+
+    It is the same on all stages: a push counts when all of it has arrived.
+    """
+
+    name = "clock"
+
+    def staleness(self, i: int, j: int) -> int:  # noqa: ARG002 - the same for all
+        """Return the pushes of others between its pull and its own push."""
+        return i - self.sizes.round.turns[i].seen
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from cdp_repro.schedule.placements import (
     SingleDevice,
     Zero,
 )
-from cdp_repro.schedule.rules import Fresh, Freshest, Matrix, NoStashing, Rule, UniformDelay
+from cdp_repro.schedule.rules import Clock, Fresh, Freshest, Matrix, NoStashing, Rule, UniformDelay
 from cdp_repro.schedule.sizes import Sizes
 from cdp_repro.schedule.timelines import (
     Chimera,
+    Clocked,
     Cyclic,
     GPipe,
     Interleaved,
@@ -34,12 +35,27 @@ SLOT_ORDERS = ("paper", "backward_first")
 PIPELINE_SCHEDULES = ("one_f_one_b", "gpipe")
 PLACEMENT_SIZES = {"ranks": "pipeline", "servers": "parameter_server"}
 """By size that one placement alone has: its name."""
+MODE_SIZES = {"speeds": ("dp", "ssp", "async"), "jitter": ("ssp", "async"), "slack": ("ssp",)}
+"""By size that some modes alone have: their names."""
+SPEED_PLACEMENTS = ("single_device", "parameter_server")
+"""Where workers may have speeds of their own."""
+DEFAULT_SLACK = 3
 COLLECTIVE_PLACEMENTS = ("replicated", "zero")
 """Where each worker is a rank, so that a collective of all ranks is one of all workers."""
 
 TIMELINES: dict[str, type[Timeline]] = {
     timeline.name: timeline
-    for timeline in (Simultaneous, Sequential, Cyclic, GPipe, OneForwardOneBackward, Interleaved, ZeroBubble, Chimera)
+    for timeline in (
+        Simultaneous,
+        Sequential,
+        Cyclic,
+        GPipe,
+        OneForwardOneBackward,
+        Interleaved,
+        ZeroBubble,
+        Chimera,
+        Clocked,
+    )
 }
 PLACEMENTS: dict[str, type[Placement]] = {
     placement.name: placement
@@ -56,6 +72,13 @@ class Mode:
     rule: Callable[[Sizes], Rule]
     updates_each: bool = False
     """Whether each micro-batch is a training step of its own."""
+    is_bounded: bool = False
+    """Whether `slack` bounds how far a worker may be ahead."""
+
+    @property
+    def pushes(self) -> bool:
+        """Whether workers run on clocks of their own, and each micro-batch is an update."""
+        return self.timeline == "clocked"
 
 
 MODES: dict[str, Mode] = {
@@ -72,6 +95,8 @@ MODES: dict[str, Mode] = {
     "pipedream": Mode("cyclic", Freshest, updates_each=True),
     "pipedream_2bw": Mode("cyclic", UniformDelay),
     "ampnet": Mode("cyclic", NoStashing, updates_each=True),
+    "ssp": Mode("clocked", Clock, is_bounded=True),
+    "async": Mode("clocked", Clock),
 }
 """By name, the paper's first. Some are one thing under the names of two literatures."""
 
@@ -112,6 +137,12 @@ class Spec:
     """D, of the placement `pipeline` only; None: N of them."""
     servers: int | None = None
     """P, of the placement `parameter_server` only; None: one."""
+    speeds: tuple[int, ...] | None = None
+    """Micro-batches that each worker computes in the same time, of `dp`, `ssp` and `async`; None: all are alike."""
+    jitter: int | None = None
+    """Seed of uneven times of single micro-batches, of `ssp` and `async`; None: all of a worker take the same time."""
+    slack: int | None = None
+    """Pushes by which a worker may be ahead of the slowest one when it starts, of `ssp` only; None: 3."""
     pipeline_schedule: str = "one_f_one_b"
     """How data parallelism runs on the placement `pipeline`: `one_f_one_b` or `gpipe`."""
     collectives: bool = False
@@ -143,12 +174,21 @@ class Spec:
         pipeline_ranks = 1 if self.placement != "pipeline" else self.workers if self.ranks is None else self.ranks
         each = self.chosen_mode.updates_each
         servers = 1 if self.servers is None else self.servers
-        return Sizes(self.stages, self.workers, self.accumulate, self.replicas, pipeline_ranks, servers, each)
+        slack = (DEFAULT_SLACK if self.slack is None else self.slack) if self.chosen_mode.is_bounded else None
+        return Sizes(
+            self.stages, self.workers, self.accumulate, self.replicas, pipeline_ranks, servers, each,
+            self.chosen_mode.pushes, tuple(self.speeds or ()), self.jitter, slack,
+        )  # fmt: skip
 
     def on(self, placement: str) -> Spec:
         """Return the same on another placement, without the sizes that this one alone has."""
         left_out = {name: None for name, of in PLACEMENT_SIZES.items() if of != placement}
         return replace(self, placement=placement, **left_out)  # type: ignore[arg-type]
+
+    def in_mode(self, mode: str | tuple[tuple[int, ...], ...]) -> Spec:
+        """Return the same in another mode, without the sizes that it has not."""
+        left_out = {name: None for name, modes in MODE_SIZES.items() if mode not in modes}
+        return replace(self, mode=mode, **left_out)  # type: ignore[arg-type]
 
     @property
     def forwards(self) -> int:
@@ -180,6 +220,9 @@ class Schedule:
         replicas: int = 1,
         ranks: int | None = None,
         servers: int | None = None,
+        speeds: Sequence[int] | None = None,
+        jitter: int | None = None,
+        slack: int | None = None,
         pipeline_schedule: str = "one_f_one_b",
         collectives: bool = False,
         gradient_bytes: Sequence[int] = (),
@@ -191,7 +234,8 @@ class Schedule:
         return cls.of(
             Spec(
                 named, workers, workers if stages is None else stages, placement, slot_order, accumulate, replicas,
-                ranks, servers, pipeline_schedule, collectives,
+                ranks, servers, None if speeds is None else tuple(speeds), jitter, slack, pipeline_schedule,
+                collectives,
             ),
             gradient_bytes,
         )  # fmt: skip
@@ -216,6 +260,7 @@ class Schedule:
                     f"{name}={value} is for placement={of}; placement={spec.placement} derives its ranks from "
                     f"workers, stages and replicas: leave {name} out"
                 )
+        _check_mode_sizes(spec)
         mode, sizes = spec.chosen_mode, spec.sizes
         sizes.check()
         timeline = TIMELINES[mode.timeline](sizes)
@@ -224,10 +269,11 @@ class Schedule:
             raise ValueError(
                 f"mode={_name(spec.mode)} is not for placement={spec.placement}: use placement={' or '.join(allowed)}"
             )
-        if mode.updates_each and spec.accumulate > 1:
+        if (mode.updates_each or mode.pushes) and spec.accumulate > 1:
+            works = "" if mode.pushes else ", or mode=pipedream_2bw"
             raise ValueError(
                 f"mode={spec.mode} makes an update after each micro-batch, not after accumulate={spec.accumulate} "
-                "of them a worker: use accumulate=1, or mode=pipedream_2bw"
+                f"of them a worker: use accumulate=1{works}"
             )
         timeline.check(spec.placement)
         if spec.collectives and (mode.timeline != "simultaneous" or spec.placement not in COLLECTIVE_PLACEMENTS):
@@ -257,7 +303,7 @@ class Schedule:
 
     def data_parallel(self) -> Schedule:
         """Return data parallelism on the same sizes, placement and slot order: what this schedule is compared with."""
-        return Schedule.of(replace(self.spec, mode="dp"), self.gradient_bytes)
+        return Schedule.of(self.spec.in_mode("dp"), self.gradient_bytes)
 
     @property
     def mode(self) -> str:
@@ -289,6 +335,22 @@ class Schedule:
         """Number of ranks (processes, devices)."""
         return self.placement.ranks
 
+    def ahead(self, steps: int) -> tuple[int, int]:
+        """Return the micro-batches and the updates in so many training steps."""
+        return steps * self.micro_batches, steps * self.sizes.updates
+
+    def statistics_of(self, micro_batch: int) -> int:
+        """Return the number of the set of BatchNorm's running statistics that a micro-batch has."""
+        lanes = self.timeline.lanes
+        return (lanes.of(micro_batch) if lanes.turns else micro_batch) % self.sizes.statistics
+
+    def next_with(self, statistics: int, micro_batch: int) -> int:
+        """Return the first micro-batch from `micro_batch` on that has this set of running statistics."""
+        lanes, number = self.timeline.lanes, self.sizes.statistics
+        if number < lanes.number:  # lanes take turns, and all with the same remainder have one set
+            return micro_batch + (statistics - micro_batch) % number
+        return lanes.next_in(statistics, micro_batch)
+
     @property
     def slots_per_step(self) -> int:
         """Slots from the start of one training step to that of the next."""
@@ -313,6 +375,21 @@ class Schedule:
         """
         rank, holders = self.placement.rank_of(micro_batch, stage), self.placement.holders(stage)
         return rank if rank in holders else holders[0]
+
+
+def _check_mode_sizes(spec: Spec) -> None:
+    """Raise ValueError for a size that the mode has not, and for speeds on a placement that has none."""
+    for name, modes in MODE_SIZES.items():
+        if (value := getattr(spec, name)) is not None and spec.mode not in modes:
+            shown = [*value] if isinstance(value, tuple) else value
+            raise ValueError(
+                f"{name}={shown} is for mode={' or '.join(modes)}; mode={_name(spec.mode)} has none: leave {name} out"
+            )
+    if spec.speeds is not None and spec.placement not in SPEED_PLACEMENTS:
+        raise ValueError(
+            f"speeds={[*spec.speeds]} needs workers that wait only for parameters, not placement={spec.placement}: use "
+            f"placement={' or '.join(SPEED_PLACEMENTS)}"
+        )
 
 
 def _name(mode: str | Sequence[Sequence[int]]) -> str:

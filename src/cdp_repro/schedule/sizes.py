@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
+
+from cdp_repro.schedule.virtual_clock import Durations, Round, durations_of
+
+MOST_TICKS = 60
+"""Least common multiple of speeds: the fewest slots in which a round can be drawn grow with it."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,14 @@ class Sizes:
     """P: ranks of a parameter server."""
     updates_each: bool = False
     """Whether each micro-batch is a training step of its own, M = R, while N of them are under way."""
+    pushes: bool = False
+    """Whether workers run on clocks of their own, and each micro-batch is an update: a training step is a `round`."""
+    speeds: tuple[int, ...] = ()
+    """Micro-batches that each worker computes in the same time; () if all are alike."""
+    jitter: int | None = None
+    """Seed of uneven times of single micro-batches."""
+    slack: int | None = None
+    """Pushes by which a worker may be ahead of the slowest one when it starts; None sets no bound."""
 
     @cached_property
     def lanes(self) -> int:
@@ -37,7 +51,34 @@ class Sizes:
     @cached_property
     def turns(self) -> int:
         """M / R: micro-batches of a training step, without replicas. Timelines and rules count these."""
+        if self.pushes:
+            return len(self.round.turns)
         return 1 if self.updates_each else self.workers * self.accumulate
+
+    @cached_property
+    def durations(self) -> Durations:
+        """Of each worker the ticks of its micro-batches, in turn."""
+        return durations_of(self.speeds or (1,) * self.workers, self.jitter)
+
+    @cached_property
+    def round(self) -> Round:
+        """What workers on clocks of their own repeat."""
+        return Round.of(self.durations, self.slack)
+
+    @cached_property
+    def updates(self) -> int:
+        """U: updates of a training step, each with M/U micro-batches. Versions count updates."""
+        return self.turns if self.pushes else 1
+
+    @cached_property
+    def summed(self) -> int:
+        """M / U: micro-batches whose gradients are summed for one update."""
+        return self.micro_batches // self.updates
+
+    @cached_property
+    def gradient_weight(self) -> float:
+        """Weight of a micro-batch's gradient in an update: 1/M for the mean, 1/N of each push."""
+        return 1 / (self.workers if self.pushes else self.micro_batches)
 
     @cached_property
     def micro_batches(self) -> int:
@@ -64,6 +105,24 @@ class Sizes:
             )
         if not 1 <= self.servers <= self.stages:
             raise ValueError(f"servers={self.servers} for stages={self.stages}: use servers=1 to {self.stages}")
+        self._check_speeds()
+
+    def _check_speeds(self) -> None:
+        if self.speeds and len(self.speeds) != self.workers:
+            works = [*self.speeds, *[1] * self.workers][: self.workers]
+            raise ValueError(
+                f"speeds={[*self.speeds]} are of {len(self.speeds)} workers, workers={self.workers}: give one each, "
+                f"such as speeds={works}"
+            )
+        if any(speed < 1 for speed in self.speeds) or math.lcm(*self.speeds) > MOST_TICKS:
+            raise ValueError(
+                f"speeds={[*self.speeds]}: use integers from 1 whose least common multiple is at most {MOST_TICKS}, "
+                f"such as speeds={[1] * (self.workers - 1) + [2]}"
+            )
+        if self.slack is not None and self.slack < 0:
+            raise ValueError(f"slack={self.slack}: use slack=0 (all wait for the slowest worker) or more")
+        if (self.speeds or self.pushes) and self.replicas > 1:
+            raise ValueError(f"replicas={self.replicas}: workers with speeds of their own have none; use replicas=1")
 
 
 def check_divisible(batch_size: int, workers: int, accumulate: int = 1, replicas: int = 1) -> None:

@@ -84,17 +84,17 @@ class Value(NamedTuple):
         """Return one of `parts` parts, counted from 1; the value itself if there is only one."""
         return self if parts == 1 else Value(*self[:6], part, parts)
 
-    def shifted(self, steps: int, micro_batches: int) -> Value:
-        """Return the value that takes this one's place `steps` training steps of `micro_batches` later."""
+    def shifted(self, micro_batches: int, versions: int) -> Value:
+        """Return the value that takes this one's place so many micro-batches and versions later."""
         kind, stage, number, version, stop, stride, part, parts = self
         if kind == BUFFERS:
             return self
-        ahead = steps * micro_batches
         if kind == PARAMETERS:
-            return _fast((kind, stage, number + steps, 0, 0, 1, part, parts))
+            return _fast((kind, stage, number + versions, 0, 0, 1, part, parts))
+        ahead = number + micro_batches
         if kind == GRADIENTS:
-            return _fast((kind, stage, number + ahead, 0, stop + ahead, stride, part, parts))
-        return _fast((kind, stage, number + ahead, version + steps if kind in _LENT else 0, 0, 1, 0, 1))
+            return _fast((kind, stage, ahead, 0, stop + micro_batches, stride, part, parts))
+        return _fast((kind, stage, ahead, version + versions if kind in _LENT else 0, 0, 1, 0, 1))
 
     def __str__(self) -> str:
         names = {

@@ -73,7 +73,7 @@ def _costs() -> tuple[Cell, ...]:
 def _systems() -> tuple[Cell, ...]:
     """All systems that `cdp-plan --systems` compares, on 4 ranks with mini-batches of 8 micro-batches of 12 images.
 
-    Those that update after each micro-batch have mini-batches of one. So many traced steps fill any of them.
+    Those whose micro-batches are steps of their own have mini-batches of one. So many traced steps fill any of them.
     """
     found: list[Cell] = []
     for spec in fitting_specs(SYSTEM_RANKS, SYSTEM_MICRO_BATCHES // SYSTEM_RANKS):

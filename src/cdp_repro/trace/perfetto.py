@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from cdp_repro.schedule.actions import Action, Op
+from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.schedule.values import Value
 from cdp_repro.trace.record import SlotRecord, Trace
 
@@ -29,9 +30,9 @@ def write_perfetto(trace: Trace, file: IO[str]) -> None:
 def _names(trace: Trace) -> Iterator[dict[str, Any]]:
     for rank in sorted({record.rank for record in trace.records}):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        for worker in range(trace.lanes):
-            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": worker, "args": {"name": f"worker {worker}"}}
-        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": trace.lanes, "args": {"name": "state, messages"}}
+        tracks = [*(f"worker {worker}" for worker in range(trace.lanes.number)), "state, messages"]
+        for thread, name in enumerate(tracks):
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
@@ -94,6 +95,6 @@ def _arrow_end(kind: str, action: Action, rank: int, trace: Trace, at: float, nu
     return {"ph": kind, "name": "message", "cat": "message", "pid": rank, "tid": thread, "ts": at * 1e6, "id": number}
 
 
-def _thread(action: Action, lanes: int) -> int:
+def _thread(action: Action, lanes: Lanes) -> int:
     """Return the track of an action: its worker's, or the last one for what is no compute."""
-    return action.micro_batch % lanes if action.op.is_compute else lanes
+    return lanes.of(action.micro_batch) if action.op.is_compute else lanes.number

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cdp_repro.schedule.actions import Action, Op, message_name
+from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.schedule.rings import collective_name, next_in_ring
 from cdp_repro.schedule.values import Value
 from cdp_repro.trace.chains import longest_chain
@@ -56,15 +57,15 @@ class Trace:
 
     micro_batches: int
     """M: micro-batches of a training step."""
-    lanes: int
-    """N R: micro-batches that are under way at once."""
+    lanes: Lanes
+    """Whose each micro-batch is: N R workers, replicas counted."""
     stages: int
     records: tuple[SlotRecord, ...]
     messages: tuple[Message, ...] = ()
     """Of more than 0 bytes: others are never sent."""
 
     @classmethod
-    def merged(cls, micro_batches: int, lanes: int, stages: int, parts: Iterable[Recorded]) -> Trace:
+    def merged(cls, micro_batches: int, lanes: Lanes, stages: int, parts: Iterable[Recorded]) -> Trace:
         """Return one trace of what the recorders of all ranks have collected."""
         parts = list(parts)
         records = sorted((r for records, _ in parts for r in records), key=lambda r: (r.slot, r.rank))
@@ -147,8 +148,14 @@ class Trace:
         """Return the share, 0 to 1, of the slots of all ranks in the last training step in which a rank computes
         nothing."""
         window = self.last_step(slots_per_step)
-        busy = sum(r.slot in window and any(a.op.is_compute for a in r.actions) for r in self.records)
-        return 1 - busy / (self._ranks * slots_per_step) if window else 0.0
+        busy = {
+            (record.rank, slot)
+            for record in self.records
+            for action in record.actions
+            if action.op.is_compute
+            for slot in self.lanes.busy(record.slot, action)
+        }
+        return 1 - sum(slot in window for _, slot in busy) / (self._ranks * slots_per_step) if window else 0.0
 
     def last_step(self, slots_per_step: int) -> range:
         """Return the slots from the start of the last training step in the trace to where the next would start."""

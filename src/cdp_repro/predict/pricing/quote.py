@@ -107,9 +107,10 @@ def prices_on_each(
     found = []
     for number, cluster in enumerate(clusters):
         prices = {name: estimates[different.index(job)][number] for name, job in jobs.items()}
-        if config.workers > 1:
-            prices["dp ddp"] = price_ddp(cut.costs, cluster, config.micro_batches, states)
-            prices["dp fsdp2"] = price_fsdp2(cut.costs, cluster, config.micro_batches, states)
+        if config.workers > 1 and not config.speeds:  # their closed forms know workers of one speed
+            devices = config.workers * config.accumulate * config.replicas
+            prices["dp ddp"] = price_ddp(cut.costs, cluster, devices, states)
+            prices["dp fsdp2"] = price_fsdp2(cut.costs, cluster, devices, states)
         found.append(prices)
     return found
 
@@ -148,7 +149,7 @@ def _can_run(job: Spec) -> bool:
 
 def _job(chosen: Spec, mode: str | tuple[tuple[int, ...], ...], placement: str) -> Spec:
     by_library = chosen.collectives and mode == "dp" and placement in COLLECTIVE_PLACEMENTS
-    return replace(chosen.on(placement), mode=mode, collectives=by_library)
+    return replace(chosen.on(placement).in_mode(mode), collectives=by_library)
 
 
 def quote_text(quote: Quote) -> str:
@@ -173,8 +174,10 @@ def quote_text(quote: Quote) -> str:
         "mode", "where", "devices", "step [s]", f"{config.task.unit}/s", "idle", "activations/device",
         "parameters+optimizer/device", "sent/device", "between hosts", "by",
     )  # fmt: skip
-    units = config.batch_size * config.task.units(config.input_shape)
-    rows = [columns, *(_row(name, price, units) for name, price in quote.prices.items())]
+    micro_batch = config.batch_size // config.micro_batches * config.task.units(config.input_shape)
+    usual, jobs = config.workers * config.accumulate * config.replicas, _jobs(config)
+    micro_batches = {name: Schedule.of(jobs[name]).micro_batches if name in jobs else usual for name in quote.prices}
+    rows = [columns, *(_row(name, each, micro_batches[name] * micro_batch) for name, each in quote.prices.items())]
     notes = "one training step; activations, parameters+optimizer: the device with most; sent: the mean device"
     return "\n".join(head) + f"\n\n{table(rows)}\n{notes}\n"
 

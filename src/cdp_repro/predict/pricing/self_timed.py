@@ -13,6 +13,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.pricing.cluster import Cluster, ring_seconds
@@ -99,6 +100,10 @@ class _Reader:
         self._cluster = cluster
         self._ranks = schedule.ranks
         self._micro_batches = schedule.micro_batches
+        self._lanes = schedule.timeline.lanes
+        # one device alone computes for all workers at its own speed
+        is_uneven = schedule.ranks > 1 and self._lanes.durations
+        self._fastest = min(map(fmean, schedule.sizes.durations)) if is_uneven else 0
         self._open: dict[tuple[int, Value], deque[int]] = defaultdict(deque)
         self._sent = 0
         self._joined: list[Action] = []
@@ -125,7 +130,8 @@ class _Reader:
             if begins_step:
                 self.starts.append(slot)
             computes = action.op, action.stage
-            share = 1 / action.writes[0].parts if action.op is Op.UPDATE else 1.0
+            is_update = action.op is Op.UPDATE
+            share = 1 / action.writes[0].parts if is_update else self._slowness(action.micro_batch)
             self.computed[slot][computes] += share
             return _Event(action.rank, waits_for, computes, begins_step, share)
         if action.op is Op.SEND:
@@ -133,6 +139,10 @@ class _Reader:
         if action.op is Op.COLLECTIVE:
             return self._join(slot, action)
         return _Event(action.rank, waits_for) if waits_for else None
+
+    def _slowness(self, micro_batch: int) -> float:
+        """Return the time of a compute over the usual one of the fastest worker, whose seconds the cluster gives."""
+        return self._lanes.duration(micro_batch) / self._fastest if self._fastest else 1.0
 
     @property
     def _next_step(self) -> int:

@@ -78,8 +78,9 @@ function sourceOf(action, value) {
 
 function delayText({ isCompute, microBatch, version }) {
   if (!isCompute) return "";
-  const step = Math.floor(microBatch / state.system.microBatches), late = step - version;
-  const said = late === 0 ? "fresh" : `${late} training step${late > 1 ? "s" : ""} late`;
+  const { microBatches, summed } = state.system, step = Math.floor(microBatch / microBatches);
+  const late = Math.floor(microBatch / summed) - version, unit = summed === microBatches ? "training step" : "update";
+  const said = late === 0 ? "fresh" : `${late} ${unit}${late > 1 ? "s" : ""} late`;
   return `, training step ${step}; parameters at version ${version}, ${said}`;
 }
 

@@ -11,10 +11,21 @@ function shape(parent, name, attributes, text) {
   return element;
 }
 
+/** Return the worker of a micro-batch: they take turns, unless a system says otherwise. */
+function laneOf(system, microBatch) {
+  return system.turns.length ? system.turns[microBatch % system.turns.length] : microBatch % system.lanes;
+}
+
+/** Return the slots that a compute takes; a forward stands in the first of them, a backward in the last. */
+function slotsOf(system, action) {
+  const number = system.durations.length ? system.durations[action.microBatch % system.durations.length] : 1;
+  return { first: action.op === "F" ? action.slot : action.slot - number + 1, number };
+}
+
 /** Return where rows begin: each rank has as many lines of cells as it computes at most in one slot, then a strip. */
 function layoutOf(system) {
   const lines = system.byRank.map(actions => {
-    const lanes = new Set(actions.filter(action => action.isCompute).map(action => action.microBatch % system.lanes));
+    const lanes = new Set(actions.filter(action => action.isCompute).map(action => laneOf(system, action.microBatch)));
     const counts = new Map();
     for (const { slot, isCompute } of actions) if (isCompute) counts.set(slot, (counts.get(slot) ?? 0) + 1);
     return Math.max(1, ...counts.values()) > 1 ? [...lanes].sort((one, other) => one - other) : [null];
@@ -55,8 +66,9 @@ function drawActions(svg, system, width, layout) {
   return system.actions.map(action => {
     const top = layout.tops[action.rank], lines = layout.lines[action.rank];
     if (action.isCompute) {
-      const line = Math.max(0, lines.indexOf(action.microBatch % system.lanes));
-      return drawCell(svg, action, action.slot * width, top + line * CELL, width, system);
+      const line = Math.max(0, lines.indexOf(laneOf(system, action.microBatch)));
+      const { first, number } = slotsOf(system, action);
+      return drawCell(svg, action, first * width, top + line * CELL, number * width, system);
     }
     const others = strips.get(`${action.rank} ${action.slot}`), each = Math.min(24, width / others.length);
     const x = action.slot * width + others.indexOf(action) * each;
@@ -65,7 +77,7 @@ function drawActions(svg, system, width, layout) {
 }
 
 function drawCell(svg, action, x, y, width, system) {
-  const colour = `--c: var(--w${(action.microBatch % system.lanes) % COLOURS})`;
+  const colour = `--c: var(--w${laneOf(system, action.microBatch) % COLOURS})`;
   const group = shape(svg, "g", { class: `cell ${action.op}`, style: colour, "data-action": action.index });
   shape(group, "rect", { x, y, width, height: CELL, rx: 2 });
   const { op, stage, microBatch, version } = action;

@@ -59,7 +59,7 @@ def _timed(schedule: Schedule, first_step: int, steps: int) -> Iterator[tuple[in
 
 def _forward(schedule: Schedule, m: int, stage: int) -> Action:
     rank, version = schedule.placement.rank_of(m, stage), schedule.rule.version(m, stage)
-    worker = buffers(stage, m % schedule.sizes.statistics)
+    worker = buffers(stage, schedule.statistics_of(m))
     inputs = (micro_batch_value(INPUT, stage, m),) if stage else ()
     is_last = stage == schedule.stages - 1
     output = micro_batch_value(OUTPUT_GRADIENT, stage, m) if is_last else micro_batch_value(INPUT, stage + 1, m)

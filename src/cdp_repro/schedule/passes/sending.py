@@ -32,8 +32,8 @@ def _boundary(action: Action, schedule: Schedule) -> list[Action]:
     if action.op is Op.FORWARD:
         if stage < schedule.stages - 1:
             wanted.append((micro_batch_value(INPUT, stage + 1, m), rank_of(m, stage + 1)))
-        statistics = schedule.sizes.statistics
-        wanted.append((buffers(stage, m % statistics), rank_of(m + statistics, stage)))
+        statistics = schedule.statistics_of(m)
+        wanted.append((buffers(stage, statistics), rank_of(schedule.next_with(statistics, m + 1), stage)))
     elif stage and action.op is not Op.BACKWARD_WEIGHTS:
         wanted.append((micro_batch_value(OUTPUT_GRADIENT, stage - 1, m), rank_of(m, stage - 1)))
     return [end for value, rank in wanted if rank != action.rank for end in send(value, action.rank, rank)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from cdp_repro.schedule.actions import Action, Op
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.common import replace_backwards, step_members, summed, update_before_reads
+from cdp_repro.schedule.summation.common import members_with, replace_backwards, summed, update_before_reads
 from cdp_repro.schedule.values import GRADIENTS, Value, gradient_sum
 
 
@@ -28,7 +28,7 @@ def join_collectives(
 
     def accumulated(backward: Action) -> tuple[Action]:
         m, stage = backward.micro_batch, backward.stage
-        first = step_members(schedule, m)[m % lanes]
+        first = members_with(schedule, m)[m % lanes]
         before = gradient_sum(stage, range(first, m, lanes)) if m > first else None
         return (summed(backward, before, gradient_sum(stage, range(first, m + lanes, lanes))),)
 
@@ -36,7 +36,7 @@ def join_collectives(
     for actions in found:
         ends = [a for a in actions if a.op.gives_gradients and a.stage in chosen]
         for action in ends:
-            members = step_members(schedule, action.micro_batch)
+            members = members_with(schedule, action.micro_batch)
             if action.micro_batch >= members.stop - lanes:
                 own = next(value for value in action.writes if value.kind == GRADIENTS)
                 whole = result(gradient_sum(action.stage, members), action.rank)

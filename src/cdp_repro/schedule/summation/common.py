@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 
 from cdp_repro.schedule.actions import Action, Op
 from cdp_repro.schedule.passes.placing import Slots
@@ -23,15 +23,15 @@ def add(earlier: Value, later: Value, rank: int) -> Action:
     return Action(Op.ADD, rank, earlier.stage, value=both, reads=(earlier, later), writes=(both,))
 
 
-def step_members(schedule: Schedule, micro_batch: int) -> range:
-    """Return the micro-batches of the training step that a micro-batch belongs to."""
-    first = micro_batch - micro_batch % schedule.micro_batches
-    return range(first, first + schedule.micro_batches)
+def members_with(schedule: Schedule, micro_batch: int) -> range:
+    """Return the micro-batches that are summed for one update with a micro-batch, itself among them."""
+    first = micro_batch - micro_batch % schedule.sizes.summed
+    return range(first, first + schedule.sizes.summed)
 
 
 def total_of(schedule: Schedule, stage: int, version: int) -> Value:
     """Return the sum from which a version is made."""
-    return gradient_sum(stage, range((version - 1) * schedule.micro_batches, version * schedule.micro_batches))
+    return gradient_sum(stage, range((version - 1) * schedule.sizes.summed, version * schedule.sizes.summed))
 
 
 def update(schedule: Schedule, stage: int, version: int, rank: int) -> Action:
@@ -60,28 +60,52 @@ def completed(action: Action, schedule: Schedule, stages: Iterable[int]) -> int 
     """Return the version that can be made when `action` has completed the sum of one of `stages`; else None.
 
     A sum is completed on a rank that holds the stage. A received one was completed elsewhere, but for the gradients of
-    a step's only micro-batch, which comes to an owner that does not compute.
+    an update's only micro-batch, which comes to an owner that does not compute.
     """
-    step = schedule.micro_batches
-    if action.op.is_message and step > 1:  # most actions of a large program
+    summed = schedule.sizes.summed
+    if action.op.is_message and summed > 1:  # most actions of a large program
         return None
     for value in action.writes:
-        if value.kind == GRADIENTS and value.stage in stages and len(value.members) == step:
-            return value.stop // step if action.rank in schedule.placement.holders(value.stage) else None
+        if value.kind == GRADIENTS and value.stage in stages and len(value.members) == summed:
+            return value.stop // summed if action.rank in schedule.placement.holders(value.stage) else None
     return None
 
 
 def update_at_once(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
-    """Update each of `stages` where its sum is completed, as soon as it is."""
+    """Update each of `stages` where its sum is completed, as soon as it is, and the version before it is there."""
     chosen = frozenset(stages)
+    order = _InOrder(slots, schedule)
     found: Slots = []
     for actions in slots:
         found.append([])
         for action in actions:
             found[-1].append(action)
             if (version := completed(action, schedule, chosen)) is not None:
-                found[-1].append(update(schedule, action.stage, version, action.rank))
+                for each in order.after(action.rank, action.stage, version):
+                    found[-1].append(update(schedule, action.stage, each, action.rank))
     return found
+
+
+class _InOrder:
+    """Which updates can be made when one more sum is complete: sums of single pushes may overtake each other."""
+
+    def __init__(self, slots: Slots, schedule: Schedule) -> None:
+        self._is_given = schedule.sizes.updates == 1  # one sum a training step: each is complete after the one before
+        computed = () if self._is_given else (a.micro_batch for actions in slots for a in actions if a.op.is_compute)
+        self._first = 1 + min(computed, default=0) // schedule.sizes.summed
+        self._complete: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self._made: Counter[tuple[int, int]] = Counter()
+
+    def after(self, rank: int, stage: int, version: int) -> Iterator[int]:
+        """Yield the versions of a stage that a rank can make now that the sum of `version` is complete."""
+        if self._is_given:
+            yield version
+            return
+        place = rank, stage
+        self._complete[place].add(version)
+        while (following := self._first + self._made[place]) in self._complete[place]:
+            self._made[place] += 1
+            yield following
 
 
 def update_before_reads(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
@@ -118,14 +142,18 @@ def _due(following: list[Action], schedule: Schedule, open_sums: dict[tuple[int,
 def put_off(slots: Slots, stages: Iterable[int], schedule: Schedule) -> Slots:
     """Move each action of `stages` that adds or scatters received sums, or updates, to the end of the next slot.
 
-    By then what it waits for has arrived, and nobody has waited. Not where the next slot reads the new version.
+    By then what it waits for has arrived, and nobody has waited. Not where the next slot reads the new version, or one
+    after it.
     """
     chosen = frozenset(stages)
     found: Slots = []
     waiting: list[Action] = []
     for number, actions in enumerate(slots):
         following = slots[number + 1] if number + 1 < len(slots) else None
-        read_next = {(a.stage, a.version) for a in following or () if a.op.is_compute}
+        read_next: dict[int, int] = {}
+        for action in following or ():
+            if action.op.is_compute:
+                read_next[action.stage] = max(action.version, read_next.get(action.stage, 0))
         stays: list[Action] = []
         arriving: list[Action] = []
         for action in actions:
@@ -135,7 +163,7 @@ def put_off(slots: Slots, stages: Iterable[int], schedule: Schedule) -> Slots:
         waiting = []
         for action in arriving:
             version = step_version(action, schedule)
-            is_urgent = following is None or (action.stage, version) in read_next
+            is_urgent = following is None or version <= read_next.get(action.stage, 0)
             (stays if is_urgent else waiting).append(action)
         found.append(stays)
     return found
@@ -143,4 +171,4 @@ def put_off(slots: Slots, stages: Iterable[int], schedule: Schedule) -> Slots:
 
 def step_version(action: Action, schedule: Schedule) -> int:
     """Return the version that an ADD or UPDATE has a part in making."""
-    return action.version if action.value is None else (action.value.stop - 1) // schedule.micro_batches + 1
+    return action.version if action.value is None else (action.value.stop - 1) // schedule.sizes.summed + 1

@@ -18,8 +18,8 @@ from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation.common import (
     add,
+    members_with,
     replace_backwards,
-    step_members,
     step_version,
     summed,
     update_before_reads,
@@ -61,7 +61,7 @@ def _exchanged(backward: Action, schedule: Schedule, receives_early: bool) -> It
     receiver is ready.
     """
     m, stage, rank = backward.micro_batch, backward.stage, backward.rank
-    members, rank_of = step_members(schedule, m), schedule.placement.rank_of
+    members, rank_of = members_with(schedule, m), schedule.placement.rank_of
     if m < members[-1]:
         yield from relayed_sum(backward, schedule)
         if m == members[-2] and receives_early:

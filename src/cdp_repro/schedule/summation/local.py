@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from cdp_repro.schedule.actions import Action
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.common import replace_backwards, step_members, summed, update_at_once
+from cdp_repro.schedule.summation.common import members_with, replace_backwards, summed, update_at_once
 from cdp_repro.schedule.values import gradient_sum
 
 
@@ -16,7 +16,7 @@ def sum_locally(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slot
 
     def accumulated(backward: Action) -> tuple[Action]:
         m, stage = backward.micro_batch, backward.stage
-        first = step_members(schedule, m)[0]
+        first = members_with(schedule, m)[0]
         before = gradient_sum(stage, range(first, m)) if m > first else None
         return (summed(backward, before, gradient_sum(stage, range(first, m + 1))),)
 

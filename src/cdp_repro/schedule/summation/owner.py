@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from cdp_repro.schedule.actions import Action, send
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.common import add, put_off, replace_backwards, step_members, summed, update_at_once
+from cdp_repro.schedule.summation.common import add, members_with, put_off, replace_backwards, summed, update_at_once
 from cdp_repro.schedule.values import gradient_sum
 
 
@@ -16,7 +16,7 @@ def sum_at_owner(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slo
 
     def sent(backward: Action) -> Iterator[Action]:
         m, stage = backward.micro_batch, backward.stage
-        own, first = gradient_sum(stage, range(m, m + 1)), step_members(schedule, m)[0]
+        own, first = gradient_sum(stage, range(m, m + 1)), members_with(schedule, m)[0]
         (owner,) = schedule.placement.holders(stage)
         yield summed(backward, None, own)
         if backward.rank != owner:

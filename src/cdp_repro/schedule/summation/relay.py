@@ -23,8 +23,8 @@ from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation.common import (
     add,
     completed,
+    members_with,
     replace_backwards,
-    step_members,
     summed,
     total_of,
     update,
@@ -41,7 +41,7 @@ def sum_by_relay(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slo
 def relayed_sum(backward: Action, schedule: Schedule) -> Iterator[Action]:
     """Yield a backward that takes part in the relay of partial sums, with what it adds and hands on."""
     m, stage, rank = backward.micro_batch, backward.stage, backward.rank
-    members, rank_of = step_members(schedule, m), schedule.placement.rank_of
+    members, rank_of = members_with(schedule, m), schedule.placement.rank_of
     before = gradient_sum(stage, range(members[0], m)) if m > members[0] else None
     after = gradient_sum(stage, range(members[0], m + 1))
     if before is None or rank_of(m - 1, stage) == rank:

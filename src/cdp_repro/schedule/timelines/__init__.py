@@ -1,5 +1,6 @@
 """Timelines: one file for each family, with its grid."""
 
+from cdp_repro.schedule.timelines.clocked import Clocked
 from cdp_repro.schedule.timelines.cyclic import Cyclic
 from cdp_repro.schedule.timelines.flushing import Flushing, GPipe, OneForwardOneBackward
 from cdp_repro.schedule.timelines.ordered import Chimera, Interleaved, Ordered, ZeroBubble
@@ -9,6 +10,7 @@ from cdp_repro.schedule.timelines.timeline import Timeline
 
 __all__ = [
     "Chimera",
+    "Clocked",
     "Cyclic",
     "Flushing",
     "GPipe",

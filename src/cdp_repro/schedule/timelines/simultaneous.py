@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
+from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.schedule.timelines.timeline import Timeline
 
 
 class Simultaneous(Timeline):
     """All workers run stage j forward in slot j and backward in slot 2S-1-j; k micro-batches one after the other.
+
+    A worker of another speed takes d slots for each, and all wait for the slowest. As gradients are added in the order
+    of the micro-batches, the first ones are then those of the fastest workers.
 
     N = S = 3, k = 1 (F0 = forward of stage 0):
 
@@ -21,13 +27,34 @@ class Simultaneous(Timeline):
 
     @property
     def period(self) -> int:
-        """2 S k."""
-        return 2 * self.sizes.stages * (self.sizes.turns // self.sizes.workers)
+        """2 S k, times the slots that the slowest worker takes for a forward."""
+        return self._length * (self.sizes.turns // self.sizes.workers)
 
     def forward(self, i: int, j: int) -> int:
-        """Return j, after the micro-batches that the worker has computed before."""
-        return 2 * self.sizes.stages * (i // self.sizes.workers) + j
+        """Return d j, after the micro-batches that the worker has computed before."""
+        return self._length * (i // self.sizes.workers) + self._durations[i % self.sizes.workers] * j
 
     def backward(self, i: int, j: int) -> int:
-        """Return 2S-1-j, after the same."""
-        return 2 * self.sizes.stages * (i // self.sizes.workers + 1) - 1 - j
+        """Return d (2S-j) - 1, after the same."""
+        duration = self._durations[i % self.sizes.workers]
+        return self._length * (i // self.sizes.workers) + duration * (2 * self.sizes.stages - j) - 1
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        """The workers in turn, with their speeds."""
+        if not self.sizes.speeds:
+            return Lanes(self.sizes.lanes)
+        return Lanes(self.sizes.lanes, tuple(worker for _, worker in self._order), self._durations)
+
+    @cached_property
+    def _order(self) -> list[tuple[int, int]]:
+        """The slots for a forward, and the number, of each worker."""
+        return sorted((ticks, worker) for worker, (ticks,) in enumerate(self.sizes.durations))
+
+    @cached_property
+    def _durations(self) -> tuple[int, ...]:
+        return tuple(ticks for ticks, _ in self._order)
+
+    @cached_property
+    def _length(self) -> int:
+        return 2 * self.sizes.stages * max(self._durations)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
+from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.schedule.sizes import Sizes
 
 
@@ -44,6 +46,11 @@ class Timeline(ABC):
     def backward_weights(self, i: int, j: int) -> int:
         """Return the slot of the second part, which gives the gradients of the weights, if it has two."""
         return self.backward(i, j)
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        """Which worker computes which micro-batch, replicas counted."""
+        return Lanes(self.sizes.lanes)
 
     def check(self, placement: str) -> None:  # noqa: B027 - most have nothing to check
         """Raise ValueError, with values that work, if the timeline cannot have these sizes on this placement."""

@@ -1,0 +1,41 @@
+"""Lanes: which worker a micro-batch belongs to. A lane is a row of every picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cdp_repro.schedule.actions import Action, Op
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """`number` workers, replicas counted. They take micro-batches in turn, unless `turns` says another order."""
+
+    number: int
+    turns: tuple[int, ...] = ()
+    """The lane of each micro-batch of a training step, the same in every step."""
+    durations: tuple[int, ...] = ()
+    """The slots that each compute of a micro-batch takes, likewise; 1 unless given."""
+
+    def of(self, micro_batch: int) -> int:
+        """Return the lane of a micro-batch."""
+        return self.turns[micro_batch % len(self.turns)] if self.turns else micro_batch % self.number
+
+    def duration(self, micro_batch: int) -> int:
+        """Return the slots that a forward or backward of a micro-batch takes."""
+        return self.durations[micro_batch % len(self.durations)] if self.durations else 1
+
+    def busy(self, slot: int, action: Action) -> range:
+        """Return the slots that a forward or backward of a slot takes.
+
+        One that takes d slots stands in the first of them if it is a forward, and in the last if it is a backward.
+        """
+        duration = self.duration(action.micro_batch)
+        first = slot if action.op is Op.FORWARD else slot - duration + 1
+        return range(first, first + duration)
+
+    def next_in(self, lane: int, micro_batch: int) -> int:
+        """Return the first micro-batch of a lane from `micro_batch` on."""
+        if not self.turns:
+            return micro_batch + (lane - micro_batch) % self.number
+        return next(m for m in range(micro_batch, micro_batch + len(self.turns)) if self.of(m) == lane)

@@ -1,0 +1,54 @@
+"""Workers that never wait for each other's gradients: each pushes when it is done (asynchronous SGD, SSP)."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from cdp_repro.schedule.lanes import Lanes
+from cdp_repro.schedule.timelines.timeline import Timeline
+from cdp_repro.schedule.virtual_clock import Turn
+
+
+class Clocked(Timeline):
+    """A virtual clock says when each worker starts; a training step is a round of it, and each micro-batch an update.
+
+    A tick is 2S slots, in which the fastest worker computes a micro-batch; one that takes d ticks takes d slots for
+    each forward and backward. Micro-batches are numbered as they push. N = S = 2, speeds = [1, 2]:
+
+        slot      0  1  2  3  4  5  6  7
+        worker 0  F0    F1       B1    B0
+        worker 1  F0 F1 B1 B0 F0 F1 B1 B0
+    """
+
+    name = "clocked"
+    has_exclusive_stages = False
+    placements = ("single_device", "parameter_server")
+
+    @property
+    def period(self) -> int:
+        """2S slots for each tick of a round."""
+        return self._tick * self.sizes.round.ticks
+
+    def forward(self, i: int, j: int) -> int:
+        """Return the first of the slots that it takes."""
+        turn = self._turn(i)
+        return self._tick * turn.begin + (turn.end - turn.begin) * j
+
+    def backward(self, i: int, j: int) -> int:
+        """Return the last of the slots that it takes."""
+        turn = self._turn(i)
+        return self._tick * turn.begin + (turn.end - turn.begin) * (2 * self.sizes.stages - j) - 1
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        """The workers in the order in which they push."""
+        turns = self.sizes.round.turns
+        durations = tuple(turn.end - turn.begin for turn in turns)
+        return Lanes(self.sizes.lanes, tuple(turn.worker for turn in turns), durations)
+
+    @property
+    def _tick(self) -> int:
+        return 2 * self.sizes.stages
+
+    def _turn(self, i: int) -> Turn:
+        return self.sizes.round.turns[i]
