@@ -26,6 +26,7 @@ from cdp_repro.report.accuracy import (
     tuning_table,
 )
 from cdp_repro.report.activation_memory import SHOWN_WORKERS, Case, answer, cases, memory_table
+from cdp_repro.report.bounded_staleness import draw_regret, measured, regret_table
 from cdp_repro.report.claims import HOLDS, Claim, claim_table, claims, verdict_table
 from cdp_repro.report.cost_table import SIMULATED, Line, agreement_table, cost_table, large_lines, large_table, lines
 from cdp_repro.report.delay_costs import delay_table, delay_tuning_table, verdicts
@@ -127,6 +128,7 @@ class Report:
             large_table(self.large_lines),
             systems_table(self.groups.get("systems", ()), STUDIES["systems"]),
             gpipe_table(),
+            regret_table(measured()),
             *self._delay_tables(),
         ]
         return {table.name: table for table in found}
@@ -223,7 +225,8 @@ class Report:
             if rows and draw is not None
         }
         systems = Shown(partial(draw_curves, curves()), _digest([repr(curves())]), _CURVES)
-        return {**shown, "systems": systems}
+        regret = Shown(partial(draw_regret, measured()), _digest([repr(measured())]), _REGRET)
+        return {**shown, "systems": systems, "regret": regret}
 
     def _delay_figures(self) -> dict[str, tuple[Callable[[], Figure] | None, Sequence[Row], str]]:
         """Return those of the studies of delay that have begun."""
@@ -265,8 +268,8 @@ class Report:
                 "costs", "Costs", [_COSTS], tables=[tables[f"costs_N{max(EXECUTED_WORKERS)}"], tables["costs_large"]]
             ),
             Section(
-                "systems", "Systems", [_SYSTEMS], pictures=pictures("systems"),
-                tables=[tables["systems"], tables["gpipe"]],
+                "systems", "Systems", [_SYSTEMS], pictures=pictures("systems", "regret"),
+                tables=[tables["systems"], tables["gpipe"], tables["regret"]],
             ),
             Section("accuracy", "Accuracy", [_ACCURACY], tables=[tables["accuracy"], tables["tuning"]]),
         ]  # fmt: skip
@@ -329,6 +332,11 @@ _CURVES = (
     "Pipelines of 4 ranks with equal stages, from their programs. Left: micro-batches whose activations the first rank "
     "keeps. Right: idle share; one_f_one_b idles as gpipe does, interleaved has two stages a rank, zero_bubble counts "
     "a part of a backward as a slot, and cdp_v2 is never idle."
+)
+_REGRET = (
+    "Workers with speeds of their own, and jitter, that push to a server: regret on a convex problem of which all is "
+    "known, and the bound of Ho et al. (2013) for the smallest and the largest s. A fast worker cannot run ahead for "
+    "ever, so that every s above 0 waits alike; without a bound nobody waits, and reads are older."
 )
 _ACCURACY = (
     "CIFAR-10 here is a copy from JPEG files, re-encoded, so that its numbers are not those of the original. Networks "
