@@ -1,8 +1,9 @@
-"""Measure engine overhead, programs, activation peaks, placements and links; write results/bench/*.json.
+"""Measure engine overhead, programs, activation peaks, placements, servers and links; write results/bench/*.json.
 
-Usage: python scripts/bench.py [overhead] [programs] [memory] [placements] [links_resnet18] [links_vit]
+Usage: python scripts/bench.py [overhead] [programs] [memory] [placements] [servers] [links_resnet18]
+                                [links_vit]
 
-Without names: all. Links are between two network namespaces, which takes root.
+Without names: all. Servers and links are between network namespaces, which takes root.
 
 Times are taken side by side, in alternating rounds of one process, and reported as ratios with their spread. Bytes
 are exact and need one run.
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from bench_servers import servers
 from matplotlib.figure import Figure
 from two_hosts import two_hosts
 
@@ -61,6 +63,7 @@ MOST_FORWARDS = 400_000
 def main(names: list[str]) -> None:
     benches: dict[str, Callable[[], dict[str, Any]]] = {
         "overhead": overhead, "programs": programs, "memory": memory, "placements": placements,
+        "servers": servers,
         **{name: partial(links, name) for name in LINK_NETWORKS},
     }  # fmt: skip
     wrong = [
@@ -294,7 +297,7 @@ def tables() -> str:
         quartiles = f"{ratio['quartile_low']:.2f} to {ratio['quartile_high']:.2f}"
         lines.append(f"| {name} | {ratio['median']:.2f} | {quartiles} | {speed['planned_ratios'][name]:.2f} |")
     lines += ["", f"{speed['rounds']} alternating rounds; {speed['config']}; {_evidence(speed)}."]
-    return "\n".join(lines + _link_tables())
+    return "\n".join(lines + _server_table() + _link_tables())
 
 
 def _program_table() -> list[str]:
@@ -309,6 +312,17 @@ def _program_table() -> list[str]:
         texts = [f"{row['start_cpu_seconds']:.2f}, {row['microseconds_per_action']:.1f}" for row in each]
         lines.append(f"| {placement} | {' | '.join(texts)} |")
     return [*lines, "", f"{found['config']}; {_evidence(found)}.", ""]
+
+
+def _server_table() -> list[str]:
+    """Return what more servers are worth where links are limited."""
+    found = json.loads((RESULTS / "servers.json").read_text())
+    lines = ["", "| time of a step over that with one server | servers | median | quartiles | priced |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for row in found["rows"]:
+        quartiles = f"{row['quartile_low']:.2f} to {row['quartile_high']:.2f}"
+        lines.append(f"| {row['mode']} | {row['servers']} | {row['median']:.2f} | {quartiles} | {row['priced']:.2f} |")
+    return [*lines, "", f"{found['rounds']} alternating rounds; {found['config']}; {_evidence(found)}."]
 
 
 def _link_tables() -> list[str]:

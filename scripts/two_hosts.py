@@ -1,7 +1,9 @@
-"""Two hosts on one machine: Linux namespaces with names, addresses and processes of their own, joined by a cable.
+"""Two hosts on one machine, or more: Linux namespaces with names, addresses and processes of their own, and cables.
 
     with two_hosts() as (a, b):
         subprocess.run(a.command("ping", "-c1", b.name))
+
+`star` joins any number of them by a switch.
 
 It needs root, util-linux (`unshare`, `nsenter`) and iproute2 (`ip`, `tc`). Both hosts see all files.
 """
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-ADDRESSES = {"host-a": "10.77.0.1", "host-b": "10.77.0.2"}
+NAMES = ("host-a", "host-b")
 INTERFACE = "eth0"
 
 
@@ -32,11 +34,8 @@ class Host:
     """Namespaces for network, name, mounts and processes, which end with process `pid`."""
 
     name: str
+    address: str
     pid: int
-
-    @property
-    def address(self) -> str:
-        return ADDRESSES[self.name]
 
     def command(self, *arguments: str) -> list[str]:
         """Return the command that runs `arguments` on this host, in the root folder."""
@@ -66,25 +65,55 @@ def two_hosts(rate_mbit: int | None = None) -> Iterator[tuple[Host, Host]]:
     Raises:
         NoHostsError: This machine cannot make them.
     """
-    with ExitStack() as stack:
-        hosts_file = Path(stack.enter_context(TemporaryDirectory(prefix="two-hosts-"))) / "hosts"
-        hosts_file.write_text("".join(f"{ip} {name}\n" for name, ip in {"localhost": "127.0.0.1", **ADDRESSES}.items()))
-        a, b = (stack.enter_context(_host(name, hosts_file)) for name in ADDRESSES)
-        _do("ip", "link", "add", INTERFACE, "netns", str(a.pid), "type", "veth",
-            "peer", "name", INTERFACE, "netns", str(b.pid))  # fmt: skip
+    with _hosts(NAMES) as (a, b):
+        _cable(a, INTERFACE, b, INTERFACE, rate_mbit)
         for host in (a, b):
             _do(*host.command("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE))
-            for interface in ("lo", INTERFACE):
-                _do(*host.command("ip", "link", "set", interface, "up"))
-            if rate_mbit is not None:
-                burst = max(256, 8 * rate_mbit)  # in kbit: 8 ms, as the kernel's clock may tick every 4 ms only
-                limit = f"tbf rate {rate_mbit}mbit burst {burst}kbit latency 50ms".split()
-                _do(*host.command("tc", "qdisc", "add", "dev", INTERFACE, "root", *limit))
         yield a, b
 
 
 @contextmanager
-def _host(name: str, hosts_file: Path) -> Iterator[Host]:
+def star(number: int, rate_mbit: int) -> Iterator[tuple[Host, ...]]:
+    """Make so many hosts, each with a cable to one switch that carries `rate_mbit` Mbit/s in each direction.
+
+    Raises:
+        NoHostsError: This machine cannot make them.
+    """
+    with _hosts([*(f"host-{place}" for place in range(number)), "switch"]) as (*hosts, switch):
+        _do(*switch.command("ip", "link", "add", "bridge", "type", "bridge"))
+        _do(*switch.command("ip", "link", "set", "bridge", "up"))
+        for place, host in enumerate(hosts):
+            _cable(host, INTERFACE, switch, f"port{place}", rate_mbit)
+            _do(*switch.command("ip", "link", "set", f"port{place}", "master", "bridge"))
+            _do(*host.command("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE))
+        yield tuple(hosts)
+
+
+@contextmanager
+def _hosts(names: Sequence[str]) -> Iterator[list[Host]]:
+    """Make hosts that know each other's addresses, and have no cables yet."""
+    addresses = {name: f"10.77.0.{place}" for place, name in enumerate(names, start=1)}
+    with ExitStack() as stack:
+        hosts_file = Path(stack.enter_context(TemporaryDirectory(prefix="two-hosts-"))) / "hosts"
+        hosts_file.write_text("".join(f"{ip} {name}\n" for name, ip in {"localhost": "127.0.0.1", **addresses}.items()))
+        yield [stack.enter_context(_host(name, address, hosts_file)) for name, address in addresses.items()]
+
+
+def _cable(one: Host, interface: str, other: Host, its_interface: str, rate_mbit: int | None) -> None:
+    """Join two hosts by a cable; both of its ends are up, and send no faster than its rate."""
+    _do("ip", "link", "add", interface, "netns", str(one.pid), "type", "veth",
+        "peer", "name", its_interface, "netns", str(other.pid))  # fmt: skip
+    for host, end in ((one, interface), (other, its_interface)):
+        for each in ("lo", end):
+            _do(*host.command("ip", "link", "set", each, "up"))
+        if rate_mbit is not None:
+            burst = max(256, 8 * rate_mbit)  # in kbit: 8 ms, as the kernel's clock may tick every 4 ms only
+            limit = f"tbf rate {rate_mbit}mbit burst {burst}kbit latency 50ms".split()
+            _do(*host.command("tc", "qdisc", "add", "dev", end, "root", *limit))
+
+
+@contextmanager
+def _host(name: str, address: str, hosts_file: Path) -> Iterator[Host]:
     """Make a host: its first process reads from a pipe, and the kernel ends all others with it."""
     prepare = f"hostname {name} && mount --bind {shlex.quote(str(hosts_file))} /etc/hosts && echo ready && exec cat"
     namespaces = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -97,7 +126,7 @@ def _host(name: str, hosts_file: Path) -> Iterator[Host]:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
             raise NoHostsError(f"no namespaces can be made here: {process.communicate()[1].strip()}")
-        yield Host(name, process.pid)
+        yield Host(name, address, process.pid)
     finally:
         try:
             process.communicate(timeout=5)  # closes the pipe

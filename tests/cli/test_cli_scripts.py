@@ -19,7 +19,11 @@ def script(name, *arguments):
 @pytest.mark.parametrize(
     ("name", "arguments", "told"),
     [
-        ("bench", ["overhed"], "unknown bench 'overhed': choose overhead, programs, memory, placements, links_"),
+        (
+            "bench",
+            ["overhed"],
+            "unknown bench 'overhed': choose overhead, programs, memory, placements, servers, links_resnet18, links_vit",
+        ),
         ("bench", ["overhed"], "did you mean 'overhead'?"),
         ("simulate", ["eight"], "N=eight: give whole numbers of workers, 2 or more, e.g. 8"),
         ("simulate", ["0"], "N=0: give whole numbers of workers, 2 or more, e.g. 8"),
