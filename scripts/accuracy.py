@@ -18,6 +18,6 @@ if __name__ == "__main__":
     names = [
         study.name
         for study in STUDIES.values()
-        if study.kind in ("accuracy", "tuning", "delay-tuning", "delay") and "paper" not in study.name
+        if study.kind in ("accuracy", "tuning", "delay-tuning", "delay", "late-systems") and "paper" not in study.name
     ]
     sys.exit(main(names, sys.argv[1:], script=__file__))

@@ -8,6 +8,7 @@ from itertools import product
 from cdp_repro.baselines import BASELINES
 from cdp_repro.predict.system_specs import fitting_specs
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Schedule
+from cdp_repro.schedule.virtual_clock import Round, durations_of
 from cdp_repro.studies.cost_settings import EXECUTED_WORKERS, PLACEMENT_NAMES
 from cdp_repro.studies.delay_studies import DELAY_STUDIES
 from cdp_repro.studies.study import Cell, Study
@@ -37,6 +38,19 @@ STALENESS_LR = {2: 0.1, 3: 0.025, 5: 0.025}
 
 SYSTEM_RANKS, SYSTEM_MICRO_BATCHES = 4, 8
 """D and M of the table of systems."""
+
+LATE_WORKERS, LATE_SAMPLES = 4, 32
+"""Workers and the images of a micro-batch where the accuracy of late systems is compared."""
+LATE_SPEEDS, LATE_JITTER = (1, 1, 1, 2), 1
+"""There: the workers of `ssp` and `async`."""
+LATE_BOUNDS = (0, 2, 3, 5, None)
+"""There: by how many pushes a worker of `ssp` may be ahead of the slowest; without a bound it is `async`."""
+WEIGHT_DECAY = 5e-4
+"""The usual one of `optim=sgd`."""
+LATE_SETTINGS = (
+    "workers", "stages", "batch_size", "optim.weight_decay", "slack", "speeds", "jitter",
+)  # fmt: skip
+"""There: settings in which systems differ."""
 
 _NETWORKS = {"resnet18": 10, "resnet50": 18, "vit_b_16": 14}
 """The networks of the memory figures, with their number of blocks."""
@@ -84,6 +98,25 @@ def _systems() -> tuple[Cell, ...]:
     return tuple(found)
 
 
+def _late_systems() -> tuple[Cell, ...]:
+    """Systems that update after each micro-batch, most of which read late, at one learning rate for each image.
+
+    All have data parallelism's micro-batches, of 32 images. Where an update has one of them alone, its learning rate is
+    a fourth; where gradients are divided by N = 4 instead, weight decay is. The first reads nothing late: it tells what
+    small updates do from what delay does.
+    """
+    alone = f"{CIFAR10.format(TUNED_LR / LATE_WORKERS)} batch_size={LATE_SAMPLES}"
+    found = _cells(["mode=dp workers=1 stages=4", "mode=pipedream", "mode=ampnet"], [alone], seeds=range(2))
+    durations = durations_of(LATE_SPEEDS, LATE_JITTER)
+    clock = f"speeds=[{','.join(map(str, LATE_SPEEDS))}] jitter={LATE_JITTER}"
+    divided = f"{CIFAR10.format(TUNED_LR)} {clock} optim.weight_decay={WEIGHT_DECAY / LATE_WORKERS:g}"
+    for bound in LATE_BOUNDS:
+        mode = "mode=async" if bound is None else f"mode=ssp slack={bound}"
+        pushes = len(Round.of(durations, bound).turns)
+        found += _cells([mode], [f"{divided} batch_size={pushes * LATE_SAMPLES}"], seeds=range(2))
+    return found
+
+
 STUDIES = {
     study.name: study
     for study in (
@@ -106,6 +139,14 @@ STUDIES = {
             ),
             reference="cifar10",
             varied=("optim.lr",),
+        ),
+        Study(
+            "cifar10-late-systems",
+            "late-systems",
+            "CIFAR-10, resnet8: systems that update after each micro-batch, at data parallelism's rate for each image",
+            _late_systems(),
+            reference="cifar10",
+            varied=LATE_SETTINGS,
         ),
         Study(
             "digits",

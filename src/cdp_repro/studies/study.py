@@ -50,7 +50,8 @@ class Study:
 
     name: str
     kind: str
-    """The part of the report it is for: `accuracy`, `tuning`, `delay`, `delay-tuning`, `memory`, `costs`, `systems`."""
+    """The part of the report it is for: `accuracy`, `tuning`, `delay`, `delay-tuning`, `late-systems`,
+    `memory`, `costs`, `systems`."""
     title: str
     cells: tuple[Cell, ...]
     reference: str | None = None
