@@ -1,7 +1,7 @@
-"""Measure engine overhead, programs, activation peaks, placements, servers and links; write results/bench/*.json.
+"""Measure overhead, programs, activation peaks, placements, pipelines, servers and links; write results/bench/*.json.
 
-Usage: python scripts/bench.py [overhead] [programs] [memory] [placements] [servers] [links_resnet18]
-                                [links_vit]
+Usage: python scripts/bench.py [overhead] [programs] [memory] [placements] [pipelines] [servers]
+                                [links_resnet18] [links_vit]
 
 Without names: all. Servers and links are between network namespaces, which takes root.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -25,9 +24,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from bench_pipelines import pipelines
 from bench_servers import servers
+from bench_timing import alternating_rounds, seconds_of, spread, steady_step_seconds
 from matplotlib.figure import Figure
 from two_hosts import two_hosts
 
@@ -63,7 +63,7 @@ MOST_FORWARDS = 400_000
 def main(names: list[str]) -> None:
     benches: dict[str, Callable[[], dict[str, Any]]] = {
         "overhead": overhead, "programs": programs, "memory": memory, "placements": placements,
-        "servers": servers,
+        "pipelines": pipelines, "servers": servers,
         **{name: partial(links, name) for name in LINK_NETWORKS},
     }  # fmt: skip
     wrong = [
@@ -118,26 +118,13 @@ def _overhead_of(model: str, pixels: int, stages: int, threads: int) -> dict[str
         "engine": _engine_loop(config, batch, traced_steps=0),
         "engine, metering on": _engine_loop(config, batch, traced_steps=10**9),
     }
-    for run in contenders.values():
-        run()
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for round_number in range(ROUNDS):
-        order = list(contenders) if round_number % 2 == 0 else list(contenders)[::-1]
-        for name in order:
-            begin = time.perf_counter()
-            contenders[name]()
-            seconds[name].append(time.perf_counter() - begin)
+    seconds = alternating_rounds({name: partial(seconds_of, run) for name, run in contenders.items()}, ROUNDS)
     print(f"{model}, {threads} threads: {ROUNDS} rounds", flush=True)
     base = seconds.pop("gradient accumulation")
     ratios = {
-        name: _spread([own / other for own, other in zip(each, base, strict=True)]) for name, each in seconds.items()
+        name: spread([own / other for own, other in zip(each, base, strict=True)]) for name, each in seconds.items()
     }
     return {"network": f"{model}, {pixels} px, S = {stages}", "threads": threads, "ratios": ratios}
-
-
-def _spread(ratios: list[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles(ratios, n=4)
-    return {"median": median, "quartile_low": low, "quartile_high": high, "min": min(ratios), "max": max(ratios)}
 
 
 def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -297,7 +284,7 @@ def tables() -> str:
         quartiles = f"{ratio['quartile_low']:.2f} to {ratio['quartile_high']:.2f}"
         lines.append(f"| {name} | {ratio['median']:.2f} | {quartiles} | {speed['planned_ratios'][name]:.2f} |")
     lines += ["", f"{speed['rounds']} alternating rounds; {speed['config']}; {_evidence(speed)}."]
-    return "\n".join(lines + _server_table() + _link_tables())
+    return "\n".join(lines + _pipeline_tables() + _server_table() + _link_tables())
 
 
 def _program_table() -> list[str]:
@@ -312,6 +299,25 @@ def _program_table() -> list[str]:
         texts = [f"{row['start_cpu_seconds']:.2f}, {row['microseconds_per_action']:.1f}" for row in each]
         lines.append(f"| {placement} | {' | '.join(texts)} |")
     return [*lines, "", f"{found['config']}; {_evidence(found)}.", ""]
+
+
+def _pipeline_tables() -> list[str]:
+    """Return our pipelines beside torch's."""
+    found = json.loads((RESULTS / "pipelines.json").read_text())
+    lines = ["", "| schedule of torch | best number of micro-batches | time of a step over the fastest's |"]
+    lines.append("| --- | --- | --- |")
+    for name, row in found["library"].items():
+        lines.append(f"| {name} | {row['micro_batches']} | {row['over_fastest']:.2f} |")
+    lines += ["", f"| time of a step of ours | M | over {found['fastest']} | over the same schedule of torch |"]
+    lines.append("| --- | --- | --- | --- |")
+    for row in found["rows"]:
+        cells = [
+            f"{ratio['median']:.2f} ({ratio['quartile_low']:.2f} to {ratio['quartile_high']:.2f})"
+            for ratio in (row["ratios"].get(over) for over in ("the fastest", "the same")) if ratio
+        ]  # fmt: skip
+        lines.append(f"| {row['mode']} | {row['micro_batches']} | {cells[0]} | {''.join(cells[1:])} |")
+    return [*lines, "", f"Medians and quartiles of {found['rounds']} alternating rounds; {found['config']}; "
+            f"{_evidence(found)}."]  # fmt: skip
 
 
 def _server_table() -> list[str]:
@@ -434,7 +440,7 @@ def _two_ranks_text(config: RunConfig, blocks: list[int], network: str) -> str:
 
 def _ratios(seconds: dict[str, list[float]], mode: str, peer: str) -> dict[str, float]:
     """Return the spread of the throughput of a mode over a peer's."""
-    return _spread([theirs / own for own, theirs in zip(seconds[mode], seconds[peer], strict=True)])
+    return spread([theirs / own for own, theirs in zip(seconds[mode], seconds[peer], strict=True)])
 
 
 def _planned(config: RunConfig, blocks: list[int], network: tuple[Link, Collectives]) -> dict[str, float]:
@@ -472,23 +478,8 @@ def _alternating_rounds(
             },
             **{peer: baseline_class(peer)(stages(), F.cross_entropy, _sgd, workers=config.workers) for peer in peers},
         }
-        seconds: dict[str, list[float]] = {name: [] for name in contenders}
-        for number in range(rounds + 1):
-            for name in list(contenders) if number % 2 == 0 else list(contenders)[::-1]:
-                seconds[name].append(_steady_step_seconds(contenders[name], batch, steps))
-        return {name: samples[1:] for name, samples in seconds.items()}
-
-
-def _steady_step_seconds(engine: Engine | Baseline, batch: tuple[torch.Tensor, torch.Tensor], steps: int) -> float:
-    """Return the mean seconds of a training step in the middle of a run: between its fill and its drain.
-
-    The last two steps are of the drain: a rank that reads old parameters updates the second to last with the last.
-    """
-    dist.barrier()
-    times = []
-    for _ in engine.run([batch] * (steps + 4)):
-        times.append(time.perf_counter())
-    return (times[-3] - times[1]) / (len(times) - 4)
+        timed = {name: partial(steady_step_seconds, each, batch, steps) for name, each in contenders.items()}
+        return alternating_rounds(timed, rounds)
 
 
 # --- links --------------------------------------------------------------------------------------------------------

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from bench_timing import spread, steady_step_seconds
 from torch import nn
 from two_hosts import Host, star
 
@@ -46,9 +44,7 @@ def servers() -> dict[str, Any]:
         priced = {number: _priced(mode, number, costs, compute) for number in SERVERS}
         for number in SERVERS[1:]:
             ratios = [each[number][mode] / each[SERVERS[0]][mode] for each in rounds]
-            low, median, high = statistics.quantiles(ratios, n=4)
-            row = {"mode": mode, "servers": number, "median": median, "quartile_low": low, "quartile_high": high,
-                   "priced": priced[number] / priced[SERVERS[0]]}  # fmt: skip
+            row = {"mode": mode, "servers": number, **spread(ratios), "priced": priced[number] / priced[SERVERS[0]]}
             print(row, flush=True)
             rows.append(row)
     return {
@@ -75,14 +71,6 @@ def _engine(mode: str, placement: str, number: int | None) -> Engine:
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
     return Engine(_stages(), F.cross_entropy, sgd, mode, placement, workers=WORKERS, servers=number)
-
-
-def _step_seconds(engine: Engine) -> float:
-    """Return the mean seconds of a training step between the fill and the drain of a run."""
-    times = []
-    for _ in engine.run([_batch(WORKERS)] * (STEPS + 4)):
-        times.append(time.perf_counter())
-    return (times[-3] - times[1]) / (len(times) - 4)
 
 
 def _measured(number: int) -> dict[str, float]:
@@ -113,8 +101,7 @@ def _rank(number: int, path: Path) -> None:
     with process_group(torch.device("cpu"), WORKERS + number, 600):
         for mode in MODES:
             engine = _engine(mode, "parameter_server", number)
-            dist.barrier()
-            seconds[mode] = _step_seconds(engine)
+            seconds[mode] = steady_step_seconds(engine, _batch(WORKERS), STEPS)
     if os.environ["RANK"] == "0":
         path.write_text(json.dumps(seconds))
 
@@ -126,7 +113,8 @@ def _costs() -> StageCosts:
 
 def _compute_seconds() -> float:
     """Return the seconds of a stage, forward and backward, on one micro-batch."""
-    return _step_seconds(_engine("dp", "single_device", None)) / (WORKERS * STAGES)
+    engine = _engine("dp", "single_device", None)
+    return steady_step_seconds(engine, _batch(WORKERS), STEPS) / (WORKERS * STAGES)
 
 
 def _priced(mode: str, number: int, costs: StageCosts, compute: float) -> float:

@@ -22,7 +22,8 @@ def script(name, *arguments):
         (
             "bench",
             ["overhed"],
-            "unknown bench 'overhed': choose overhead, programs, memory, placements, servers, links_resnet18, links_vit",
+            "unknown bench 'overhed': choose overhead, programs, memory, placements, pipelines, servers, "
+            "links_resnet18, links_vit",
         ),
         ("bench", ["overhed"], "did you mean 'overhead'?"),
         ("simulate", ["eight"], "N=eight: give whole numbers of workers, 2 or more, e.g. 8"),

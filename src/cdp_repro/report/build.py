@@ -34,6 +34,7 @@ from cdp_repro.report.delay_figures import differences, rate_caption, rate_curve
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.explorer import explorer_of_equal_layers
 from cdp_repro.report.groups import Group, grouped
+from cdp_repro.report.late_systems import LateSystem, draw_late_systems, late_systems, late_systems_table
 from cdp_repro.report.page import Finding, Picture, Section, page
 from cdp_repro.report.pipeline_curves import curves, draw_curves, gpipe_table
 from cdp_repro.report.systems_table import systems_table
@@ -129,9 +130,22 @@ class Report:
             systems_table(self.groups.get("systems", ()), STUDIES["systems"]),
             gpipe_table(),
             regret_table(measured()),
+            *self._late_tables(),
             *self._delay_tables(),
         ]
         return {table.name: table for table in found}
+
+    @cached_property
+    def _late(self) -> list[LateSystem]:
+        """The systems that read late, once one has run."""
+        study = STUDIES["cifar10-late-systems"]
+        reference = STUDIES[study.reference or ""]
+        if study.name not in self.groups:
+            return []
+        return late_systems(self.groups[study.name], study, self.groups.get(reference.name, ()), reference)
+
+    def _late_tables(self) -> list[Table]:
+        return [late_systems_table(self._late, STUDIES["cifar10-late-systems"])] if self._late else []
 
     def _delay_tables(self) -> list[Table]:
         """Return those of the studies of delay that have begun: verdicts, differences, and the choice of rates."""
@@ -217,6 +231,10 @@ class Report:
                 _as_drawn(figures.staleness(self.comparisons)), [r for e in self.comparisons for r in e.group.rows],
                 figures.staleness_caption(self.comparisons),
             ),
+            "late": (
+                _as_drawn(draw_late_systems(self._late)),
+                [r for e in self._late if e.group is not None for r in e.group.rows], _LATE,
+            ),
         }  # fmt: skip
         found |= self._delay_figures()
         shown = {
@@ -268,8 +286,8 @@ class Report:
                 "costs", "Costs", [_COSTS], tables=[tables[f"costs_N{max(EXECUTED_WORKERS)}"], tables["costs_large"]]
             ),
             Section(
-                "systems", "Systems", [_SYSTEMS], pictures=pictures("systems", "regret"),
-                tables=[tables["systems"], tables["gpipe"], tables["regret"]],
+                "systems", "Systems", [_SYSTEMS], pictures=pictures("systems", "regret", "late"),
+                tables=[tables["systems"], tables["gpipe"], tables["regret"], *self._late_tables()],
             ),
             Section("accuracy", "Accuracy", [_ACCURACY], tables=[tables["accuracy"], tables["tuning"]]),
         ]  # fmt: skip
@@ -337,6 +355,10 @@ _REGRET = (
     "Workers with speeds of their own, and jitter, that push to a server: regret on a convex problem of which all is "
     "known, and the bound of Ho et al. (2013) for the smallest and the largest s. A fast worker cannot run ahead for "
     "ever, so that every s above 0 waits alike; without a bound nobody waits, and reads are older."
+)
+_LATE = (
+    "Test top-1 at the end against how late reads are, a point a seed. All have one learning rate for each image; the "
+    "second dp updates after each micro-batch and reads fresh, which tells what small updates do from what delay does."
 )
 _ACCURACY = (
     "CIFAR-10 here is a copy from JPEG files, re-encoded, so that its numbers are not those of the original. Networks "

@@ -47,10 +47,6 @@ LATE_BOUNDS = (0, 2, 3, 5, None)
 """There: by how many pushes a worker of `ssp` may be ahead of the slowest; without a bound it is `async`."""
 WEIGHT_DECAY = 5e-4
 """The usual one of `optim=sgd`."""
-LATE_SETTINGS = (
-    "workers", "stages", "batch_size", "optim.weight_decay", "slack", "speeds", "jitter",
-)  # fmt: skip
-"""There: settings in which systems differ."""
 
 _NETWORKS = {"resnet18": 10, "resnet50": 18, "vit_b_16": 14}
 """The networks of the memory figures, with their number of blocks."""
@@ -146,7 +142,7 @@ STUDIES = {
             "CIFAR-10, resnet8: systems that update after each micro-batch, at data parallelism's rate for each image",
             _late_systems(),
             reference="cifar10",
-            varied=LATE_SETTINGS,
+            varied=("slack",),
         ),
         Study(
             "digits",

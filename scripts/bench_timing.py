@@ -1,0 +1,50 @@
+"""How contenders are timed: side by side, in alternating rounds of one process, as ratios with their spread."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from cdp_repro import Engine
+from cdp_repro.baselines.baseline import Baseline
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def alternating_rounds(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Let each contender say its seconds in every round, in turns from both ends; the first round only warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name in list(contenders) if number % 2 == 0 else list(contenders)[::-1]:
+            seconds[name].append(contenders[name]())
+    return {name: samples[1:] for name, samples in seconds.items()}
+
+
+def spread(ratios: Sequence[float]) -> dict[str, float]:
+    """Return median, quartiles and range."""
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return {"median": median, "quartile_low": low, "quartile_high": high, "min": min(ratios), "max": max(ratios)}
+
+
+def steady_step_seconds(engine: Engine | Baseline, batch: Batch, steps: int) -> float:
+    """Return the mean seconds of a training step in the middle of a run: between its fill and its drain.
+
+    The last two steps are of the drain: a rank that reads old parameters updates the second to last with the last.
+    """
+    if dist.is_initialized():
+        dist.barrier()
+    times = []
+    for _ in engine.run([batch] * (steps + 4)):
+        times.append(time.perf_counter())
+    return (times[-3] - times[1]) / (len(times) - 4)
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
