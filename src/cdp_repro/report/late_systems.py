@@ -74,8 +74,7 @@ def late_systems(groups: Sequence[Group], study: Study, others: Sequence[Group],
     found = []
     for cell in (*(cell for cell in reference.cells if cell.hash in by_cell), *study.cells):
         group = by_cell.get(cell.hash)
-        is_compared = group is not None and plain is not None and group is not plain
-        difference = compared(group, plain, _TOP1, DIFFERS) if is_compared and group and plain else None
+        difference = compared(group, plain, _TOP1, DIFFERS) if group and plain and group is not plain else None
         found.append(LateSystem(cell, group, difference, mini_batch))
     return found
 
@@ -106,8 +105,10 @@ def draw_late_systems(systems: Sequence[LateSystem]) -> Figure | None:
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axis = figure.subplots()
     for number, (each, values) in enumerate(shown):
-        look = {"color": f"C{number % 10}", "marker": "osD^vP*X"[number % 8]}
-        axis.plot([each.late] * len(values), values, linestyle="", alpha=0.7, label=each.name, **look)
+        axis.plot(
+            [each.late] * len(values), values, label=each.name, linestyle="", alpha=0.7,
+            color=f"C{number % 10}", marker="osD^vP*X"[number % 8],
+        )  # fmt: skip
     axis.set(xlabel="mean staleness of reads [mini-batches of dp]", ylabel="test top-1 [%]")
     plain_axes(axis)
     axis.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
