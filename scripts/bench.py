@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from bench_pipelines import pipelines
 from bench_servers import servers
-from bench_timing import alternating_rounds, seconds_of, spread, steady_step_seconds
+from bench_timing import alternating_rounds, ratio_spread, seconds_of, sgd, steady_step_seconds
 from matplotlib.figure import Figure
 from two_hosts import two_hosts
 
@@ -121,19 +121,13 @@ def _overhead_of(model: str, pixels: int, stages: int, threads: int) -> dict[str
     seconds = alternating_rounds({name: partial(seconds_of, run) for name, run in contenders.items()}, ROUNDS)
     print(f"{model}, {threads} threads: {ROUNDS} rounds", flush=True)
     base = seconds.pop("gradient accumulation")
-    ratios = {
-        name: spread([own / other for own, other in zip(each, base, strict=True)]) for name, each in seconds.items()
-    }
-    return {"network": f"{model}, {pixels} px, S = {stages}", "threads": threads, "ratios": ratios}
-
-
-def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)
+    over_base = {name: ratio_spread(each, base) for name, each in seconds.items()}
+    return {"network": f"{model}, {pixels} px, S = {stages}", "threads": threads, "ratios": over_base}
 
 
 def _accumulation_loop(config: RunConfig, batch: tuple[torch.Tensor, torch.Tensor]) -> Callable[[], None]:
     model = torch.nn.Sequential(*cut_model(config).stages).train()
-    optimizer = _sgd(list(model.parameters()))
+    optimizer = sgd(list(model.parameters()))
 
     def run() -> None:
         for _ in range(STEPS_PER_ROUND):
@@ -147,7 +141,7 @@ def _accumulation_loop(config: RunConfig, batch: tuple[torch.Tensor, torch.Tenso
 
 def _engine_loop(config: RunConfig, batch: tuple[torch.Tensor, torch.Tensor], traced_steps: int) -> Callable[[], None]:
     engine = Engine(
-        cut_model(config).stages, F.cross_entropy, _sgd, "cdp_v2", workers=config.workers, traced_steps=traced_steps
+        cut_model(config).stages, F.cross_entropy, sgd, "cdp_v2", workers=config.workers, traced_steps=traced_steps
     )
 
     def run() -> None:
@@ -440,7 +434,7 @@ def _two_ranks_text(config: RunConfig, blocks: list[int], network: str) -> str:
 
 def _ratios(seconds: dict[str, list[float]], mode: str, peer: str) -> dict[str, float]:
     """Return the spread of the throughput of a mode over a peer's."""
-    return spread([theirs / own for own, theirs in zip(seconds[mode], seconds[peer], strict=True)])
+    return ratio_spread(seconds[peer], seconds[mode])
 
 
 def _planned(config: RunConfig, blocks: list[int], network: tuple[Link, Collectives]) -> dict[str, float]:
@@ -473,10 +467,8 @@ def _alternating_rounds(
             return list(cut_model(config, blocks).stages)
 
         contenders: dict[str, Engine | Baseline] = {
-            **{
-                mode: Engine(stages(), F.cross_entropy, _sgd, mode, placement, workers=config.workers) for mode in modes
-            },
-            **{peer: baseline_class(peer)(stages(), F.cross_entropy, _sgd, workers=config.workers) for peer in peers},
+            **{mode: Engine(stages(), F.cross_entropy, sgd, mode, placement, workers=config.workers) for mode in modes},
+            **{peer: baseline_class(peer)(stages(), F.cross_entropy, sgd, workers=config.workers) for peer in peers},
         }
         timed = {name: partial(steady_step_seconds, each, batch, steps) for name, each in contenders.items()}
         return alternating_rounds(timed, rounds)

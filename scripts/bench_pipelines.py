@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench_timing import Batch, alternating_rounds, spread, steady_step_seconds
+from bench_timing import Batch, alternating_rounds, ratio_spread, sgd, steady_step_seconds
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -55,7 +55,6 @@ COUNTERPARTS = {
     "zero_bubble": "torch interleaved zero bubble",
 }
 """Ours that torch has, too; of zero bubble it has no plain one."""
-CONTINUOUS = "cdp_v2"
 
 Networks = Mapping[int, Sequence[nn.Module]]
 """By stages that a rank has: the network, cut so. Each contender trains a copy."""
@@ -74,11 +73,8 @@ def pipelines() -> dict[str, Any]:
         mode, _, number = name.partition(", M = ")
         same = COUNTERPARTS.get(mode)
         over = {"the fastest": fastest, **({"the same": same} if same else {})}
-        ratios = {
-            kind: spread([own / theirs for own, theirs in zip(seconds[name], seconds[other], strict=True)])
-            for kind, other in over.items()
-        }
-        return {"mode": mode, "micro_batches": int(number), "ratios": ratios}
+        spreads = {kind: ratio_spread(seconds[name], seconds[other]) for kind, other in over.items()}
+        return {"mode": mode, "micro_batches": int(number), "ratios": spreads}
 
     rows = [row(name) for name in seconds if name not in LIBRARY]
     return {
@@ -117,7 +113,7 @@ def _rank(networks: Networks) -> tuple[dict[str, int], dict[str, list[float]]]:
         best = {name: _fastest(name, networks, batch) for name in LIBRARY}
         contenders = {name: _library(name, number, networks, batch) for name, number in best.items()}
         chosen = [(mode, best[same]) for mode, same in COUNTERPARTS.items()]
-        chosen += [("chimera", best[COUNTERPARTS["one_f_one_b"]]), *((CONTINUOUS, number) for number in MICRO_BATCHES)]
+        chosen += [("chimera", best[COUNTERPARTS["one_f_one_b"]]), *(("cdp_v2", number) for number in MICRO_BATCHES)]
         contenders |= {f"{mode}, M = {number}": _own(mode, number, networks, batch) for mode, number in chosen}
         return best, alternating_rounds(contenders, ROUNDS)
 
@@ -133,7 +129,7 @@ def _fastest(name: str, networks: Networks, batch: Batch) -> int:
 def _own(mode: str, micro_batches: int, networks: Networks, batch: Batch) -> Callable[[], float]:
     """Return what runs a few training steps of a mode of ours and says the seconds of one."""
     stages, each = deepcopy([*networks[2 if mode == "interleaved" else 1]]), micro_batches // RANKS
-    engine = Engine(stages, F.cross_entropy, _sgd, mode, "pipeline", workers=RANKS, ranks=RANKS, accumulate=each)
+    engine = Engine(stages, F.cross_entropy, sgd, mode, "pipeline", workers=RANKS, ranks=RANKS, accumulate=each)
     return partial(steady_step_seconds, engine, batch, STEPS)
 
 
@@ -142,10 +138,6 @@ def _library(name: str, micro_batches: int, networks: Networks, batch: Batch) ->
     kind, a_rank = LIBRARY[name]
     pipeline = LibraryPipeline(kind, deepcopy([*networks[a_rank]]), micro_batches, batch[0])
     return partial(_library_seconds, pipeline, batch)
-
-
-def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)
 
 
 class LibraryPipeline:
@@ -164,7 +156,7 @@ class LibraryPipeline:
         ]
         is_single = len(own) == 1
         self._schedule = kind(stages[0] if is_single else stages, micro_batches, F.cross_entropy, scale_grads=True)
-        self._optimizer = _sgd([parameter for j in own for parameter in modules[j].parameters()])
+        self._optimizer = sgd([parameter for j in own for parameter in modules[j].parameters()])
 
     def step(self, batch: Batch) -> None:
         """Make a training step."""

@@ -1,4 +1,7 @@
-"""How contenders are timed: side by side, in alternating rounds of one process, as ratios with their spread."""
+"""How contenders are timed: side by side, in alternating rounds of one process, as ratios with their spread.
+
+All have one optimizer.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from cdp_repro import Engine
 from cdp_repro.baselines.baseline import Baseline
@@ -28,6 +32,16 @@ def spread(ratios: Sequence[float]) -> dict[str, float]:
     """Return median, quartiles and range."""
     low, median, high = statistics.quantiles(ratios, n=4)
     return {"median": median, "quartile_low": low, "quartile_high": high, "min": min(ratios), "max": max(ratios)}
+
+
+def ratio_spread(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Return the spread of ours over theirs, round by round."""
+    return spread([own / other for own, other in zip(ours, theirs, strict=True)])
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of all contenders."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)
 
 
 def steady_step_seconds(engine: Engine | Baseline, batch: Batch, steps: int) -> float:

@@ -53,6 +53,21 @@ def test_the_learning_rates_of_the_studies_are_those_that_the_runs_choose():
     assert chosen == used
 
 
+def test_late_systems_have_the_learning_rate_and_the_weight_decay_of_data_parallelism_for_each_image():
+    plain, *late = (STUDIES["cifar10"].cells[0], *STUDIES["cifar10-late-systems"].cells)
+    assert late and per_image(plain) == (pytest.approx(TUNED_LR / 128), pytest.approx(TUNED_LR * 5e-4 / 128))
+    for cell in late:
+        assert per_image(cell) == pytest.approx(per_image(plain)), cell.command(0)
+
+
+def per_image(cell):
+    """What a gradient of one image changes, and what weight decay does meanwhile."""
+    sizes, config = cell.config.schedule().sizes, cell.config
+    of_micro_batch, of_update = (config.batch_size / number for number in (sizes.micro_batches, sizes.updates))
+    rate = config.optim.lr
+    return rate * sizes.gradient_weight / of_micro_batch, rate * config.optim.weight_decay / of_update
+
+
 def test_the_caption_of_longer_delays_says_what_they_cost():
     names = ("cifar10", "cifar10-staleness")
     rows = {name: read_rows(ROOT / "results" / ROWS / name) for name in names}

@@ -121,8 +121,6 @@ def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int) 
     slots = program.slots(steps + updates)[: steps * schedule.slots_per_step]  # what comes next is not the drain
     trace, size = simulate_slots(schedule, costs, slots), version_bytes(schedule, costs)
     last = range((steps - updates) * schedule.slots_per_step, steps * schedule.slots_per_step)
-    rule = schedule.rule
-    delays = [delay for row in rule.matrix for delay in row]
     return System(
         schedule.mode,
         schedule.spec.placement,
@@ -137,8 +135,8 @@ def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int) 
         trace.versions_kept,
         sum(message.slot in last for message in trace.messages),
         sum(message.bytes for message in trace.messages if message.slot in last) / schedule.ranks,
-        sum(delays) / len(delays),
-        max(rule.oldest),
+        schedule.rule.mean,
+        max(schedule.rule.oldest),
         None,
         program.slots(2 * updates),
     )

@@ -138,14 +138,10 @@ class Report:
     @cached_property
     def _late(self) -> list[LateSystem]:
         """The systems that read late, once one has run."""
-        study = STUDIES["cifar10-late-systems"]
-        reference = STUDIES[study.reference or ""]
-        if study.name not in self.groups:
-            return []
-        return late_systems(self.groups[study.name], study, self.groups.get(reference.name, ()), reference)
+        return late_systems(self.groups, STUDIES[_LATE_STUDY])
 
     def _late_tables(self) -> list[Table]:
-        return [late_systems_table(self._late, STUDIES["cifar10-late-systems"])] if self._late else []
+        return [late_systems_table(self._late, STUDIES[_LATE_STUDY])] if self._late else []
 
     def _delay_tables(self) -> list[Table]:
         """Return those of the studies of delay that have begun: verdicts, differences, and the choice of rates."""
@@ -356,6 +352,7 @@ _REGRET = (
     "known, and the bound of Ho et al. (2013) for the smallest and the largest s. A fast worker cannot run ahead for "
     "ever, so that every s above 0 waits alike; without a bound nobody waits, and reads are older."
 )
+_LATE_STUDY = "cifar10-late-systems"
 _LATE = (
     "Test top-1 at the end against how late reads are, a point a seed. All have one learning rate for each image; the "
     "second dp updates after each micro-batch and reads fresh, which tells what small updates do from what delay does."

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from functools import cached_property
 
 from matplotlib.figure import Figure
 
@@ -13,6 +13,8 @@ from cdp_repro.report.charts import plain_axes
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Difference, Group, compared
 from cdp_repro.report.tables import Table
+from cdp_repro.schedule import Schedule
+from cdp_repro.studies.catalog import LATE_SAMPLES, LATE_SPEEDS, STUDIES
 from cdp_repro.studies.study import Cell, Study
 
 DIFFERS = ("workers", "stages", "batch_size", "optim.weight_decay", "slack", "speeds", "jitter")
@@ -37,38 +39,47 @@ class LateSystem:
         settings = self.cell.settings
         if settings["mode.name"] == "ssp":
             return f"ssp, s = {settings['slack']}"
-        is_alone = settings["mode.name"] == "dp" and self._images < self.mini_batch
+        is_alone = settings["mode.name"] == "dp" and self.updates_often
         return "dp, a micro-batch an update" if is_alone else str(settings["mode.name"])
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        return self.cell.config.schedule()
 
     @property
     def _images(self) -> float:
         """Images of an update."""
-        return float(self.cell.settings["batch_size"]) / self.cell.config.schedule().sizes.updates
+        return float(self.cell.settings["batch_size"]) / self._schedule.sizes.updates
 
     @property
-    def staleness(self) -> tuple[float, int]:
-        """Updates that a forward misses: the mean over micro-batches and stages, and the largest."""
-        delays = [delay for row in self.cell.config.schedule().rule.matrix for delay in row]
-        return fmean(delays), max(delays)
+    def updates_often(self) -> bool:
+        """Whether an update has fewer images than one of data parallelism."""
+        return self._images < self.mini_batch
 
     @property
     def late(self) -> float:
         """The mean staleness in mini-batches of data parallelism: systems with updates of other sizes compare."""
-        return self.staleness[0] * self._images / self.mini_batch
+        return self._schedule.rule.mean * self._images / self.mini_batch
 
     def row(self) -> list[str]:
         """Return the row of the table."""
-        mean, largest = self.staleness
-        before = [self.name, f"{self._images:g}", f"{mean:.2f}", str(largest), f"{self.late:.2f}"]
+        rule = self._schedule.rule
+        before = [self.name, f"{self._images:g}", f"{rule.mean:.2f}", str(max(rule.oldest)), f"{self.late:.2f}"]
         if self.group is None:
             return [*before, f"not run: `{self.cell.command(self.cell.seeds[0])}`", "", ""]
         return [*before, self.group.sample(_TOP1).text(), difference_text(self.difference),
                 self.group.sample("train/loss").text(4)]  # fmt: skip
 
 
-def late_systems(groups: Sequence[Group], study: Study, others: Sequence[Group], reference: Study) -> list[LateSystem]:
-    """Return the cells of the reference that have run, then those of the study; `others` are the reference's groups."""
-    by_cell = {group.rows[0].cell: group for group in (*others, *groups)}
+def late_systems(groups: Mapping[str, Sequence[Group]], study: Study) -> list[LateSystem]:
+    """Return the cells of its reference that have run, then those of the study; none if none of the study has run.
+
+    `groups` are by the names of their studies.
+    """
+    if study.name not in groups or study.reference is None:
+        return []
+    reference, others = STUDIES[study.reference], groups.get(study.reference, ())
+    by_cell = {group.rows[0].cell: group for group in (*others, *groups[study.name])}
     plain = next((group for group in others if group.mode == "dp"), None)
     mini_batch = int(reference.cells[0].settings["batch_size"])
     found = []
@@ -82,12 +93,12 @@ def late_systems(groups: Sequence[Group], study: Study, others: Sequence[Group],
 def late_systems_table(systems: Sequence[LateSystem], study: Study) -> Table:
     """Return staleness beside accuracy."""
     notes = [
-        "All read micro-batches of 32 images and have one learning rate and weight decay for each image, those of data "
-        "parallelism: nothing is tuned for a delay. The second dp makes an update of each micro-batch and reads fresh: "
-        "the others differ from it by what they read. Staleness: updates that a forward misses, over micro-batches and "
-        "stages, by the rule that every read of the runs was checked against; late: its mean in mini-batches of dp. "
-        "Workers of ssp and async have speeds of 1, 1, 1 and 2, and jitter. Mean ± standard deviation over seeds, "
-        "number of runs in brackets; differences are paired by seed.",
+        f"All read micro-batches of {LATE_SAMPLES} images and have one learning rate and weight decay for each image, "
+        "those of data parallelism: nothing is tuned for a delay. The second dp makes an update of each micro-batch "
+        "and reads fresh: the others differ from it by what they read. Staleness: updates that a forward misses, over "
+        "micro-batches and stages, by the rule that every read of the runs was checked against; late: its mean in "
+        f"mini-batches of dp. Workers of ssp and async have speeds={[*LATE_SPEEDS]} and jitter. Mean ± standard "
+        "deviation over seeds, number of runs in brackets; differences are paired by seed.",
     ]
     rows = [row for each in systems if each.group is not None for row in each.group.rows]
     columns = (
@@ -100,7 +111,7 @@ def late_systems_table(systems: Sequence[LateSystem], study: Study) -> Table:
 def draw_late_systems(systems: Sequence[LateSystem]) -> Figure | None:
     """Draw top-1 against how late reads are, a point a seed; None if no system of the study has run."""
     shown = [(each, each.group.values(_TOP1)) for each in systems if each.group is not None]
-    if not any(each.cell.settings["mode.name"] in ("pipedream", "ampnet", "ssp", "async") for each, _ in shown):
+    if not any(each.updates_often and each.late for each, _ in shown):
         return None
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axis = figure.subplots()

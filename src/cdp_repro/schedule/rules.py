@@ -50,6 +50,11 @@ class Rule(ABC):
         return tuple(map(max, zip(*self.matrix, strict=True)))
 
     @cached_property
+    def mean(self) -> float:
+        """The mean staleness over micro-batches and stages, in updates."""
+        return sum(map(sum, self.matrix)) / (self.sizes.turns * self.sizes.stages)
+
+    @cached_property
     def longest(self) -> int:
         """The largest staleness of all, in training steps: after so many, all reads are as stale as the rule says."""
         return -(-max(self.oldest) // self.sizes.updates)
