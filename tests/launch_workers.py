@@ -15,8 +15,8 @@ from pathlib import Path
 from cdp_repro.launch import LaunchError, launch
 from cdp_repro.launch.signals import StopRequest
 
-if "SLOW_IMPORT" in os.environ and "RANK" in os.environ:  # in a rank that the command below, or an agent, has started
-    Path(os.environ["SLOW_IMPORT"], f"importing-{os.environ['RANK']}").write_text(str(os.getpid()))
+if "SLOW_IMPORT" in os.environ and "WORLD_SIZE" in os.environ:  # in a rank of an agent, or in what forks ranks
+    Path(os.environ["SLOW_IMPORT"], f"importing-{os.environ.get('RANK', 'server')}").write_text(str(os.getpid()))
     time.sleep(4)  # longer than it takes to start the other one, on a machine that is busy
 
 RANDOM = random.SystemRandom()
@@ -130,6 +130,11 @@ def fail_beside_a_stopped_rank(folder):
         os.kill(os.getpid(), signal.SIGSTOP)
     wait_for_rank_0(folder)
     raise ZeroDivisionError("beside a stopped one")
+
+
+def already_imported(name):
+    """Return whether the module, and whether torch, was there when the rank began."""
+    return name in sys.modules, "torch" in sys.modules
 
 
 def threads():

@@ -53,6 +53,10 @@ def pids(folder: Path, what: str = "pid") -> list[int]:
     return [int(path.read_text()) for path in sorted(folder.glob(f"{what}-*"))]
 
 
+def parent(pid: int) -> int:
+    return int(re.search(r"^PPid:\s*(\d+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1])
+
+
 def is_running(pid: int) -> bool:
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
@@ -80,6 +84,11 @@ def test_rank_0_answers_and_ranks_share_the_cores(environment, capfd):
     environment.setenv("OMP_NUM_THREADS", "7")
     assert launch(workers.threads, [], 2) == "7"
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_ranks_need_is_imported_before_they_are_forked():
+    assert launch(workers.already_imported, ["colorsys"], 2, imports=["colorsys"]) == (True, False)
+    assert launch(workers.already_imported, ["colorsys"], 2) == (False, False)
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="asks the kernel of Linux")
@@ -185,6 +194,11 @@ def wait_for_both(folder: Path, what: str = "pid") -> None:
     wait_until(lambda: len(list(folder.glob(f"{what}-*"))) == 2)
 
 
+def wait_for_the_server(folder: Path) -> None:
+    """Wait until what forks the ranks imports what they need."""
+    wait_until(lambda: any(path.read_text() for path in folder.glob("importing-server")))
+
+
 @pytest.mark.parametrize(("number", "send"), [(signal.SIGINT, os.killpg), (signal.SIGTERM, os.kill)])
 def test_a_signal_lets_the_ranks_finish(tmp_path, command, number, send):
     process = command("finish_when_asked", "0.5")
@@ -208,7 +222,7 @@ def test_ctrl_c_after_a_signal_ends_them(tmp_path, command, first):
 def test_ranks_finish_that_get_sigterm_both_themselves_and_from_the_launching_process(tmp_path, command):
     process = command("finish_when_asked", "0.5")
     wait_for_both(tmp_path)
-    for pid in (*pids(tmp_path), process.pid):  # as SLURM does, to all processes of a job
+    for pid in (*pids(tmp_path), parent(pids(tmp_path)[0]), process.pid):  # as SLURM does, to all of a job
         os.kill(pid, signal.SIGTERM)
     wait_for_both(tmp_path, "asked")
     process.terminate()
@@ -237,7 +251,7 @@ def test_ranks_that_have_not_ended_in_the_grace_after_a_signal_are_killed_and_na
 def test_ctrl_c_during_the_start_shows_one_traceback(tmp_path, command, environment):
     environment.setenv("SLOW_IMPORT", str(tmp_path))
     process = command("wait_unprepared")
-    wait_for_both(tmp_path, "importing")
+    wait_for_the_server(tmp_path)
     os.killpg(process.pid, signal.SIGINT)
     shown = process.communicate(timeout=LONG)[1]
     assert process.returncode == -signal.SIGINT
@@ -251,13 +265,21 @@ def test_no_rank_outlives_the_launching_process(tmp_path, command):
     wait_until(lambda: not any(map(is_running, pids(tmp_path))))
 
 
-def test_a_rank_that_still_imports_does_not_outlive_it_either(tmp_path, command, environment):
+def test_what_still_imports_for_the_ranks_does_not_outlive_it_either(tmp_path, command, environment):
     environment.setenv("SLOW_IMPORT", str(tmp_path))
     process = command("wait_unprepared")
-    wait_until(lambda: len([each for each in tmp_path.glob("importing-*") if each.read_text()]) == 2)
+    wait_for_the_server(tmp_path)
     process.kill()
     wait_until(lambda: not any(map(is_running, pids(tmp_path, "importing"))))
     assert not pids(tmp_path), "none has begun"
+
+
+def test_ranks_end_with_what_has_forked_them(tmp_path, command):
+    process = command("wait_unprepared")
+    wait_for_both(tmp_path)
+    os.kill(parent(pids(tmp_path)[0]), signal.SIGKILL)
+    assert "RankFailedError: rank 0 was killed by SIGKILL" in process.communicate(timeout=LONG)[1]
+    assert not any(map(is_running, pids(tmp_path)))
 
 
 # Processes that others start
@@ -364,7 +386,7 @@ def test_a_rank_takes_the_gpu_that_srun_has_given_to_it_alone(environment, visib
 
 def test_slurm_without_several_tasks_starts_no_ranks(environment):
     under_srun(environment, NTASKS="1", PROCID="0")
-    assert launch(os.getppid, [], 2) == os.getpid()
+    assert launch(os.getpid, [], 2) != os.getpid()
     under_srun(environment)
     environment.delenv("SLURM_STEP_NODELIST")  # as in a batch script
     assert launch(own_rank, [], 1)["RANK"] is None
@@ -484,8 +506,12 @@ def test_the_kernel_breaks_a_connection_to_a_store_that_is_silent(environment):
             assert len([*Path("/proc/self/fd").iterdir()]) == opened, "nothing stays open"
 
 
-def test_threads_of_the_group_end_before_python_does(tmp_path):
-    launch(workers.keep_the_group_in_a_cycle, [tmp_path], 2)
+def test_threads_of_the_group_end_before_python_does(tmp_path, numbered):
+    """In processes that an agent has started; a forked rank ends without all that Python does at its end."""
+    numbered(0, 2, free_port())
+    start = [sys.executable, "-c", AGENT, workers.__file__, "keep_the_group_in_a_cycle", str(tmp_path)]
+    with subprocess.Popen(start, stdin=subprocess.PIPE):
+        wait_until(lambda: len([each for each in tmp_path.glob("threads-*") if each.read_text()]) == 2)
     threads = [(tmp_path / f"threads-{rank}").read_text() for rank in range(2)]
     assert all(threads) and not any("gloo" in names for names in threads)
 

@@ -82,7 +82,7 @@ def _single(overrides: Sequence[str], source: Source) -> int:
         _restarts(overrides),
     )
     try:
-        summary = launch(_train_rank, arguments, config.processes, config.grace_seconds)
+        summary = launch(_train_rank, arguments, config.processes, config.grace_seconds, ["cdp_repro.training.run"])
     except (RankFailedError, StalledError) as error:
         error.add_note(_how_to_go_on(run_dir))
         raise

@@ -1,7 +1,7 @@
 """Processes: the ranks of a run, however they were started, and the process group that joins them.
 
 `launcher` runs a function in every rank, `starters` reads what torchrun and srun say, `local_ranks` starts processes
-here, `process_group` joins them, `signals` turns SIGTERM into a request, `positions` says where each
+here, which `fork_server` forks, `process_group` joins them, `signals` turns SIGTERM into a request, `positions` says where each
 rank stands, `control_messages` is what ranks tell each other. It and `process_group` alone import torch.
 """
 

@@ -1,4 +1,4 @@
-"""The code of a process that `local_ranks` starts: calls the function and writes its outcome to a file."""
+"""The code of a rank that `local_ranks` has started: calls the function and writes its outcome to a file."""
 
 from __future__ import annotations
 
@@ -24,19 +24,27 @@ _IMPORTED = os.getpid(), os.getppid()
 def run_rank(number: int, function: Callable[..., Any], arguments: Sequence[Any], folder: Path) -> None:
     """Run the function; write its value or its failure to a file, by a rename, so that a kill leaves no half a file."""
     os.setpgid(0, 0)  # Ctrl-C reaches the launching process only, which passes it on: twice would end the rank
-    launcher = parent_process()
-    assert launcher is not None and launcher.pid is not None, "a rank is started by the launching process"
-    end_with(launcher.pid)
+    end_with_starter()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         value = function(*arguments)
-        outcome, suffix = pickle.dumps(value if number == 0 else None), "value"
+        outcome, path = pickle.dumps(value if number == 0 else None), value_path(folder, number)
     except BaseException as error:
-        outcome, suffix = pickle.dumps(failure_of(number, error, function)), "failure"
+        outcome, path = pickle.dumps(failure_of(number, error, function)), failure_path(folder, number)
     partial = folder / f"{number}.partial"
     partial.write_bytes(outcome)
-    partial.replace(folder / f"{number}.{suffix}")
-    sys.exit(suffix == "failure")
+    partial.replace(path)
+    sys.exit(path == failure_path(folder, number))
+
+
+def value_path(folder: Path, rank: int) -> Path:
+    """Return the file to which a rank writes what its function has returned, pickled."""
+    return folder / f"{rank}.value"
+
+
+def failure_path(folder: Path, rank: int) -> Path:
+    """Return the file to which a rank writes how its function has failed, pickled."""
+    return folder / f"{rank}.failure"
 
 
 def die_with_parent() -> None:
@@ -56,3 +64,10 @@ def end_with(parent: int) -> None:
     die_with_parent()
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_starter() -> None:
+    """Die with the process that has started this one through `multiprocessing`."""
+    starter = parent_process()
+    assert starter is not None and starter.pid is not None, "multiprocessing has started this process"
+    end_with(starter.pid)

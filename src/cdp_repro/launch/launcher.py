@@ -12,7 +12,13 @@ from cdp_repro.launch.local_ranks import launch_here
 from cdp_repro.launch.starters import check_world_size, variables_of_starter
 
 
-def launch(function: Callable[..., Any], arguments: Sequence[Any], processes: int, grace_seconds: float = 20.0) -> Any:
+def launch(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    processes: int,
+    grace_seconds: float = 20.0,
+    imports: Sequence[str] = (),
+) -> Any:
     """Run `function(*arguments)` in every one of `processes` ranks.
 
     Under torchrun or srun this process is one of the ranks and runs it itself, as it does if there is but one.
@@ -24,6 +30,7 @@ def launch(function: Callable[..., Any], arguments: Sequence[Any], processes: in
         arguments: What pickles.
         processes: The number of ranks.
         grace_seconds: For how long ranks may go on after a signal, or after one has failed; then they are killed.
+        imports: Modules that the ranks need: imported once where they are started here, before they are forked.
 
     Returns:
         What rank 0 returned; under torchrun or srun what this rank returned.
@@ -43,4 +50,4 @@ def launch(function: Callable[..., Any], arguments: Sequence[Any], processes: in
             return function(*arguments)
     if processes == 1:
         return function(*arguments)
-    return launch_here(function, arguments, processes, grace_seconds)
+    return launch_here(function, arguments, processes, grace_seconds, imports)

@@ -1,0 +1,152 @@
+"""Starts ranks by forking a process that has imported what all of them need.
+
+Importing torch and what comes with it takes seconds of a core: with more ranks than cores that would be most of a short
+run. So one process imports, in the environment of the ranks, and forks them; it starts no thread and computes nothing,
+and so leaves them nothing that a fork breaks. The `forkserver` of `multiprocessing` does as much, but there is one for
+all of a Python process: later ranks would inherit the environment, the standard streams and the blocked signals of the
+first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from cdp_repro.launch.environment import environment
+from cdp_repro.launch.in_rank import end_with_starter
+from cdp_repro.launch.signals import STOP_SIGNALS
+
+_KILL_SECONDS = 5.0
+"""For how long to wait for killed ranks: for ever, were a driver not to let go of one."""
+_OF_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Lets a module ask, while it is imported, whether there is a GPU: CUDA itself, once asked, works in no fork."""
+
+
+class ForkedRanks:
+    """Ranks, seen from the process that has them started.
+
+    Attributes:
+        numbers: Of all ranks.
+        exit_codes: By rank that has ended: its exit code, or -k if signal k killed it.
+
+    Args:
+        target: What each rank calls, with its number and `arguments`.
+        arguments: What pickles.
+        variables: Of the environment, for all ranks.
+        own_variables: Of the environment, by rank.
+        imports: The modules to import before the ranks are forked, beside that of `target`.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., None],
+        arguments: Sequence[Any],
+        variables: Mapping[str, str],
+        own_variables: Sequence[Mapping[str, str]],
+        imports: Sequence[str],
+    ) -> None:
+        self.exit_codes: dict[int, int] = {}
+        self.numbers = range(len(own_variables))
+        self._pids: list[int] = []
+        self._news, theirs = get_context("spawn").Pipe(duplex=False)
+        with environment({"PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}):  # of locks that killed ranks leave
+            resource_tracker.ensure_running()  # a start would do it, and unblock the signals
+        self._server: BaseProcess = get_context("spawn").Process(
+            target=_serve, args=(target, arguments, own_variables, imports, theirs)
+        )
+        with environment({**variables, **_OF_FORKS}), _blocked_signals():
+            self._server.start()
+        theirs.close()
+
+    @property
+    def running(self) -> list[int]:
+        """The numbers of the ranks that have not ended, as far as is known."""
+        return [number for number in self.numbers if number not in self.exit_codes]
+
+    def wait(self, seconds: float) -> None:
+        """Wait until ranks start or end, but no longer than so."""
+        if self.running:
+            wait([self._news], timeout=seconds)
+        while self.running and self._news.poll():
+            try:
+                self._take(self._news.recv())
+            except EOFError:  # the server has ended, and the kernel its ranks
+                self._server.join()
+                code = self._server.exitcode
+                assert code is not None
+                self._take(dict.fromkeys(self.running, code))
+
+    def _take(self, news: list[int] | dict[int, int]) -> None:
+        if isinstance(news, list):
+            self._pids = news
+        else:
+            self.exit_codes |= news
+
+    def send(self, number: int) -> bool:
+        """Send a signal to the ranks that run; return whether they have started, and so have got it."""
+        for rank in self.running if self._pids else ():
+            os.kill(self._pids[rank], number)
+        return bool(self._pids)
+
+    def end(self) -> None:
+        """Kill the ranks that still run, stopped ones as well, and the server."""
+        self.send(signal.SIGKILL)
+        deadline = time.monotonic() + _KILL_SECONDS
+        while self._pids and self.running and time.monotonic() < deadline:
+            self.wait(deadline - time.monotonic())
+        self._server.kill()
+        self._server.join()
+        self._news.close()
+
+
+def _serve(
+    target: Callable[..., None],
+    arguments: Sequence[Any],
+    own_variables: Sequence[Mapping[str, str]],
+    imports: Sequence[str],
+    news: Connection,
+) -> None:
+    """Import, fork the ranks, tell their process ids, then the exit code of each: {rank: code}.
+
+    Signals stay blocked: they are for the ranks, which unblock them when they are ready. A Ctrl-C would else show the
+    traceback of half an import.
+    """
+    end_with_starter()
+    for name in imports:
+        importlib.import_module(name)
+    # On macOS what torch links to breaks in a fork.
+    context = get_context("fork") if sys.platform == "linux" else get_context("spawn")
+    ranks: dict[int, BaseProcess] = {}
+    for number, own in enumerate(own_variables):
+        ranks[number] = context.Process(target=_be_rank, args=(target, number, arguments, own))
+        ranks[number].start()
+    news.send([rank.pid for rank in ranks.values()])
+    while ranks:
+        wait([rank.sentinel for rank in ranks.values()])
+        ended = {number: rank.exitcode for number, rank in ranks.items() if rank.exitcode is not None}
+        news.send(ended)
+        ranks = {number: rank for number, rank in ranks.items() if number not in ended}
+
+
+def _be_rank(target: Callable[..., None], number: int, arguments: Sequence[Any], own: Mapping[str, str]) -> None:
+    os.environ.update(own)
+    target(number, *arguments)
+
+
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Keep SIGINT and SIGTERM waiting in the body and, until they unblock them, in the processes that it starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
