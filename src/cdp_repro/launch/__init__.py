@@ -1,8 +1,8 @@
 """Processes: the ranks of a run, however they were started, and the process group that joins them.
 
-`launcher` runs a function in every rank, `starters` reads what torchrun and srun say, `local_ranks` starts processes
-here, which `fork_server` forks, `process_group` joins them, `signals` turns SIGTERM into a request, `positions` says where each
-rank stands, `control_messages` is what ranks tell each other. It and `process_group` alone import torch.
+`launcher` runs a function in every rank, `starters` reads what torchrun and srun say, `local_ranks` starts ranks here,
+which `fork_server` forks, `process_group` joins them, `signals` turns SIGTERM into a request, `positions` says where
+each rank stands, `control_messages` is what ranks tell each other. It and `process_group` alone import torch.
 """
 
 from cdp_repro.launch.failures import LaunchError, RankFailedError, StalledError
