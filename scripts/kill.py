@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
@@ -186,19 +187,31 @@ def _await(run: subprocess.Popen[bytes], told: Path, seconds: float) -> None:
 def rank_processes(launcher: int) -> dict[int, int]:
     """Return the process of each rank that a launching process has started."""
     found = {}
-    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+    for process in _descendants(launcher):
         try:
-            variables = b"\0" + Path(f"/proc/{child}/environ").read_bytes()
+            name = Path(f"/proc/{process}/comm").read_text()
         except OSError:  # it has ended
             continue
-        if rank := re.search(rb"\0RANK=(\d+)\0", variables):
-            found[int(rank[1])] = int(child)
+        if rank := re.fullmatch(r"cdp-rank-(\d+)\n", name):
+            found[int(rank[1])] = process
     return found
+
+
+def _descendants(process: int) -> Iterator[int]:
+    """Yield the processes that a process has started, and those that they have."""
+    try:
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:
+        return
+    for child in map(int, children):
+        yield child
+        yield from _descendants(child)
 
 
 def _kill(run: subprocess.Popen[bytes], victim: str, chance: random.Random) -> tuple[str, float]:
     """Kill the victim; return who it was, and the seconds until all processes of the run had ended."""
-    ranks = rank_processes(run.pid) if run.poll() is None else {}
+    running = run.poll() is None
+    ranks, started = (rank_processes(run.pid), [*_descendants(run.pid)]) if running else ({}, [])
     who = victim if ranks else "launcher"  # a run of one process, or one that has not started its ranks
     begin = time.monotonic()
     if who == "rank":
@@ -206,11 +219,12 @@ def _kill(run: subprocess.Popen[bytes], victim: str, chance: random.Random) -> t
     elif who == "launcher":
         run.kill()
     else:
-        tree = [run.pid, *ranks.values()]
+        tree = [run.pid, *started]
         chance.shuffle(tree)
         for process in tree:
-            os.kill(process, signal.SIGKILL)
-    while (run.poll() is None or any(map(_runs, ranks.values()))) and time.monotonic() < begin + LIMIT_SECONDS:
+            with suppress(ProcessLookupError):  # it has ended with another one
+                os.kill(process, signal.SIGKILL)
+    while (run.poll() is None or any(map(_runs, started))) and time.monotonic() < begin + LIMIT_SECONDS:
         time.sleep(0.05)
     seconds = time.monotonic() - begin
     run.kill()

@@ -13,17 +13,12 @@ from pathlib import Path
 import pytest
 from conftest import TINY
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from kill import rank_processes
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for the processes of the ranks")
 LONG = 90.0
-
-
-def rank_processes(launcher: int) -> dict[int, int]:
-    """Return the process of each rank of a launching process."""
-    found = {}
-    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        if rank := re.search(rb"\0RANK=(\d+)\0", b"\0" + Path(f"/proc/{child}/environ").read_bytes()):
-            found[int(rank[1])] = int(child)
-    return found
 
 
 def stop_a_rank(run: Path, *settings: str) -> tuple[subprocess.Popen[str], dict[int, int]]:

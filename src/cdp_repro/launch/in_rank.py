@@ -15,7 +15,7 @@ from typing import Any
 from cdp_repro.launch.failures import failure_of
 from cdp_repro.launch.signals import STOP_SIGNALS
 
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # of linux/prctl.h
 
 _IMPORTED = os.getpid(), os.getppid()
 """The process that has imported this, and its parent: by then torch is not imported, which takes seconds."""
@@ -25,6 +25,7 @@ def run_rank(number: int, function: Callable[..., Any], arguments: Sequence[Any]
     """Run the function; write its value or its failure to a file, by a rename, so that a kill leaves no half a file."""
     os.setpgid(0, 0)  # Ctrl-C reaches the launching process only, which passes it on: twice would end the rank
     end_with_starter()
+    _name(f"cdp-rank-{number}")
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         value = function(*arguments)
@@ -45,6 +46,12 @@ def value_path(folder: Path, rank: int) -> Path:
 def failure_path(folder: Path, rank: int) -> Path:
     """Return the file to which a rank writes how its function has failed, pickled."""
     return folder / f"{rank}.failure"
+
+
+def _name(text: str) -> None:
+    """Have `top`, `ps -o comm` and debuggers show this process, and threads that it starts, under a name."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, text.encode())
 
 
 def die_with_parent() -> None:
