@@ -158,8 +158,8 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (
             ["mode=cdp_v3"],
             "unknown mode 'cdp_v3': choose accumulation, ampnet, async, cdp_v1, cdp_v2, chimera, dp, gpipe, "
-            "interleaved, matrix, naive, one_f_one_b, pipedream, pipedream_2bw, ssp, zero_bubble; did you mean "
-            "'cdp_v2'?",
+            "interleaved, matrix, naive, one_f_one_b, pipedream, pipedream_2bw, ssp, terapipe, zero_bubble; did you "
+            "mean 'cdp_v2'?",
         ),
         (
             ["mode=async", "speeds=[1,1,1,2]"],
@@ -172,6 +172,15 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (["mode=ssp", "speeds=[1,1,0,2]"], "use integers from 1 whose least common multiple is at most 60"),
         (["mode=ssp", "speeds=[7,9,11,2]"], "such as speeds=[1, 1, 1, 2]"),
         (["mode=async", "slack=2"], "slack=2 is for mode=ssp; mode=async has none: leave slack out"),
+        (["mode=gpipe", "slices=2"], "slices=2 is for mode=terapipe; mode=gpipe has none: leave slices out"),
+        (
+            ["mode=terapipe"],
+            "mode=terapipe cuts sequences along their tokens, which dataset=digits has not: use dataset",
+        ),
+        (
+            ["mode=terapipe", "dataset=text", "model=gpt", "model.context=20", "slices=3"],
+            "model.context=20 is not divisible by slices=3: use slices=2",
+        ),
         (["mode=ssp", "slack=-1"], "slack=-1: must be a finite number, 0 or more"),
         (["mode=dp", "jitter=2"], "jitter=2 is for mode=ssp or async; mode=dp has none"),
         (["mode=cdp_v1", "speeds=[1,1,1,2]"], "speeds=[1, 1, 1, 2] is for mode=dp or ssp or async"),

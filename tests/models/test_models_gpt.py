@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from cdp_repro.models import ModelError, build_model, cut
+from cdp_repro.models.causal import CausalLayer
 
 SIZES = {"input_shape": (12,), "classes": 20, "width": 16, "depth": 3, "heads": 4}
 
@@ -54,6 +55,20 @@ def test_a_token_sees_only_those_before_it():
     changed[:, 7] = (changed[:, 7] + 1) % 20
     one, other = model(first), model(changed)
     assert torch.equal(one[:, :7], other[:, :7]) and not torch.equal(one[:, 7:], other[:, 7:])
+
+
+@pytest.mark.parametrize("slices", [1, 2, 3, 12])
+def test_slices_of_a_sequence_see_the_tokens_before_them(slices):
+    model = gpt()
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, CausalLayer)}
+    assert len(layers) == 4, "the embedding, which knows places, and three attentions"
+    kept, found = {}, []
+    for number, part in enumerate(tokens().chunk(slices, 1)):
+        for name, layer in layers.items():
+            layer.start, layer.keeps, layer.past = number * 12 // slices, True, kept.get(name)
+        found.append(model(part))
+        kept = {name: layer.present for name, layer in layers.items()}
+    torch.testing.assert_close(torch.cat(found, 1), gpt()(tokens()), rtol=0, atol=1e-12)
 
 
 def test_it_can_be_cut_between_any_two_blocks():

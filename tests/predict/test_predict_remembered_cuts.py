@@ -71,7 +71,11 @@ def test_other_code_and_other_libraries_measure_again(cache, measured, monkeypat
     assert len(measured) == 3
 
 
-def test_a_cut_depends_on_nothing_that_is_not_in_its_name(cache):
+SLICED = ["mode=terapipe", "dataset=text", "model=gpt", "model.width=16", "model.heads=2", "model.context=16"]
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, SLICED])
+def test_a_cut_depends_on_nothing_that_is_not_in_its_name(cache, settings):
     """What `cut_model` reads of a configuration, the hash of its file reads too."""
 
     class Watched:
@@ -82,7 +86,12 @@ def test_a_cut_depends_on_nothing_that_is_not_in_its_name(cache):
             self.read.add(name)
             return getattr(self.config, name)
 
-    config = compose_config([*SETTINGS])
+        def reading_whole(self):
+            whole = Watched(self.config.reading_whole())
+            whole.read = self.read
+            return whole
+
+    config = compose_config([*settings])
     cut, hashed = Watched(config), Watched(config)
     cut_model(cut)
     remembered_cuts._determining(hashed)

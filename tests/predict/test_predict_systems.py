@@ -22,7 +22,7 @@ def compared(*overrides):
 def test_idle_shares_staleness_and_versions_are_those_of_the_closed_forms():
     d, m = 4, 8
     _, found = compared(f"workers={d}", "accumulate=2")
-    assert [*found] == [*SYSTEMS]
+    assert [*found] == [system for system in SYSTEMS if system[0] != "terapipe"], "images have no tokens to cut along"
     expected = {
         "naive": (d - 1) / d, "gpipe": (d - 1) / (m + d - 1), "one_f_one_b": (d - 1) / (m + d - 1),
         "interleaved": (d - 1) / (2 * m + d - 1), "zero_bubble": (d - 1) / (3 * m + d - 1),
@@ -69,7 +69,7 @@ def test_a_run_is_explored_beside_all_systems_or_alone_where_they_cannot_have_it
 
     own = [("cdp_v2", "replicated"), ("dp", "replicated")]
     found = specs("workers=2", "mode=cdp_v2", "placement=replicated")
-    assert found[:2] == own and sorted(found) == sorted(SYSTEMS)
+    assert found[:2] == own and sorted(found) == sorted(system for system in SYSTEMS if system[0] != "terapipe")
     alone = specs("workers=2", "mode=cdp_v2", "placement=replicated", "replicas=2")
     assert alone == own
 
@@ -118,3 +118,37 @@ def test_workers_on_clocks_of_their_own_miss_the_pushes_of_all_others():
     config = compose_config([*SIZES, "mode=async", "speeds=[1,1]", "workers=2"], check_device=False)
     with pytest.raises(ConfigError, match="leave speeds out"):
         compare_systems(config)
+
+
+TEXT = [
+    "dataset=text",
+    "model=gpt",
+    "model.width=16",
+    "model.depth=6",
+    "model.heads=2",
+    "model.context=16",
+    "batch_size=16",
+]
+
+
+def test_a_model_of_text_is_cut_along_its_tokens_as_well():
+    d, m, slices = 4, 8, 2
+    config = compose_config([*TEXT, f"workers={d}", "accumulate=2"], check_device=False)
+    found = {each.mode: each for each in compare_systems(config) if each.placement == "pipeline"}
+    assert found["terapipe"].idle_share == pytest.approx((d - 1) / (slices * m + d - 1))
+    assert found["gpipe"].idle_share == pytest.approx((d - 1) / (m + d - 1))
+    assert found["terapipe"].messages == slices * found["gpipe"].messages
+    assert found["terapipe"].bytes_sent == found["gpipe"].bytes_sent
+    own = compose_config([*TEXT, "workers=2", "mode=terapipe", "slices=4", "placement=pipeline"], check_device=False)
+    (chosen, costs), (parallel, whole) = [*explored(own)][:2]
+    assert (chosen.micro_batches, parallel.micro_batches) == (8, 2)
+    assert 4 * sum(costs.forward_bytes) < 1.2 * sum(whole.forward_bytes), "a slice costs a share of a sequence"
+
+
+def test_a_price_is_of_slices(capsys):
+    from cdp_repro.cli import plan
+
+    priced = ["price=true", "cluster.flops_per_second=1e9", "placement=pipeline", "workers=2", "mode=terapipe"]
+    assert plan.main([*TEXT, *priced]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {(row[0], row[1]) for row in rows if row[2:3] == ["2"]} >= {("terapipe", "pipeline")}

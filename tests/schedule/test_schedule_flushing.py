@@ -9,6 +9,7 @@ import pytest
 from written import placed
 
 from cdp_repro.schedule import Op, Program, Schedule
+from cdp_repro.schedule.meaning import fault_of
 
 BOTH = ("gpipe", "one_f_one_b")
 SIZES = [
@@ -103,3 +104,57 @@ def test_three_micro_batches_on_three_ranks_are_drawn_as_documented(flush, rows)
 def test_ranks_that_do_not_share_the_stages_equally_are_refused(flush):
     with pytest.raises(ValueError, match="ranks=4 do not share stages=6 equally: use ranks=1, 2, 3, 6"):
         build(flush, 3, 6, 4)
+
+
+SLICED = [
+    (n, k, slices, s, d, r)
+    for n, k, slices, (s, d), r in itertools.product(
+        (1, 2, 3), (1, 2), (1, 2, 3, 4), ((1, 1), (2, 2), (4, 2), (3, 3), (6, 2)), (1, 2)
+    )
+]
+
+
+def test_slices_fill_a_pipeline_as_micro_batches_do():
+    for n, k, slices, s, d, r in SLICED:
+        schedule = Schedule.build("terapipe", n, s, "pipeline", ranks=d, slices=slices, accumulate=k, replicas=r)
+        m = n * k * slices
+        assert (schedule.micro_batches, schedule.ranks) == (m * r, d * r)
+        assert schedule.slots_per_step == 2 * (m + d - 1) * (s // d), "idle share (D-1)/(M+D-1)"
+        slots = Program(schedule).slots(2)
+        assert peaks(slots, d * r) == [{m}] * (d * r)
+        when = {
+            (action.op, action.stage, action.micro_batch): slot
+            for action, slot in placed(slots, Op.FORWARD, Op.BACKWARD).items()
+        }
+        for (op, stage, micro_batch), slot in when.items():
+            before = schedule.sizes.tokens_before(micro_batch)
+            if before is not None:
+                earlier = when[op, stage, before] < slot
+                assert earlier == (op is Op.FORWARD), "forwards from the first tokens on, backwards from the last"
+
+
+def test_a_slice_of_one_is_gpipe():
+    terapipe, gpipe = (
+        Schedule.build(mode, 4, 4, "pipeline", ranks=2, **more)
+        for mode, more in (("terapipe", {"slices": 1}), ("gpipe", {}))
+    )
+    assert Program(terapipe).slots(2) == Program(gpipe).slots(2)
+
+
+@pytest.mark.parametrize(
+    ("there", "without", "why"),
+    [
+        ("F0.m0@v0", "k0.m1", "it must read p0@v0, b0.w0, k0.m1, not p0@v0, b0.w0"),
+        ("B1.m1@v0", "h1.m1", "it must read s1.m1, d1.m1, p1@v0, h1.m1"),
+    ],
+)
+def test_a_slice_that_forgets_the_others_is_refused(there, without, why):
+    schedule = Schedule.build("terapipe", 1, 2, "pipeline", ranks=2, slices=2)
+    actions = {action.label: action for slot in Program(schedule).slots(1) for action in slot.actions}
+    action = actions[there]
+    less = action._replace(
+        reads=tuple(v for v in action.reads if str(v) != without),
+        frees=tuple(v for v in action.frees if str(v) != without),
+    )
+    assert fault_of(action, schedule) is None
+    assert why in fault_of(less, schedule)

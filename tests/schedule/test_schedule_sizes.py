@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cdp_repro.schedule.sizes import Sizes
 
@@ -13,11 +15,33 @@ def test_products_are_named():
     sizes.check()
 
 
+def test_slices_are_numbered_by_their_backwards():
+    sizes = Sizes(stages=2, workers=2, slices=3)
+    assert (sizes.micro_batches, sizes.sample_parts, sizes.lanes) == (6, 2, 6)
+    assert [sizes.place(m) for m in range(6)] == [(0, 2), (0, 1), (0, 0), (1, 2), (1, 1), (1, 0)]
+    assert [sizes.tokens_before(m) for m in range(6, 12)] == [7, 8, None, 10, 11, None]
+    assert [sizes.tokens_after(m) for m in range(6, 12)] == [None, 6, 7, None, 9, 10]
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 5))
+@settings(derandomize=True)
+def test_each_slice_of_each_part_of_the_samples_is_one_micro_batch(n, k, r, slices):
+    sizes = Sizes(2, n, k, r, slices=slices)
+    places = [sizes.place(m) for m in range(sizes.micro_batches)]
+    assert sorted(places) == [(part, each) for part in range(n * k * r) for each in range(slices)]
+    for m, (part, each) in enumerate(places):
+        assert sizes.place(sizes.with_samples(part))[0] == part
+        before, after = sizes.tokens_before(m), sizes.tokens_after(m)
+        assert (before is None) == (each == 0) and (before is None or sizes.place(before) == (part, each - 1))
+        assert (after is None) == (each == slices - 1) and (after is None or sizes.tokens_before(after) == m)
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ((0, 1), "stages=0: at least 1"), ((1, 0), "workers=0: at least 1"), ((1, 1, 0), "accumulate=0: at least 1"),
         ((1, 1, 1, 0), "replicas=0: at least 1"),
+        ((1, 1, 1, 1, 1, 1, False, False, (), None, None, 0), "slices=0: at least 1"),
         ((6, 2, 1, 1, 4), "ranks=4 do not share stages=6 equally: use ranks=1, 2, 3, 6"),
         ((6, 2, 1, 1, 0), "use ranks=1, 2, 3, 6"),
     ],

@@ -11,7 +11,7 @@ from cdp_repro.schedule.values import buffers, gradient_sum, micro_batch_value, 
 
 small = st.integers(0, 10**6)
 names = st.one_of(
-    st.builds(micro_batch_value, st.sampled_from("xsd"), small, small),
+    st.builds(micro_batch_value, st.sampled_from("xsdkh"), small, small),
     st.builds(parameters, small, small),
     st.builds(buffers, small, small),
     st.builds(lambda kind, j, m, v: Value(kind, j, m, v), st.sampled_from(["pf", "pb"]), small, small, small),
@@ -35,6 +35,8 @@ def test_text_form_round_trips(value):
         ("x2.m5", Value("x", 2, 5)),
         ("s2.m5", Value("s", 2, 5)),
         ("d2.m5", Value("d", 2, 5)),
+        ("k2.m5", Value("k", 2, 5)),
+        ("h2.m5", Value("h", 2, 5)),
         ("g2[4:6]", Value("g", 2, 4, stop=6)),
         ("g2[1:6:4]", Value("g", 2, 1, stop=6, stride=4)),
         ("p2@v3", Value("p", 2, 3)),

@@ -51,8 +51,35 @@ def test_the_plan_speaks_of_tokens(capsys):
     assert "tokens/s" in capsys.readouterr().out
 
 
+def test_replicas_of_sliced_sequences_read_their_own_samples(text):
+    choices = ["mode=terapipe", "placement=pipeline", "stages=2", "workers=1", "ranks=2", "replicas=2"]
+    config = compose_config([*GPT, *choices, f"dataset.root={text}", "precision=fp64", "batch_size=8", "device=cpu"])
+    found = verify(config, steps=2)
+    assert found.agrees and found.tolerance == 0.0 and found.ranks == 4
+
+
+def test_a_run_on_slices_says_what_whole_sequences_say(tmp_path, text):
+    """One epoch in float64 from the same weights: validation loss, tokens, and the simulated peak."""
+    summaries = {}
+    for mode in ("gpipe", "terapipe"):
+        run_dir = tmp_path / mode
+        overrides = [*GPT, f"dataset.root={text}", f"mode={mode}", "precision=fp64", "batch_size=8", "epochs=1",
+                     "wandb=disabled", f"run_dir={run_dir}"]  # fmt: skip
+        assert train.main(overrides) == 0
+        summaries[mode] = json.loads((run_dir / "summary.json").read_text())
+    whole, sliced = summaries["gpipe"], summaries["terapipe"]
+    assert sliced["eval/nats_per_token"] == pytest.approx(whole["eval/nats_per_token"], abs=1e-9)
+    assert sliced["memory/activation_peak_bytes_total"] == sliced["memory/activation_peak_bytes_simulated"]
+    assert sliced["memory/activation_peak_bytes_total"] != whole["memory/activation_peak_bytes_total"]
+
+
 @pytest.mark.parametrize(
-    "choices", [("placement=pipeline", "delay=prediction"), ("placement=zero", "delay=error_feedback", "optim=muon")]
+    "choices",
+    [
+        ("placement=pipeline", "delay=prediction"),
+        ("placement=zero", "delay=error_feedback", "optim=muon"),
+        ("mode=terapipe", "placement=pipeline", "slices=4"),
+    ],
 )
 def test_ranks_compute_what_one_device_computes(text, choices):
     config = compose_config([*GPT, *choices, f"dataset.root={text}", "precision=fp64", "batch_size=8", "device=cpu"])

@@ -16,7 +16,8 @@ from cdp_repro.config.schema import ClusterConfig, RunConfig
 
 SCHEDULE_KEYS = frozenset({
     "workers", "stages", "accumulate", "replicas", "ranks", "servers", "batch_size", "slot_order",
-    "speeds", "jitter", "slack", "mode.name", "mode.staleness", "placement.name", "pipeline_schedule", "collectives",
+    "speeds", "jitter", "slack", "slices", "mode.name", "mode.staleness", "placement.name", "pipeline_schedule",
+    "collectives",
 })  # fmt: skip
 """Settings that the schedule is built from: it can be checked only if each of them is in range."""
 
@@ -57,6 +58,7 @@ EXAMPLES = {
     "speeds": "speeds=[1,1,1,2]",
     "jitter": "jitter=0",
     "slack": "slack=3",
+    "slices": "slices=2",
     "cluster.between_hosts_latency_seconds": "cluster.between_hosts_latency_seconds=1e-5",
     "cluster.between_hosts_bandwidth_bytes_per_second": "cluster.between_hosts_bandwidth_bytes_per_second=1e9",
     "cluster.flops_per_second": "cluster.flops_per_second=1e13",

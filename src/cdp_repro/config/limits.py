@@ -63,7 +63,7 @@ _LARGEST_INPUT = 2**31
 """Values of a mini-batch: 8 GiB in fp32."""
 
 _OPTIONAL_MINIMA = {
-    "stages": 1, "ranks": 1, "servers": 1, "jitter": 0, "slack": 0, "delay.strength": 0,
+    "stages": 1, "ranks": 1, "servers": 1, "jitter": 0, "slack": 0, "slices": 1, "delay.strength": 0,
     "cluster.between_hosts_latency_seconds": 0, "cluster.between_hosts_bandwidth_bytes_per_second": 1,
     "cluster.flops_per_second": 1,
 }  # fmt: skip
@@ -261,10 +261,24 @@ def _wrong_with_text(config: RunConfig) -> Iterable[str]:
         yield f"dataset=text has tokens, which model={config.model.name} cannot read: use model=gpt"
     if config.model.name == "gpt" and not config.task.is_text:
         yield f"model=gpt reads tokens, not the images of dataset={config.dataset.name}: use dataset=text"
-    model = config.model
+    model, slices = config.model, config.slices_of_a_sequence
+    if slices > 1 and not config.task.is_text:
+        yield (
+            f"mode={config.mode.name} cuts sequences along their tokens, which dataset={config.dataset.name} has not: "
+            "use dataset=text model=gpt"
+        )
+    elif slices > 1 and model.context % slices:
+        works = _divisor(model.context, slices)
+        yield f"model.context={model.context} is not divisible by slices={slices}: use slices={works}"
     if model.name == "gpt" and model.heads > 0 and model.width % model.heads:
         works = max(1, round(model.width / model.heads)) * model.heads
         yield f"model.width={model.width} is not divisible by model.heads={model.heads}: use model.width={works}"
+
+
+def _divisor(number: int, wanted: int) -> int:
+    """Return the divisor of a number that is nearest to what was wanted, from 2 on if there is one."""
+    divisors = [each for each in range(2, number + 1) if number % each == 0] or [1]
+    return min(divisors, key=lambda each: abs(each - wanted))
 
 
 def _wrong_with_baseline(config: RunConfig) -> Iterable[str]:

@@ -6,7 +6,7 @@ Hydra composes it (`compose`), `loading` checks it; past the entry point nobody 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cdp_repro.config.task import Task, task_of
@@ -186,6 +186,9 @@ class RunConfig:
     unless set: all of a worker take the same."""
     slack: int | None = None
     """s, of mode=ssp: pushes by which a worker may be ahead of the slowest one when it starts; unless set: 3."""
+    slices: int | None = None
+    """L, of mode=terapipe: micro-batches that a sequence is cut into along its tokens, a divisor of `model.context`;
+    unless set: 2."""
     replicas: int = 1
     """R: ranks that share each worker's micro-batch; on `single_device` one device computes all of them."""
     baseline: str | None = None
@@ -250,15 +253,41 @@ class RunConfig:
     def micro_batches(self) -> int:
         """M: micro-batches that a mini-batch is cut into.
 
-        That is k N R; R where each micro-batch is a training step; where workers run on clocks of their own, the pushes
-        of a round.
+        That is k N R L; R where each micro-batch is a training step; where workers run on clocks of their own, the
+        pushes of a round.
 
         Raises:
             ValueError: speeds of which there is no such round.
         """
         if self.pushes:
             return self.schedule().micro_batches
-        return self.replicas if self.updates_each else self.workers * self.accumulate * self.replicas
+        if self.updates_each:
+            return self.replicas
+        return self.workers * self.accumulate * self.replicas * self.slices_of_a_sequence
+
+    @property
+    def slices_of_a_sequence(self) -> int:
+        """L: micro-batches that sequences are cut into along their tokens; 1 but in a mode that does so."""
+        return MODES[self.mode.name].slices(self.slices) if self.mode.name in MODES else 1
+
+    def reading_whole(self) -> RunConfig:
+        """Return the same, but where sequences are cut along their tokens data parallelism on whole ones."""
+        if self.slices_of_a_sequence == 1:
+            return self
+        return replace(self, mode=ModeConfig("dp"), slices=None)
+
+    @property
+    def sample_parts(self) -> int:
+        """M / L: parts that a mini-batch is cut into along its samples."""
+        return self.micro_batches // self.slices_of_a_sequence
+
+    @property
+    def micro_batch_shape(self) -> tuple[int, ...]:
+        """Shape of the inputs of a micro-batch: its samples, then the shape of an image, or the tokens of a slice."""
+        samples = self.batch_size // self.sample_parts
+        if self.task.is_text:
+            return samples, self.model.context // self.slices_of_a_sequence
+        return samples, *self.input_shape
 
     @property
     def pushes(self) -> bool:
@@ -315,6 +344,7 @@ class RunConfig:
             speeds=None if self.speeds is None else tuple(self.speeds),
             jitter=self.jitter,
             slack=self.slack,
+            slices=self.slices,
             pipeline_schedule=self.pipeline_schedule,
             collectives=self.collectives and self.baseline is None,
         )

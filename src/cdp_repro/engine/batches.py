@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cdp_repro.engine.ending import Ending
+from cdp_repro.schedule.sizes import Sizes
 
 
 @runtime_checkable
@@ -57,6 +58,33 @@ class TensorMiniBatch:
     def _slice(self, tensor: Tensor, micro_batch: int) -> Tensor:
         size = len(tensor) // self._micro_batches
         return tensor[micro_batch * size : (micro_batch + 1) * size].to(self._device, copy=True)
+
+
+class SlicedMiniBatch:
+    """A mini-batch of sequences whose micro-batches are slices of them, in the order of `Sizes.place`."""
+
+    def __init__(self, whole: MiniBatch, sizes: Sizes) -> None:
+        """`whole` is cut along its samples only."""
+        self._whole, self._sizes = whole, sizes
+
+    def inputs(self, micro_batch: int) -> Tensor:
+        """Return the slice of the inputs, [B L / M, T / L, ...]."""
+        return self._slice(self._whole.inputs, micro_batch)
+
+    def targets(self, micro_batch: int) -> Tensor:
+        """Return the slice of the targets, [B L / M, T / L, ...]."""
+        return self._slice(self._whole.targets, micro_batch)
+
+    def _slice(self, read: Callable[[int], Tensor], micro_batch: int) -> Tensor:
+        part, place = self._sizes.place(micro_batch)
+        whole, slices = read(part), self._sizes.slices
+        tokens = whole.shape[1] if whole.ndim > 1 else 0
+        if not tokens or tokens % slices:
+            raise ValueError(
+                f"slices={slices} cut sequences, [samples, tokens, ...], along tokens that they divide, not a tensor "
+                f"{[*whole.shape]}: give {max(1, tokens // slices) * slices} tokens, and a target for each"
+            )
+        return whole.narrow(1, place * tokens // slices, tokens // slices).clone()
 
 
 def tensors_of(batch: Any) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ lives exactly as long as somebody needs its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,6 +20,7 @@ from cdp_repro.engine.binding import Binding
 from cdp_repro.engine.checkpointing import RefusingReentrant, all_reached
 from cdp_repro.engine.loan import Loan
 from cdp_repro.engine.memory import ActivationMeter
+from cdp_repro.engine.prefix import Prefix, causal_layers
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 Gradients = dict[str, Tensor]
@@ -97,6 +98,8 @@ class SavedForward:
     """The buffers that it has read."""
     loan: Loan | None = None
     """Where the parameters are, if the backward brings them."""
+    prefix: Prefix | None = None
+    """The tokens before, if sequences are cut."""
 
 
 class StageCompute:
@@ -117,6 +120,7 @@ class StageCompute:
         """Name of each parameter, and whether it takes a gradient."""
         self._module = module
         self._binding = Binding(module)
+        self._causal = causal_layers(module)
         self._loss_fn = loss_fn
         self._autocast = autocast
         self._stashes = stashes
@@ -130,12 +134,14 @@ class StageCompute:
         targets: Tensor | None,
         meter: ActivationMeter | None,
         loan: Loan | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, SavedForward]:
         """Return the output of the stage (of the last stage: the loss, a scalar) and what the backward needs.
 
         `inputs` is [micro-batch, ...]; `buffers` are updated (BatchNorm's running statistics). With a
         meter, saved tensors, the input and the output are counted. With a `loan`, which holds the tensors of
-        `version`, none of them is kept alive by what is saved.
+        `version`, none of them is kept alive by what is saved. With a `prefix` the inputs, [micro-batch, tokens, ...],
+        go on where it ends.
         """
         if loan is None and not self._stashes:
             loan = Loan(version.tensors, is_copy=False)
@@ -149,7 +155,11 @@ class StageCompute:
             if meter is not None or loan is not None:
                 stack.enter_context(_saving(meter, loan))
             stack.enter_context(self._binding.bound(version.tensors, buffers))
+            if prefix is not None:
+                stack.enter_context(prefix.known_to(self._causal))
             output = self._module(inputs)
+            if prefix is not None:
+                prefix.advance(self._causal, inputs.shape[1])
             if not isinstance(output, Tensor):
                 raise TypeError(f"a stage must return one tensor, the next stage's input; got {type(output).__name__}")
             if self._loss_fn is not None:
@@ -163,7 +173,7 @@ class StageCompute:
         edge = get_gradient_edge(output) if output.requires_grad else None
         if meter is not None and self._loss_fn is None:
             meter.hold(output)
-        return output.detach(), SavedForward(version, leaf, edge, buffers_before, loan)
+        return output.detach(), SavedForward(version, leaf, edge, buffers_before, loan, prefix)
 
     def _refuse_reentrant_checkpointing(
         self, version: Version, buffers: Mapping[str, Tensor], inputs: Tensor, output: Tensor
@@ -178,18 +188,28 @@ class StageCompute:
         with self._autocast(), self._binding.bound_again(version.tensors, buffers), RefusingReentrant():
             self._module(inputs)
 
-    def restored(self, saved: SavedForward, lent: Version | None) -> AbstractContextManager[None]:
-        """Return a context with the parameters and buffers of a forward in place, for what its backward recomputes."""
-        return self._binding.bound_again((lent or saved.version).tensors, saved.buffers)
+    @contextmanager
+    def restored(self, saved: SavedForward, lent: Version | None) -> Iterator[None]:
+        """Put the parameters, buffers and prefix of a forward in place, for what its backward recomputes."""
+        known = nullcontext() if saved.prefix is None else saved.prefix.known_to(self._causal)
+        with self._binding.bound_again((lent or saved.version).tensors, saved.buffers), known:
+            yield
 
     def backward(
-        self, saved: SavedForward, grad_output: Tensor | None, sums: Gradients, lent: Version | None = None
+        self,
+        saved: SavedForward,
+        grad_output: Tensor | None,
+        sums: Gradients,
+        lent: Version | None = None,
+        later: Mapping[str, Tensor] | None = None,
     ) -> Tensor | None:
         """Return the gradient of the stage's input, None if there is none; add those of its parameters to `sums`.
 
         `grad_output` is the gradient of the stage's output; None if the loss does not depend on it. `sums` are by name;
         parameters that the loss does not depend on are left out, as torch leaves their `.grad` at None. Autograd
         accumulates: it adds in place, and takes a first gradient over as it is where nobody else holds it.
+
+        `later` are the gradients of what the layers have kept for the slices after this one, by layer.
 
         The parameters of the forward, which `lent` holds where they have been given back since, are in place: what
         activation checkpointing recomputes reads them, and copies of the buffers, which it must not update twice.
@@ -198,10 +218,15 @@ class StageCompute:
         inputs = [*parameters.values()] if saved.input is None else [saved.input, *parameters.values()]
         if saved.edge is None or grad_output is None or not inputs:
             return None
+        edges, gradients = [saved.edge], [grad_output]
+        if saved.prefix is not None:
+            inputs += saved.prefix.leaves
+            edges += saved.prefix.edges_of(later or {})
+            gradients += (later or {}).values()
         for name, parameter in parameters.items():
             parameter.grad = sums.get(name)
         with self.restored(saved, lent):
-            torch.autograd.backward((saved.edge,), (grad_output,), inputs=inputs)
+            torch.autograd.backward(edges, gradients, inputs=inputs)
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 sums[name], parameter.grad = parameter.grad, None

@@ -11,7 +11,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from cdp_repro.engine.batches import Feed, MiniBatch, TensorMiniBatch, tensors_of
+from cdp_repro.engine.batches import Feed, MiniBatch, SlicedMiniBatch, TensorMiniBatch, tensors_of
 from cdp_repro.engine.clipping import clipping
 from cdp_repro.engine.compute import LossFn, StageCompute, Version
 from cdp_repro.engine.delay import DelayFactory, Uncorrected
@@ -22,6 +22,7 @@ from cdp_repro.engine.mailbox import Mailbox, connect
 from cdp_repro.engine.messages import Layout, layouts_of
 from cdp_repro.engine.outputs import PipelinedOutputs, TestBatches, outputs_of
 from cdp_repro.engine.parameters import Buffers, OptimizerFactory, StageState, average, check_buffers
+from cdp_repro.engine.prefix import check_causal
 from cdp_repro.engine.seal import Seal
 from cdp_repro.engine.shards import Shards
 from cdp_repro.engine.team import Team
@@ -44,6 +45,7 @@ class Choices(TypedDict, total=False):
     speeds: Sequence[int] | None
     jitter: int | None
     slack: int | None
+    slices: int | None
     pipeline_schedule: str
     collectives: bool
 
@@ -119,6 +121,7 @@ class Engine:
         self.schedule = program.schedule
         if self.schedule.stages != count:
             raise ValueError(f"the program is for {self.schedule.stages} stages, not for {count}: give as many")
+        check_causal(stages, self.schedule.sizes.slices)
         self._device = torch.device(device)
         self.team = Team(self.schedule.ranks, self._device, str(self.schedule))
         self.learning_rate_factor = learning_rate_factor
@@ -305,9 +308,13 @@ class Engine:
         self._next_slot += program.length(first_step, feed.begun)
 
     def _as_mini_batch(self, batch: tuple[Tensor, Tensor] | MiniBatch) -> MiniBatch:
-        if isinstance(batch, MiniBatch):
-            return batch
-        return TensorMiniBatch(*tensors_of(batch), self.schedule.micro_batches, self._device)
+        sizes = self.schedule.sizes
+        whole = (
+            batch
+            if isinstance(batch, MiniBatch)
+            else TensorMiniBatch(*tensors_of(batch), sizes.sample_parts, self._device)
+        )
+        return whole if sizes.slices == 1 else SlicedMiniBatch(whole, sizes)
 
     def model(self) -> nn.Sequential:
         """Return the model with theta[step] and buffers averaged over workers; all ranks must ask for it together.

@@ -25,6 +25,7 @@ from cdp_repro.engine.losses import Losses
 from cdp_repro.engine.mailbox import Arrival, Mailbox
 from cdp_repro.engine.messages import VALUE
 from cdp_repro.engine.parameters import StageState
+from cdp_repro.engine.prefix import Prefix
 from cdp_repro.engine.randomness import seeded
 from cdp_repro.engine.split_backward import WeightWork, backward_input
 from cdp_repro.engine.tracing import Tracer
@@ -39,6 +40,8 @@ from cdp_repro.schedule.values import (
     LENT_FORWARD,
     OUTPUT_GRADIENT,
     PARAMETERS,
+    PREFIX,
+    PREFIX_GRADIENT,
     SAVED,
     WEIGHT_WORK,
 )
@@ -210,10 +213,10 @@ class Executor:
         is_last = stage == self._last_stage
         inputs = batch.inputs(i) if stage == 0 else self._input(read[INPUT])
         version, loan = self._parameters(action, read, LENT_FORWARD)
-        buffers = self._take(read[BUFFERS])
+        buffers, prefix = self._take(read[BUFFERS]), self._prefix(action, read)
         with seeded(self._settings.device, self._settings.seed, step, i, stage):
             output, saved = self._compute[stage].forward(
-                version, buffers, inputs, batch.targets(i) if is_last else None, self._tracer.meter, loan
+                version, buffers, inputs, batch.targets(i) if is_last else None, self._tracer.meter, loan, prefix
             )
         if loan is not None:
             loan.give_back()
@@ -222,6 +225,9 @@ class Executor:
                 self.values[value] = saved
             elif value.kind == BUFFERS:
                 self.values[value] = buffers
+            elif value.kind == PREFIX:
+                assert prefix is not None
+                self.values[value] = prefix.take_after()
             elif is_last:
                 self._losses.enter(step, i, output)
                 # each micro-batch contributes with its weight, so that gradients only need to be added
@@ -229,6 +235,13 @@ class Executor:
             else:
                 self.values[value] = output.requires_grad_(saved.edge is not None)
         return self._in_ledger(action, version)
+
+    def _prefix(self, action: Action, read: Mapping[str, Value]) -> Prefix | None:
+        """Return what is known of the tokens before; None where the action neither reads nor keeps any."""
+        if PREFIX in read:
+            prefix: Prefix = self._take(read[PREFIX])
+            return prefix
+        return Prefix() if any(value.kind == PREFIX for value in action.writes) else None
 
     def _saved(self, action: Action, read: Mapping[str, Value]) -> tuple[SavedForward, Version]:
         """Return what a forward has saved, with the parameters that its backward reads."""
@@ -244,11 +257,16 @@ class Executor:
         saved, version = self._saved(action, read)
         sums: Gradients = self._take(read[GRADIENTS]) if GRADIENTS in read else {}
         grad_output = self._take(read[OUTPUT_GRADIENT])
-        grad_input = self._compute[action.stage].backward(saved, grad_output, sums, version)
+        later = self._take(read[PREFIX_GRADIENT]) if PREFIX_GRADIENT in read else None
+        grad_input = self._compute[action.stage].backward(saved, grad_output, sums, version, later)
         if saved.loan is not None:
             saved.loan.give_back()
         for value in action.writes:
-            self.values[value] = sums if value.kind == GRADIENTS else grad_input
+            if value.kind == PREFIX_GRADIENT:
+                assert saved.prefix is not None
+                self.values[value] = saved.prefix.take_gradients()
+            else:
+                self.values[value] = sums if value.kind == GRADIENTS else grad_input
         self._count(Op.BACKWARD, action.micro_batch // self._micro_batches)
         return self._in_ledger(action, version)
 

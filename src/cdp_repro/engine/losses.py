@@ -54,11 +54,14 @@ class Losses:
         return losses.view(-1, self._schedule.sizes.replicas).mean(1)
 
     def _elsewhere(self, step: int) -> list[tuple[int, int]]:
-        """Return (worker, rank) of each loss of a step that another rank computes, in the order they are sent."""
-        first = step * self._schedule.micro_batches
-        last_stage = self._schedule.stages - 1
-        ranks = [self._schedule.placement.rank_of(first + w, last_stage) for w in range(self._schedule.micro_batches)]
-        return [(worker, rank) for worker, rank in enumerate(ranks) if rank]
+        """Return (micro-batch, rank) of each loss of a step that another rank computes, in the order they are sent."""
+        schedule, last_stage = self._schedule, self._schedule.stages - 1
+        first, replicas = step * schedule.micro_batches, schedule.sizes.replicas
+        computed = sorted(  # forwards may run in another order than micro-batches are numbered
+            range(schedule.micro_batches), key=lambda i: (schedule.timeline.forward(i // replicas, last_stage), i)
+        )
+        ranks = {i: schedule.placement.rank_of(first + i, last_stage) for i in computed}
+        return [(i, rank) for i, rank in ranks.items() if rank]
 
     def _received(self, source: int) -> Tensor:
         value = torch.empty(1, dtype=torch.float64)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cdp_repro.engine.compute import Gradients, LossFn, SavedForward, StageCompute, Version
 from cdp_repro.engine.memory import ActivationMeter
+from cdp_repro.engine.prefix import Prefix
 
 Autocast = Callable[[], AbstractContextManager[object]]
 Convert = Callable[[Tensor], Tensor]
@@ -40,6 +41,7 @@ class Rehearsal:
         ]
         self._versions = [Version(0, _converted(dict(stage.named_parameters()), convert)) for stage in stages]
         self._buffers = [_converted(dict(stage.named_buffers()), convert) for stage in stages]
+        self.stages = len(stages)
         self._saved: list[SavedForward] = []
         self._gradient: Tensor | None = None
 
@@ -47,11 +49,11 @@ class Rehearsal:
         """Start a micro-batch, [B/N, ...] each."""
         self.output, self._targets = inputs, targets
 
-    def forward(self, stage: int, meter: ActivationMeter | None = None) -> None:
-        """Run the next stage forward."""
+    def forward(self, stage: int, meter: ActivationMeter | None = None, prefix: Prefix | None = None) -> None:
+        """Run the next stage forward; where sequences are cut, on the slice behind `prefix`."""
         self._input_storage = weakref.ref(self.output.untyped_storage())
         output, saved = self._compute[stage].forward(
-            self._versions[stage], self._buffers[stage], self.output, self._targets, meter
+            self._versions[stage], self._buffers[stage], self.output, self._targets, meter, prefix=prefix
         )
         self._saved.append(saved)
         if stage == len(self._compute) - 1:
@@ -64,11 +66,14 @@ class Rehearsal:
         """Whether the input of the stage that ran last is still alive, for its backward."""
         return self._input_storage() is not None
 
-    def backward(self) -> tuple[Tensor | None, Gradients]:
-        """Run the latest stage backward; return the gradients of its input and of its parameters."""
+    def backward(self, later: Mapping[str, Tensor] | None = None) -> tuple[Tensor | None, Gradients]:
+        """Run the latest stage backward; return the gradients of its input and of its parameters.
+
+        `later` are the gradients of what its layers have kept for the slice after this one.
+        """
         gradients: Gradients = {}
         compute = self._compute[len(self._saved) - 1]
-        self._gradient = compute.backward(self._saved.pop(), self._gradient, gradients)
+        self._gradient = compute.backward(self._saved.pop(), self._gradient, gradients, later=later)
         return self._gradient, gradients
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cdp_repro.models.causal import CausalLayer
 from cdp_repro.models.spec import ModelError, ModelSpec
 
 _DEVIATION = 0.02
@@ -47,7 +48,7 @@ def build_gpt(spec: ModelSpec) -> nn.Sequential:
     return model
 
 
-class Embedding(nn.Module):
+class Embedding(CausalLayer):
     """Tokens [B, T] -> their vectors plus those of their positions, [B, T, width]."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -58,7 +59,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the vectors."""
-        embedded: Tensor = self.drop(self.token(tokens) + self.position.weight[: tokens.shape[1]])
+        positions = self.position.weight[self.start : self.start + tokens.shape[1]]
+        embedded: Tensor = self.drop(self.token(tokens) + positions)
         return embedded
 
 
@@ -84,8 +86,8 @@ class Block(nn.Module):
         return output
 
 
-class Attention(nn.Module):
-    """Causal attention in several heads; [B, T, width] -> the same."""
+class Attention(CausalLayer):
+    """Causal attention in several heads; [B, T, width] -> the same. Keeps keys and values, [2, B, heads, tokens, d]."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -98,6 +100,13 @@ class Attention(nn.Module):
         batch, length, width = inputs.shape
         heads = self.query_key_value(inputs).view(batch, length, 3, self._heads, -1)
         query, key, value = torch.unbind(heads.transpose(1, 3), dim=2)  # each [B, heads, T, width / heads]
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mask = None
+        if self.keeps:
+            kept = torch.stack((key, value))
+            self.present = kept if self.past is None else torch.cat((self.past, kept), dim=3)
+            key, value = self.present
+            # a token sees itself and all before: row t of the slice has the place `start` + t
+            mask = torch.ones(length, self.start + length, dtype=torch.bool, device=inputs.device).tril(self.start)
+        attended = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
         mixed: Tensor = self.out(attended.transpose(1, 2).reshape(batch, length, width))
         return mixed

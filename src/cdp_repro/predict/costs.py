@@ -38,6 +38,9 @@ class StageCosts:
     """Bytes of the gradient of the stage's input; 0 if the loss does not depend on parameters before it."""
     buffer_bytes: tuple[int, ...] = ()
     """Bytes of one worker's buffers of the stage (BatchNorm's running statistics)."""
+    prefix_bytes: tuple[int, ...] = ()
+    """Where sequences are cut: activation bytes that the forward leaves alive, and the backward releases, beyond those
+    of the first slice for each slice before. Layers that look back keep all tokens so far. FLOPs are means there."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -37,7 +37,7 @@ def cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None = None) 
     except ValueError as error:
         if isinstance(error, (ConfigError, ModelError)):
             raise
-        size = config.batch_size // config.micro_batches
+        size = config.micro_batch_shape[0]
         raise ConfigError(
             [
                 f"model={config.model.name} cannot be cut into {config.stage_count} stages, or not train on a "
@@ -63,7 +63,9 @@ def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None) -> Cut
     return CutModel(
         stages=stages,
         block_names=tuple(tuple(name for name, _ in stage.named_children()) for stage in stages),
-        costs=profile_stages(stages, loss_fn, *sample(config, "cpu"), autocast=autocast(config, "cpu")),
+        costs=profile_stages(
+            stages, loss_fn, *sample(config, "cpu"), autocast(config, "cpu"), slices=config.slices_of_a_sequence
+        ),
         balanced=tuple(sum(costs[index] for index in run) for run in ranges),
         trained_bytes=tuple(sum(each.nbytes for each in stage) for stage in trained),
         hidden_bytes=tuple(sum(each.nbytes for each in stage if each in hidden) for stage in trained),
@@ -90,10 +92,12 @@ def _block_costs(config: RunConfig, model: nn.Sequential) -> Sequence[float]:
     if config.partition == "time":
         device = config.torch_device
         model.to(device)
-        seconds = time_stages(blocks, loss_fn, *sample(config, device), autocast=autocast(config, device.type))
+        inputs = sample(config.reading_whole(), device)
+        seconds = time_stages(blocks, loss_fn, *inputs, autocast=autocast(config, device.type))
         model.to("cpu")
         return seconds
-    costs = profile_stages(blocks, loss_fn, *sample(config, "cpu"), autocast=autocast(config, "cpu"))
+    inputs = sample(config.reading_whole(), "cpu")  # cut alike, whether or not sequences are cut
+    costs = profile_stages(blocks, loss_fn, *inputs, autocast=autocast(config, "cpu"))
     return {
         "flops": [sum(both) for both in zip(costs.forward_flops, costs.backward_flops, strict=True)],
         "parameters": costs.parameter_bytes,
@@ -102,9 +106,9 @@ def _block_costs(config: RunConfig, model: nn.Sequential) -> Sequence[float]:
 
 
 def sample(config: RunConfig, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch of zeros for profiling: inputs [B/N, ...] and their targets."""
-    size, task = config.batch_size // config.micro_batches, config.task
-    inputs = torch.zeros(size, *config.input_shape, dtype=task.input_dtype(parameter_dtype(config)), device=device)
+    """Return a micro-batch of zeros for profiling: inputs of its shape and their targets."""
+    shape, task = config.micro_batch_shape, config.task
+    inputs = torch.zeros(*shape, dtype=task.input_dtype(parameter_dtype(config)), device=device)
     if config.channels_last and not task.is_text:
         inputs = inputs.to(memory_format=torch.channels_last)
-    return inputs, torch.zeros(*inputs.shape if task.is_text else (size,), dtype=torch.long, device=device)
+    return inputs, torch.zeros(*shape if task.is_text else shape[:1], dtype=torch.long, device=device)

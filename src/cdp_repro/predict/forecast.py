@@ -64,7 +64,10 @@ def make_plan(config: RunConfig) -> Plan:
     return Plan(
         config,
         cut,
-        {name: _forecast(schedule, cut) for name, schedule in schedules.items()},
+        {
+            name: _forecast(schedule, cut if schedule is chosen else stage_cut(config.reading_whole()))
+            for name, schedule in schedules.items()
+        },
         _forecast(Schedule.of(replace(chosen.spec, slot_order=other), chosen.gradient_bytes), cut),
     )
 
@@ -82,7 +85,7 @@ def plan_text(plan: Plan, width: int) -> str:
     workers += f" x {config.replicas} replicas" if config.replicas > 1 else ""
     head = (
         f"{config.model.name}, {config.task.shape_text(config.input_shape)}, mini-batch {config.batch_size} = "
-        f"{workers} x {config.batch_size // config.micro_batches}, {config.placement.name}"
+        f"{workers} x {config.micro_batch_shape[0]}, {config.placement.name}"
     )
     parts = [head, _stage_table(plan)]
     if config.micro_batches <= SHOWN_WORKERS:

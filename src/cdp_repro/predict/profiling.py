@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cdp_repro.engine.compute import LossFn
 from cdp_repro.engine.memory import ActivationMeter
 from cdp_repro.engine.messages import layouts_of
+from cdp_repro.engine.prefix import Prefix
 from cdp_repro.engine.rehearsal import Autocast, Rehearsal, fake_tensors
 from cdp_repro.predict.costs import StageCosts
 
@@ -25,18 +27,20 @@ def profile_stages(
     targets: Tensor,
     autocast: Autocast = nullcontext,
     execute: bool = False,
+    slices: int = 1,
 ) -> StageCosts:
     """Return the costs of each stage on one micro-batch like (inputs, targets), which are [B/N, ...].
+
+    With `slices` these are the first of so many slices of sequences, [samples, tokens, ...].
 
     Bytes are counted by the engine's own meter, FLOPs by torch's FlopCounterMode. By default nothing is computed:
     the stages see fake tensors, so that a network of any size is profiled in seconds. With `execute` they run on
     the tensors given. `stages` are left as they are.
     """
     with _executing() if execute else fake_tensors() as convert:
-        rehearsal, meter = Rehearsal(stages, loss_fn, autocast, convert), ActivationMeter()
-        rehearsal.begin(convert(inputs), convert(targets))
-        forward = [_measured(lambda n=n: rehearsal.forward(n, meter), meter) for n in range(len(stages))]  # type: ignore[misc]
-        backward = [_measured(rehearsal.backward, meter) for _ in stages][::-1]
+        forward, backward, prefix_bytes = _walked(
+            lambda: Rehearsal(stages, loss_fn, autocast, convert), (convert(inputs), convert(targets)), slices
+        )
         kept = _kept(Rehearsal(stages, loss_fn, autocast, convert), len(stages), convert(inputs), convert(targets))
     layouts = layouts_of(stages, loss_fn, inputs, targets, autocast).stages
     return StageCosts(
@@ -51,7 +55,53 @@ def profile_stages(
         gradient_bytes=tuple(layout.gradients.nbytes for layout in layouts),
         input_gradient_bytes=tuple(layout.input_gradient.nbytes for layout in layouts),
         buffer_bytes=tuple(layout.buffers.nbytes for layout in layouts),
+        prefix_bytes=prefix_bytes,
     )
+
+
+_Measured = list[tuple[int, int]]
+"""By stage: live bytes that came, and FLOPs."""
+
+
+def _walked(
+    make: Callable[[], Rehearsal], batch: tuple[Tensor, Tensor], slices: int
+) -> tuple[_Measured, _Measured, tuple[int, ...]]:
+    """Return what the forwards and the backwards of a micro-batch cost, and by how many bytes each slice costs more.
+
+    Of slices the first two are run. What layers look back at grows with each slice by the same number of tokens, and so
+    do bytes and FLOPs: those of a slice in the middle are the mean of all.
+    """
+    first, meter = make(), ActivationMeter()
+    prefixes: list[Prefix | None] = [Prefix() if slices > 1 else None for _ in range(first.stages)]
+    forward = _forwards(first, batch, meter, prefixes)
+    if slices == 1:
+        return forward, _backwards(first, meter, [None] * first.stages), (0,) * first.stages
+    second, known = make(), [prefix.take_after() for prefix in prefixes if prefix is not None]
+    prefixes.clear()  # they hold the graph, which then is released by what the backwards release
+    more = _forwards(second, batch, meter, known)
+    later = _backwards(second, meter, [None] * first.stages)
+    gradients = [prefix.take_gradients() for prefix in known]
+    known.clear()
+    backward = _backwards(first, meter, gradients)
+    grown = tuple(b[0] - a[0] for a, b in zip(forward, more, strict=True))
+    return _mean(forward, more, slices), _mean(backward, later, slices), grown
+
+
+def _mean(first: _Measured, second: _Measured, slices: int) -> _Measured:
+    """Return the bytes of the first slice, and the mean FLOPs of all."""
+    return [(a[0], a[1] + (b[1] - a[1]) * (slices - 1) // 2) for a, b in zip(first, second, strict=True)]
+
+
+def _forwards(
+    rehearsal: Rehearsal, batch: tuple[Tensor, Tensor], meter: ActivationMeter, prefixes: Sequence[Prefix | None]
+) -> _Measured:
+    rehearsal.begin(*(each.clone() for each in batch))
+    return [_measured(partial(rehearsal.forward, n, meter, prefix), meter) for n, prefix in enumerate(prefixes)]
+
+
+def _backwards(rehearsal: Rehearsal, meter: ActivationMeter, later: Sequence[Mapping[str, Tensor] | None]) -> _Measured:
+    """Run all stages backward; `later` are the gradients of what their layers have kept for the next slice."""
+    return [_measured(partial(rehearsal.backward, each), meter) for each in reversed(later)][::-1]
 
 
 @contextmanager

@@ -27,7 +27,7 @@ class Devices:
         if costs.stages != schedule.stages:
             raise ValueError(f"the schedule has {schedule.stages} stages but the costs are of {costs.stages}")
         self._costs = costs
-        self._ranks = schedule.ranks
+        self._ranks, self._sizes = schedule.ranks, schedule.sizes
         self._received: set[tuple[int, int]] = set()
         """(micro-batch, stage) whose input came from another rank."""
         self.activation_bytes = [0] * schedule.ranks
@@ -45,12 +45,12 @@ class Devices:
         op, rank, stage, costs = action.op, action.rank, action.stage, self._costs
         if op is Op.FORWARD:
             received = costs.received_bytes(stage)[0] if (action.micro_batch, stage) in self._received else 0
-            self.activation_bytes[rank] += costs.forward_bytes[stage] + received
+            self.activation_bytes[rank] += costs.forward_bytes[stage] + received + self._of_prefix(action)
         elif op.gives_gradients:  # a first part of a backward keeps all for the second
             place = action.micro_batch, stage
             received = costs.received_bytes(stage)[1] if place in self._received else 0
             self._received.discard(place)
-            self.activation_bytes[rank] -= costs.backward_bytes[stage] + received
+            self.activation_bytes[rank] -= costs.backward_bytes[stage] + received + self._of_prefix(action)
         elif op is Op.SEND and action.value is not None and action.value.kind == INPUT:
             self.activation_bytes[rank] -= costs.released_by_sending(stage - 1)
         elif op is Op.RECEIVE and action.value is not None and action.value.kind == INPUT:
@@ -61,6 +61,12 @@ class Devices:
                     self.versions[rank, stage] += change
                     self.state_bytes[rank] += change * costs.bytes_of(value)
         return self.sent_bytes(action)
+
+    def _of_prefix(self, action: Action) -> int:
+        """Return the bytes that a forward or backward takes or releases for the tokens before its slice."""
+        if self._sizes.slices == 1:
+            return 0
+        return self._sizes.place(action.micro_batch)[1] * self._costs.prefix_bytes[action.stage]
 
     def sent_bytes(self, action: Action) -> int:
         """Return the bytes that an action sends."""

@@ -11,8 +11,8 @@ SYSTEMS = (
     ("dp", "zero"), ("cdp_v1", "zero"), ("cdp_v2", "zero"), ("dp", "parameter_server"), ("cdp_v2", "parameter_server"),
     ("ssp", "parameter_server"), ("async", "parameter_server"),
     ("naive", "pipeline"), ("gpipe", "pipeline"), ("one_f_one_b", "pipeline"), ("interleaved", "pipeline"),
-    ("zero_bubble", "pipeline"), ("chimera", "pipeline"), ("pipedream_2bw", "pipeline"), ("cdp_v2", "pipeline"),
-    ("pipedream", "pipeline"), ("ampnet", "pipeline"),
+    ("zero_bubble", "pipeline"), ("terapipe", "pipeline"), ("chimera", "pipeline"), ("pipedream_2bw", "pipeline"),
+    ("cdp_v2", "pipeline"), ("pipedream", "pipeline"), ("ampnet", "pipeline"),
 )  # fmt: skip
 """Mode and placement. On a pipeline `cdp_v1` is `pipedream_2bw`."""
 
@@ -20,9 +20,15 @@ CHUNKS = 2
 """Stages a rank of the interleaved pipeline; all others have one."""
 
 
-def fitting_specs(ranks: int, accumulate: int = 1) -> Iterator[Spec]:
-    """Yield the systems that can have these sizes: `ranks` ranks, `ranks` x `accumulate` micro-batches a mini-batch."""
+def fitting_specs(ranks: int, accumulate: int = 1, tokens: int = 0) -> Iterator[Spec]:
+    """Yield the systems that can have these sizes: `ranks` ranks, `ranks` x `accumulate` micro-batches a mini-batch.
+
+    `tokens` are those of a sequence that a causal model reads; 0 if samples cannot be cut along tokens.
+    """
     for mode, placement in SYSTEMS:
+        slices = MODES[mode].slices(None)
+        if slices > 1 and (not tokens or tokens % slices):
+            continue
         stages = ranks * CHUNKS if mode == "interleaved" else ranks
         each = MODES[mode].updates_each or MODES[mode].pushes
         spec = Spec(mode, ranks, stages, placement, accumulate=1 if each else accumulate)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cdp_repro.config import ConfigError, RunConfig
+from cdp_repro.config.schema import ModeConfig
 from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.pricing import price
@@ -22,7 +23,7 @@ from cdp_repro.predict.simulate import simulate_slots, version_bytes
 from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.predict.system_specs import CHUNKS, fitting_specs
 from cdp_repro.predict.training_state import optimizer_states
-from cdp_repro.schedule import Program, Schedule, Slot
+from cdp_repro.schedule import Program, Schedule, Slot, Spec
 
 
 @dataclass(frozen=True)
@@ -93,28 +94,41 @@ def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, StageCut]]:
         speeds=None,
         jitter=None,
         slack=None,
-    )
+        slices=None,
+    ).reading_whole()
     usual = stage_cut(whole)
     blocks = sum(map(len, usual.block_names))
-    for spec in fitting_specs(ranks, whole.accumulate):
+    for spec in fitting_specs(ranks, whole.accumulate, config.model.context if config.task.is_text else 0):
         if spec.stages <= blocks:
-            cut = usual if spec.stages == ranks else stage_cut(replace(whole, stages=spec.stages))
+            cut = usual if _has_the_cut_of(spec, whole) else stage_cut(_config_of(spec, whole))
             yield Schedule.of(spec, cut.costs.gradient_bytes), cut
+
+
+def _has_the_cut_of(spec: Spec, config: RunConfig) -> bool:
+    return spec.stages == config.stage_count and spec.sizes.slices == 1
+
+
+def _config_of(spec: Spec, config: RunConfig) -> RunConfig:
+    """Return the configuration of a system, as far as its cut and the costs of its micro-batches depend on it."""
+    assert isinstance(spec.mode, str)
+    return replace(config, mode=ModeConfig(spec.mode), slices=spec.slices, stages=spec.stages)
 
 
 def explored(config: RunConfig) -> Iterator[tuple[Schedule, StageCosts]]:
     """Yield the schedule of `config`, its data parallelism, and every system that can have its sizes, with costs."""
     cut = stage_cut(config)
     chosen = config.schedule(cut.costs.gradient_bytes)
-    own = {schedule.spec: schedule for schedule in (chosen, chosen.data_parallel())}
-    yield from ((schedule, cut.costs) for schedule in own.values())
+    parallel = stage_cut(config.reading_whole()).costs
+    own = {chosen.spec: (chosen, cut.costs)}
+    own.setdefault(chosen.data_parallel().spec, (chosen.data_parallel(), parallel))
+    yield from own.values()
     with suppress(ConfigError):  # the other systems cannot have these sizes
         yield from ((schedule, cut.costs) for schedule, cut in systems_of(config) if schedule.spec not in own)
 
 
 def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int) -> System:
     """Return what a mini-batch of so many micro-batches costs on one system, without seconds."""
-    updates = micro_batches // schedule.micro_batches
+    updates = micro_batches // schedule.sizes.sample_parts
     warm = schedule.rule.longest + 2
     steps = -(-warm // updates) * updates + updates
     program = Program(schedule)
@@ -151,8 +165,9 @@ def _seconds(schedule: Schedule, cut: StageCut, config: RunConfig) -> float | No
     given = config.cluster.forward_seconds
     if not config.price or (given is not None and len(given) != schedule.stages):
         return None
-    updates, states = config.workers * config.accumulate // schedule.micro_batches, optimizer_states(config.optim)
-    return updates * price(Program(schedule), cut.costs, cluster_of(config, cut), states).step_seconds
+    updates = config.workers * config.accumulate // schedule.sizes.sample_parts
+    cluster, states = cluster_of(_config_of(schedule.spec, config), cut), optimizer_states(config.optim)
+    return updates * price(Program(schedule), cut.costs, cluster, states).step_seconds
 
 
 def systems_text(systems: Sequence[System], config: RunConfig) -> str:

@@ -10,6 +10,8 @@ from cdp_repro.schedule.values import (
     LENT_BACKWARD,
     LENT_FORWARD,
     OUTPUT_GRADIENT,
+    PREFIX,
+    PREFIX_GRADIENT,
     SAVED,
     WEIGHT_WORK,
     Value,
@@ -40,18 +42,21 @@ def _forward_fault(action: Action, schedule: Schedule) -> str | None:
     reads = (*inputs, _read_parameters(action, LENT_FORWARD), worker)
     is_last = stage == schedule.stages - 1
     output = micro_batch_value(OUTPUT_GRADIENT, stage, m) if is_last else micro_batch_value(INPUT, stage + 1, m)
-    return _differs(action, reads, (micro_batch_value(SAVED, stage, m), output, worker))
+    before, after = schedule.sizes.tokens_before(m), schedule.sizes.tokens_after(m)
+    known = () if before is None else (micro_batch_value(PREFIX, stage, before),)
+    kept = () if after is None else (micro_batch_value(PREFIX, stage, m),)
+    return _differs(action, (*reads, *known), (micro_batch_value(SAVED, stage, m), output, worker, *kept))
 
 
 def _backward_fault(action: Action, schedule: Schedule) -> str | None:
     fault = _compute_fault(action, schedule) or _order_fault(action, schedule)
-    reads, writes = _read_and_passed_on(action)
+    reads, writes = _read_and_passed_on(action, schedule)
     sums = [[value for value in values if value.kind == GRADIENTS] for values in (action.reads, action.writes)]
     return fault or _differs(action, (*reads, *sums[0]), (*writes, *sums[1]))
 
 
 def _input_fault(action: Action, schedule: Schedule) -> str | None:
-    reads, writes = _read_and_passed_on(action)
+    reads, writes = _read_and_passed_on(action, schedule)
     work = micro_batch_value(WEIGHT_WORK, action.stage, action.micro_batch)
     return _compute_fault(action, schedule) or _differs(action, reads, (*writes, work))
 
@@ -63,12 +68,16 @@ def _weights_fault(action: Action, schedule: Schedule) -> str | None:
     return fault or _differs(action, reads, action.writes[:1])
 
 
-def _read_and_passed_on(action: Action) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+def _read_and_passed_on(action: Action, schedule: Schedule) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
     """Return what a backward, or its first part, reads and writes beside the sums of gradients."""
     stage, m = action.stage, action.micro_batch
     saved, lent = micro_batch_value(SAVED, stage, m), _read_parameters(action, LENT_BACKWARD)
     reads = (saved, micro_batch_value(OUTPUT_GRADIENT, stage, m), lent)
-    return reads, (micro_batch_value(OUTPUT_GRADIENT, stage - 1, m),) if stage else ()
+    before, after = schedule.sizes.tokens_before(m), schedule.sizes.tokens_after(m)
+    later = () if after is None else (micro_batch_value(PREFIX_GRADIENT, stage, m),)
+    of_input = (micro_batch_value(OUTPUT_GRADIENT, stage - 1, m),) if stage else ()
+    of_prefix = () if before is None else (micro_batch_value(PREFIX_GRADIENT, stage, before),)
+    return (*reads, *later), (*of_input, *of_prefix)
 
 
 def _order_fault(action: Action, schedule: Schedule) -> str | None:

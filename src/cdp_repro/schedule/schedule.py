@@ -27,6 +27,7 @@ from cdp_repro.schedule.timelines import (
     OneForwardOneBackward,
     Sequential,
     Simultaneous,
+    TeraPipe,
     Timeline,
     ZeroBubble,
 )
@@ -35,11 +36,11 @@ SLOT_ORDERS = ("paper", "backward_first")
 PIPELINE_SCHEDULES = ("one_f_one_b", "gpipe")
 PLACEMENT_SIZES = {"ranks": "pipeline", "servers": "parameter_server"}
 """By size that one placement alone has: its name."""
-MODE_SIZES = {"speeds": ("dp", "ssp", "async"), "jitter": ("ssp", "async"), "slack": ("ssp",)}
+MODE_SIZES = {"speeds": ("dp", "ssp", "async"), "jitter": ("ssp", "async"), "slack": ("ssp",), "slices": ("terapipe",)}
 """By size that some modes alone have: their names."""
 SPEED_PLACEMENTS = ("single_device", "parameter_server")
 """Where workers may have speeds of their own."""
-DEFAULT_SLACK = 3
+DEFAULT_SLACK, DEFAULT_SLICES = 3, 2
 COLLECTIVE_PLACEMENTS = ("replicated", "zero")
 """Where each worker is a rank, so that a collective of all ranks is one of all workers."""
 
@@ -51,6 +52,7 @@ TIMELINES: dict[str, type[Timeline]] = {
         Cyclic,
         GPipe,
         OneForwardOneBackward,
+        TeraPipe,
         Interleaved,
         ZeroBubble,
         Chimera,
@@ -80,6 +82,12 @@ class Mode:
         """Whether workers run on clocks of their own, and each micro-batch is an update."""
         return self.timeline == "clocked"
 
+    def slices(self, chosen: int | None) -> int:
+        """Return L: what the user has chosen, where micro-batches are cut along the tokens, too; else 1."""
+        if self.timeline != "terapipe":
+            return 1
+        return DEFAULT_SLICES if chosen is None else chosen
+
 
 MODES: dict[str, Mode] = {
     "dp": Mode("simultaneous", Fresh),
@@ -91,6 +99,7 @@ MODES: dict[str, Mode] = {
     "one_f_one_b": Mode("one_f_one_b", Fresh),
     "interleaved": Mode("interleaved", Fresh),
     "zero_bubble": Mode("zero_bubble", Fresh),
+    "terapipe": Mode("terapipe", Fresh),
     "chimera": Mode("chimera", Fresh),
     "pipedream": Mode("cyclic", Freshest, updates_each=True),
     "pipedream_2bw": Mode("cyclic", UniformDelay),
@@ -143,6 +152,8 @@ class Spec:
     """Seed of uneven times of single micro-batches, of `ssp` and `async`; None: all of a worker take the same time."""
     slack: int | None = None
     """Pushes by which a worker may be ahead of the slowest one when it starts, of `ssp` only; None: 3."""
+    slices: int | None = None
+    """L: micro-batches that sequences are cut into along their tokens, of `terapipe` only; None: 2."""
     pipeline_schedule: str = "one_f_one_b"
     """How data parallelism runs on the placement `pipeline`: `one_f_one_b` or `gpipe`."""
     collectives: bool = False
@@ -178,6 +189,7 @@ class Spec:
         return Sizes(
             self.stages, self.workers, self.accumulate, self.replicas, pipeline_ranks, servers, each,
             self.chosen_mode.pushes, tuple(self.speeds or ()), self.jitter, slack,
+            self.chosen_mode.slices(self.slices),
         )  # fmt: skip
 
     def on(self, placement: str) -> Spec:
@@ -223,6 +235,7 @@ class Schedule:
         speeds: Sequence[int] | None = None,
         jitter: int | None = None,
         slack: int | None = None,
+        slices: int | None = None,
         pipeline_schedule: str = "one_f_one_b",
         collectives: bool = False,
         gradient_bytes: Sequence[int] = (),
@@ -234,8 +247,8 @@ class Schedule:
         return cls.of(
             Spec(
                 named, workers, workers if stages is None else stages, placement, slot_order, accumulate, replicas,
-                ranks, servers, None if speeds is None else tuple(speeds), jitter, slack, pipeline_schedule,
-                collectives,
+                ranks, servers, None if speeds is None else tuple(speeds), jitter, slack, slices,
+                pipeline_schedule, collectives,
             ),
             gradient_bytes,
         )  # fmt: skip

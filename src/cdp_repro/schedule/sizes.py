@@ -1,4 +1,4 @@
-"""The five numbers of a schedule: S, M, N, R and D."""
+"""The five numbers of a schedule, S, M, N, R and D, and those that some systems have beside them."""
 
 from __future__ import annotations
 
@@ -42,18 +42,20 @@ class Sizes:
     """Seed of uneven times of single micro-batches."""
     slack: int | None = None
     """Pushes by which a worker may be ahead of the slowest one when it starts; None sets no bound."""
+    slices: int = 1
+    """L: micro-batches that the sequences of a worker are cut into along their tokens."""
 
     @cached_property
     def lanes(self) -> int:
-        """N R: micro-batches that are under way at once. Micro-batch m is in lane m mod N R, a row of every picture."""
-        return self.workers * self.replicas
+        """N R L: micro-batches that are under way at once. Micro-batch m is in lane m mod N R L, a row of pictures."""
+        return self.workers * self.replicas * self.slices
 
     @cached_property
     def turns(self) -> int:
         """M / R: micro-batches of a training step, without replicas. Timelines and rules count these."""
         if self.pushes:
             return len(self.round.turns)
-        return 1 if self.updates_each else self.workers * self.accumulate
+        return 1 if self.updates_each else self.workers * self.accumulate * self.slices
 
     @cached_property
     def durations(self) -> Durations:
@@ -82,8 +84,40 @@ class Sizes:
 
     @cached_property
     def micro_batches(self) -> int:
-        """M = k N R, or R: micro-batches of a training step."""
+        """M = k N R L, or R: micro-batches of a training step."""
         return self.turns * self.replicas
+
+    @cached_property
+    def sample_parts(self) -> int:
+        """M / L: parts that a mini-batch is cut into along its samples."""
+        return self.micro_batches // self.slices
+
+    def place(self, micro_batch: int) -> tuple[int, int]:
+        """Return which part of the samples of a mini-batch a micro-batch has, and which slice of their tokens.
+
+        Slices count from the first tokens. Micro-batches are numbered in the order of their backwards, in which
+        gradients are added, and the last tokens come first there. L = 3, R = 1:
+
+            micro-batch   0  1  2  3  4  5
+            samples       0  0  0  1  1  1
+            slice         2  1  0  2  1  0
+        """
+        turn, replica = divmod(micro_batch % self.micro_batches, self.replicas)
+        part, later = divmod(turn, self.slices)
+        return part * self.replicas + replica, self.slices - 1 - later
+
+    def with_samples(self, part: int) -> int:
+        """Return a micro-batch of step 0 that has a part of the samples: all that have it are on the same ranks."""
+        turn, replica = divmod(part, self.replicas)
+        return turn * self.replicas * self.slices + replica
+
+    def tokens_before(self, micro_batch: int) -> int | None:
+        """Return the micro-batch with the tokens just before those of this one; None if it has the first ones."""
+        return micro_batch + self.replicas if self.place(micro_batch)[1] else None
+
+    def tokens_after(self, micro_batch: int) -> int | None:
+        """Return the micro-batch with the tokens just after those of this one; None if it has the last ones."""
+        return micro_batch - self.replicas if self.place(micro_batch)[1] < self.slices - 1 else None
 
     @cached_property
     def statistics(self) -> int:
@@ -95,7 +129,7 @@ class Sizes:
 
     def check(self) -> None:
         """Raise ValueError, with a value that works, unless each number is at least 1 and D divides S."""
-        for name in ("stages", "workers", "accumulate", "replicas"):
+        for name in ("stages", "workers", "accumulate", "replicas", "slices"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
         if self.pipeline_ranks < 1 or self.stages % self.pipeline_ranks:

@@ -6,6 +6,8 @@
 | `s2.m5` | what the forward of stage 2 on micro-batch 5 has saved for its backward |
 | `d2.m5` | gradient of the output of stage 2 for micro-batch 5 |
 | `w2.m5` | what the gradients of the weights of stage 2 on micro-batch 5 still need, when that of its input is done |
+| `k2.m5` | what layers of stage 2 keep of the tokens of micro-batch 5 and those before: of attention, keys and values |
+| `h2.m5` | gradient of `k2.m5` |
 | `g2[4:6]` | sum of the parameter gradients of stage 2 over micro-batches 4 and 5, added in that order |
 | `g2[1:6:4]` | the same over micro-batches 1 and 5 |
 | `p2@v3` | parameters of stage 2 after 3 updates, theta[3] |
@@ -27,6 +29,8 @@ INPUT: Final = "x"
 SAVED: Final = "s"
 OUTPUT_GRADIENT: Final = "d"
 WEIGHT_WORK: Final = "w"
+PREFIX: Final = "k"
+PREFIX_GRADIENT: Final = "h"
 GRADIENTS: Final = "g"
 PARAMETERS: Final = "p"
 LENT_FORWARD: Final = "pf"
@@ -35,7 +39,7 @@ BUFFERS: Final = "b"
 # plain strings: a large program hashes millions of values, and hashing an enum member calls Python code
 
 _TEXT = re.compile(
-    r"(?P<kind>pf|pb|[xsdwgpb])(?P<stage>\d+)"
+    r"(?P<kind>pf|pb|[xsdwkhgpb])(?P<stage>\d+)"
     r"(?:\.m(?P<micro_batch>\d+)|\.w(?P<worker>\d+)|\[(?P<start>\d+):(?P<stop>\d+)(?::(?P<stride>\d+))?\])?"
     r"(?:@v(?P<version>\d+))?(?:#(?P<part>\d+)/(?P<parts>\d+))?"
 )
@@ -44,6 +48,8 @@ _NAMED_BY = {
     SAVED: {"micro_batch"},
     OUTPUT_GRADIENT: {"micro_batch"},
     WEIGHT_WORK: {"micro_batch"},
+    PREFIX: {"micro_batch"},
+    PREFIX_GRADIENT: {"micro_batch"},
     GRADIENTS: {"start", "stop"},
     PARAMETERS: {"version"},
     LENT_FORWARD: {"micro_batch", "version"},
@@ -113,7 +119,7 @@ class Value(NamedTuple):
         found = {} if match is None else {k: int(v) for k, v in match.groupdict().items() if v and k != "kind"}
         named = found.keys() - {"stage", "stride", "part", "parts"}
         if match is None or named != _NAMED_BY[match["kind"]]:
-            raise ValueError(f"not a value: {text!r}; values look like x2.m5, s2.m5, d2.m5, g2[4:6], p2@v3, "
+            raise ValueError(f"not a value: {text!r}; values look like x2.m5, s2.m5, d2.m5, k2.m5, g2[4:6], p2@v3, "
                              "pf2.m5@v3, pb2.m5@v3, b2.w1, g2[4:6]#1/4")  # fmt: skip
         kind, stage = match["kind"], found["stage"]
         part, parts = found.get("part", 0), found.get("parts", 1)
@@ -137,7 +143,7 @@ _fast = partial(tuple.__new__, Value)
 
 
 def micro_batch_value(kind: str, stage: int, micro_batch: int) -> Value:
-    """Return the INPUT, SAVED, OUTPUT_GRADIENT or WEIGHT_WORK of a stage for a micro-batch."""
+    """Return the value of a kind that a stage has once for each micro-batch, such as its INPUT."""
     return _fast((kind, stage, micro_batch, 0, 0, 1, 0, 1))
 
 

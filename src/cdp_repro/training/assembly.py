@@ -46,7 +46,7 @@ def load_data(config: RunConfig) -> Dataset:
             [f"{config.task.sample}s are {dataset.input_shape}, the configuration says {config.input_shape}"]
         )
     if dataset.train_size < config.batch_size:
-        largest = dataset.train_size // config.micro_batches * config.micro_batches
+        largest = dataset.train_size // config.sample_parts * config.sample_parts
         works = f"at most batch_size={largest}" if largest else f"at most workers={dataset.train_size}"
         raise ConfigError(
             [
@@ -58,11 +58,12 @@ def load_data(config: RunConfig) -> Dataset:
 
 
 def reading_rule(config: RunConfig, engine: Engine | Baseline) -> Callable[[int, int], bool]:
-    """Return (step, micro-batch) -> whether this rank reads its inputs: it runs the first stage of the model on it."""
+    """Return (step, part of its samples) -> whether this rank reads it: it runs the first stage of the model on it."""
     if isinstance(engine, Baseline):
         return lambda _, micro_batch: engine.reads_inputs(micro_batch)
-    placement = config.schedule().placement
-    return lambda step, micro_batch: placement.rank_of(step * config.micro_batches + micro_batch, 0) == engine.rank
+    schedule = config.schedule()
+    rank_of, sizes = schedule.placement.rank_of, schedule.sizes
+    return lambda step, part: rank_of(step * sizes.micro_batches + sizes.with_samples(part), 0) == engine.rank
 
 
 def program_of(path: str, spec: Spec) -> Program:

@@ -107,7 +107,8 @@ def prices_on_each(
     found = []
     for number, cluster in enumerate(clusters):
         prices = {name: estimates[different.index(job)][number] for name, job in jobs.items()}
-        if config.workers > 1 and not config.speeds:  # their closed forms know workers of one speed
+        closed = not config.speeds and config.slices_of_a_sequence == 1  # workers of one speed, whole sequences
+        if config.workers > 1 and closed:
             devices = config.workers * config.accumulate * config.replicas
             prices["dp ddp"] = price_ddp(cut.costs, cluster, devices, states)
             prices["dp fsdp2"] = price_fsdp2(cut.costs, cluster, devices, states)
@@ -124,14 +125,15 @@ def _estimate(job: Spec, config: RunConfig, costs: StageCosts, clusters: Sequenc
 def _jobs(config: RunConfig) -> dict[str, Spec]:
     """Return the jobs to simulate, by name."""
     chosen = config.spec()
-    rules = {**{name: name for name in PRICED_MODES}, config.mode.name: chosen.mode}
+    beside = PRICED_MODES if config.slices_of_a_sequence == 1 else ()  # others have micro-batches of other costs
+    rules = {**{name: name for name in beside}, config.mode.name: chosen.mode}
     jobs = {
         f"{mode} {place}": _job(chosen, rule, place)
         for mode, rule in rules.items()
         for place in PLACEMENTS
         if place == "single_device" or mode != "accumulation"
     }
-    if config.replicas == config.accumulate == 1 and config.stage_count == config.workers:
+    if beside and config.replicas == config.accumulate == 1 and config.stage_count == config.workers:
         chosen = replace(chosen, ranks=None)
         jobs["dp torch_gpipe"] = replace(_job(chosen, "dp", "pipeline"), pipeline_schedule="gpipe")
         jobs["dp torch_1f1b"] = replace(_job(chosen, "dp", "pipeline"), pipeline_schedule="one_f_one_b")
@@ -159,7 +161,7 @@ def quote_text(quote: Quote) -> str:
     head = [
         f"{config.model.name}, {config.task.shape_text(config.input_shape)}, "
         f"{config.stage_count} stages, mini-batch {config.batch_size} = {config.micro_batches} x "
-        f"{config.batch_size // config.micro_batches}",
+        f"{config.micro_batch_shape[0]}",
         f"stages, forward + backward [s]: {', '.join(f'{f:.4g} + {b:.4g}' for f, b in seconds)}",
         f"links: {_link_text(cluster.within_host)} within a host of {cluster.devices_per_host}, "
         f"{_link_text(cluster.between_hosts)} between hosts, for each device in each direction",
@@ -174,7 +176,7 @@ def quote_text(quote: Quote) -> str:
         "mode", "where", "devices", "step [s]", f"{config.task.unit}/s", "idle", "activations/device",
         "parameters+optimizer/device", "sent/device", "between hosts", "by",
     )  # fmt: skip
-    micro_batch = config.batch_size // config.micro_batches * config.task.units(config.input_shape)
+    micro_batch = config.micro_batch_shape[0] * config.task.units(config.micro_batch_shape[1:])
     usual, jobs = config.workers * config.accumulate * config.replicas, _jobs(config)
     micro_batches = {name: Schedule.of(jobs[name]).micro_batches if name in jobs else usual for name in quote.prices}
     rows = [columns, *(_row(name, each, micro_batches[name] * micro_batch) for name, each in quote.prices.items())]

@@ -11,6 +11,8 @@ from cdp_repro.schedule.values import (
     LENT_BACKWARD,
     LENT_FORWARD,
     OUTPUT_GRADIENT,
+    PREFIX,
+    PREFIX_GRADIENT,
     SAVED,
     WEIGHT_WORK,
     Value,
@@ -63,16 +65,23 @@ def _forward(schedule: Schedule, m: int, stage: int) -> Action:
     inputs = (micro_batch_value(INPUT, stage, m),) if stage else ()
     is_last = stage == schedule.stages - 1
     output = micro_batch_value(OUTPUT_GRADIENT, stage, m) if is_last else micro_batch_value(INPUT, stage + 1, m)
-    reads = (*inputs, parameters_read(schedule, LENT_FORWARD, m, stage, rank, version), worker)
-    writes = (micro_batch_value(SAVED, stage, m), output, worker)
+    before, after = schedule.sizes.tokens_before(m), schedule.sizes.tokens_after(m)
+    known = () if before is None else (micro_batch_value(PREFIX, stage, before),)
+    kept = () if after is None else (micro_batch_value(PREFIX, stage, m),)
+    reads = (*inputs, parameters_read(schedule, LENT_FORWARD, m, stage, rank, version), worker, *known)
+    writes = (micro_batch_value(SAVED, stage, m), output, worker, *kept)
     return Action(Op.FORWARD, rank, stage, m, version, reads=reads, writes=writes)
 
 
 def _backward(schedule: Schedule, m: int, stage: int) -> Action:
     rank, version = schedule.placement.rank_of(m, stage), schedule.rule.backward_version(m, stage)
     lent = parameters_read(schedule, LENT_BACKWARD, m, stage, rank, version)
-    reads = (micro_batch_value(SAVED, stage, m), micro_batch_value(OUTPUT_GRADIENT, stage, m), lent)
-    writes = (micro_batch_value(OUTPUT_GRADIENT, stage - 1, m),) if stage else ()
+    before, after = schedule.sizes.tokens_before(m), schedule.sizes.tokens_after(m)
+    later = () if after is None else (micro_batch_value(PREFIX_GRADIENT, stage, m),)
+    of_prefix = () if before is None else (micro_batch_value(PREFIX_GRADIENT, stage, before),)
+    of_input = (micro_batch_value(OUTPUT_GRADIENT, stage - 1, m),) if stage else ()
+    reads = (micro_batch_value(SAVED, stage, m), micro_batch_value(OUTPUT_GRADIENT, stage, m), lent, *later)
+    writes = (*of_input, *of_prefix)
     if not schedule.timeline.splits_backward:
         return Action(Op.BACKWARD, rank, stage, m, version, reads=reads, writes=writes)
     writes = (*writes, micro_batch_value(WEIGHT_WORK, stage, m))

@@ -2,7 +2,7 @@
 
 from cdp_repro.schedule.timelines.clocked import Clocked
 from cdp_repro.schedule.timelines.cyclic import Cyclic
-from cdp_repro.schedule.timelines.flushing import Flushing, GPipe, OneForwardOneBackward
+from cdp_repro.schedule.timelines.flushing import Flushing, GPipe, OneForwardOneBackward, TeraPipe
 from cdp_repro.schedule.timelines.ordered import Chimera, Interleaved, Ordered, ZeroBubble
 from cdp_repro.schedule.timelines.sequential import Sequential
 from cdp_repro.schedule.timelines.simultaneous import Simultaneous
@@ -19,6 +19,7 @@ __all__ = [
     "Ordered",
     "Sequential",
     "Simultaneous",
+    "TeraPipe",
     "Timeline",
     "ZeroBubble",
 ]

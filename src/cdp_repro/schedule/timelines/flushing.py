@@ -1,8 +1,8 @@
-"""Data parallelism on a pipeline, with a flush at the end of each training step: GPipe and 1F1B.
+"""Data parallelism on a pipeline, with a flush at the end of each training step: GPipe, 1F1B and TeraPipe.
 
 D ranks have S/D consecutive stages each, which a micro-batch runs one after the other: what the literature draws for
 one stage a rank holds for these chunks, and a chunk takes S/D slots. So no rank computes two things in a slot, whatever
-M and D are: M = kN micro-batches, all of which may be under way at once. The idle share is (D-1)/(M+D-1).
+M and D are: M = kNL micro-batches, all of which may be under way at once. The idle share is (D-1)/(M+D-1).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cdp_repro.schedule.timelines.timeline import Timeline
 
 
 class Flushing(Timeline):
-    """What GPipe and 1F1B have in common: chunks in units of S/D slots, and the flush."""
+    """What they have in common: chunks in units of S/D slots, and the flush."""
 
     placements = ("single_device", "pipeline")
 
@@ -64,6 +64,24 @@ class GPipe(Flushing):
     def backward_unit(self, i: int, rank: int) -> int:
         """Return M + D-1 + i + D-1-r."""
         return self.sizes.turns + 2 * (self.sizes.pipeline_ranks - 1) + i - rank
+
+
+class TeraPipe(GPipe):
+    """GPipe with micro-batches cut along the tokens, too (Li et al. 2021): forwards from the first tokens of a sequence
+    to the last, backwards the other way. Micro-batches have the numbers of their backwards (`Sizes.place`). L = D = 3:
+
+        unit    0  1  2  3  4  5  6  7  8  9
+        rank 0  F2 F1 F0             B0 B1 B2
+        rank 1     F2 F1 F0       B0 B1 B2
+        rank 2        F2 F1 F0 B0 B1 B2
+    """
+
+    name = "terapipe"
+
+    def forward_unit(self, i: int, rank: int) -> int:
+        """Return the same as GPipe for the micro-batch that has the place of i from the other end of its sequence."""
+        first = i // self.sizes.slices * self.sizes.slices
+        return super().forward_unit(2 * first + self.sizes.slices - 1 - i, rank)
 
 
 class OneForwardOneBackward(Flushing):
