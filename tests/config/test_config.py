@@ -172,6 +172,19 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (["mode=ssp", "speeds=[1,1,0,2]"], "use integers from 1 whose least common multiple is at most 60"),
         (["mode=ssp", "speeds=[7,9,11,2]"], "such as speeds=[1, 1, 1, 2]"),
         (["mode=async", "slack=2"], "slack=2 is for mode=ssp; mode=async has none: leave slack out"),
+        (
+            ["placement=replicated", "micro_batches=6"],
+            "micro_batches=6 is for modes on placement=single_device or pipeline with one update after them, not for "
+            "mode=cdp_v2 on placement=replicated: leave it out",
+        ),
+        (["mode=pipedream", "placement=pipeline", "micro_batches=6"], "not for mode=pipedream on placement=pipeline"),
+        (["micro_batches=6", "accumulate=2"], "micro_batches=6 and accumulate=2 both say how many: leave one out"),
+        (["micro_batches=3"], "micro_batches=3: this mode has at least 4 in a training step"),
+        (
+            ["micro_batches=6", "batch_size=64"],
+            "batch_size=64 is not divisible by micro_batches=6: use batch_size=60 or",
+        ),
+        (["mode=dp", "baseline=ddp", "micro_batches=6"], "baseline=ddp knows no micro_batches=6: use workers=6"),
         (["mode=gpipe", "slices=2"], "slices=2 is for mode=terapipe; mode=gpipe has none: leave slices out"),
         (
             ["mode=terapipe"],

@@ -207,3 +207,31 @@ def test_more_micro_batches_make_fewer_reads_stale(n, c, k):
     lags = staleness("cdp_v2", n, s, k)
     assert [[int(c * (i + 1) + j < s) for j in range(s)] for i in range(m)] == lags
     assert [sum(row[j] for row in lags) for j in range(s)] == [-((j - s) // c) - 1 for j in range(s)]
+
+
+def linear_tanh(count):
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double() for _ in range(count)]
+
+
+@pytest.mark.parametrize("mode", ["pipedream_2bw", "cdp_v2", "matrix"])
+def test_a_training_step_of_any_number_of_micro_batches_follows_its_rule(mode):
+    """N = S = 3, M = 5: a read is fresh where i + 1 + j >= S in cdp_v2."""
+    late = {
+        "pipedream_2bw": [[1] * 3] * 5,
+        "cdp_v2": [[0 if i + 1 + j >= 3 else 1 for j in range(3)] for i in range(5)],
+        "matrix": [[1 + (2 * i + j) % 3 for j in range(3)] for i in range(5)],
+    }[mode]
+    batches = make_batches(STEPS, 5, (5,))
+    mine, theirs = OPTIMIZERS["sgd"]
+    expected = train(linear_tanh(3), F.cross_entropy, mine(), late, 5, batches, learning_rate)
+    engine = Engine(
+        linear_tanh(3), F.cross_entropy, theirs, late if mode == "matrix" else mode, workers=3,
+        learning_rate_factor=learning_rate, micro_batches=5,
+    )  # fmt: skip
+    done = 0
+    for piece in (7, 1, 12):
+        for result in engine.run(batches[done : done + piece]):
+            assert result.losses == pytest.approx(expected.losses[done], abs=1e-12)
+            done += 1
+        same(dict(engine.model().named_parameters()), expected.thetas[done], "parameter")

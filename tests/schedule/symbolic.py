@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from math import gcd
 
 from cdp_repro.schedule import Action, Op, Schedule, Slot, Value
 from cdp_repro.schedule.passes.frees import held_after
@@ -44,7 +45,7 @@ class _Machine:
         self.schedule, self.first = schedule, first_step
         self.step, self.updates = schedule.micro_batches, schedule.sizes.updates
         workers = [turn.worker for turn in schedule.sizes.round.turns] if schedule.sizes.pushes else None
-        self.lane_of = workers or range(min(schedule.sizes.lanes, schedule.micro_batches))
+        self.lane_of = workers or range(gcd(schedule.sizes.lanes, schedule.micro_batches))
         self.store: list[dict[Value, object]] = [{} for _ in range(schedule.ranks)]
         for rank, values in held_after(schedule, first_step).items():
             self.store[rank] = {v: self.held(v, first_step) for v in values}
@@ -128,6 +129,12 @@ class _Machine:
         )
         need(("theta", stage, version, 0, 1) in read.values(), f"{action}: without its parameters")
 
+    def neighbours(self, m: int) -> tuple[int | None, int | None]:
+        """The micro-batches with the tokens before and after: in a sequence, the last tokens have the first number."""
+        slices, replicas = self.schedule.sizes.slices, self.schedule.sizes.replicas
+        place = m // replicas % slices
+        return (m + replicas if place < slices - 1 else None), (m - replicas if place else None)
+
     def forward(self, action: Action, read: dict[Value, object]) -> dict[Value, object]:
         stage, m = action.stage, action.micro_batch
         self.compute(action, read)
@@ -137,6 +144,9 @@ class _Machine:
             f"{action}: another worker's buffers, or old ones",
         )
         need(not stage or ("input", stage, m) in read.values(), f"{action}: without its input")
+        earlier, later = self.neighbours(m)
+        need(earlier is None or ("prefix", stage, earlier) in read.values(), f"{action}: without the tokens before")
+        kept = [] if later is None else [(Value("k", stage, m), ("prefix", stage, m))]
         last = stage == self.schedule.stages - 1
         output = (
             (Value("d", stage, m), ("gradient", stage, m))
@@ -147,6 +157,7 @@ class _Machine:
             (Value("s", stage, m), ("saved", stage, m)),
             output,
             (Value("b", stage, lane), ("buffers", stage, lane, m)),
+            *kept,
         ])  # fmt: skip
 
     def backward(self, action: Action, read: dict[Value, object]) -> dict[Value, object]:
@@ -159,7 +170,10 @@ class _Machine:
         self.compute(action, read)
         need(("saved", stage, m) in read.values(), f"{action}: without what its forward saved")
         need(("gradient", stage, m) in read.values(), f"{action}: without the gradient of its output")
-        return {Value("d", stage - 1, m): ("gradient", stage - 1, m)} if stage else {}
+        earlier, later = self.neighbours(m)
+        need(later is None or ("of prefix", stage, m) in read.values(), f"{action}: without the tokens after")
+        of_input = {Value("d", stage - 1, m): ("gradient", stage - 1, m)} if stage else {}
+        return of_input | ({} if earlier is None else {Value("h", stage, earlier): ("of prefix", stage, earlier)})
 
     def backward_input(self, action: Action, read: dict[Value, object]) -> dict[Value, object]:
         stage, m = action.stage, action.micro_batch

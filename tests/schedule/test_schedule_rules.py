@@ -67,6 +67,21 @@ def test_freshest_is_the_smallest_staleness_that_the_timeline_can_serve(n, c, k)
     assert matrix_of("cdp_v2", n, c * n, k) == smallest_staleness(n, c * n, k)
 
 
+@pytest.mark.parametrize(("n", "c"), itertools.product(range(1, 6), range(1, 3)))
+def test_so_it_is_for_any_number_of_micro_batches_and_a_pipeline_never_idles(n, c):
+    for m in range(n, 2 * n + 4):
+        newest, late = (
+            Schedule.build(mode, n, c * n, "pipeline", micro_batches=m) for mode in ("cdp_v2", "pipedream_2bw")
+        )
+        assert [list(row) for row in newest.rule.matrix] == smallest_staleness(n, c * n, m=m)
+        assert [list(row) for row in late.rule.matrix] == [[1] * (c * n)] * m
+        for schedule in (newest, late):
+            period = Program(schedule).run_from(0)[0].period
+            busy = [action.rank for slot in period for action in slot.actions if action.op.is_compute]
+            assert schedule.slots_per_step == 2 * c * m
+            assert all(busy.count(rank) == 2 * c * m for rank in range(n)), "a rank computes in every slot"
+
+
 @pytest.mark.parametrize(("n", "c", "k"), itertools.product(range(1, 7), range(1, 4), range(1, 5)))
 def test_the_share_of_stale_reads_falls_as_one_over_m(n, c, k):
     s, turns = c * n, n * k

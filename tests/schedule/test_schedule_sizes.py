@@ -15,6 +15,12 @@ def test_products_are_named():
     sizes.check()
 
 
+@pytest.mark.parametrize(("n", "m", "sets"), [(4, 6, 2), (4, 5, 1), (4, 8, 4), (3, 9, 3)])
+def test_any_number_of_micro_batches_and_as_many_sets_of_statistics_as_divide_it(n, m, sets):
+    sizes = Sizes(stages=12, workers=n, replicas=2, chosen_turns=m)
+    assert (sizes.lanes, sizes.turns, sizes.micro_batches, sizes.statistics) == (2 * n, m, 2 * m, 2 * sets)
+
+
 def test_slices_are_numbered_by_their_backwards():
     sizes = Sizes(stages=2, workers=2, slices=3)
     assert (sizes.micro_batches, sizes.sample_parts, sizes.lanes) == (6, 2, 6)

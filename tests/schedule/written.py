@@ -11,6 +11,7 @@ from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, MODES, PLACEMENTS, Action,
 from cdp_repro.schedule.check import Checker
 from cdp_repro.schedule.generate import generate
 from cdp_repro.schedule.passes.frees import held_after
+from cdp_repro.schedule.schedule import CHOOSING_PLACEMENTS
 
 CYCLIC = ("cdp_v1", "cdp_v2")
 DISTRIBUTED = tuple(name for name in PLACEMENTS if name != "single_device")
@@ -18,9 +19,9 @@ ORDERS = ("paper", "backward_first")
 STALE = [[3, 1, 1], [1, 2, 1], [2, 0, 1]]
 
 
-def smallest_staleness(n: int, s: int, k: int = 1) -> list[list[int]]:
+def smallest_staleness(n: int, s: int, k: int = 1, m: int | None = None) -> list[list[int]]:
     """By brute force: a version exists from the slot after the last backward of its step on, and not before."""
-    delay, turns, step = 2 * s // n, n * k, 5
+    delay, turns, step = 2 * s // n, m or n * k, 5
 
     def exists(version: int, j: int) -> int:
         return delay * (version * turns - 1) + 2 * s - 1 - j + 1
@@ -59,6 +60,8 @@ ANYWHERE = ("dp", "cdp_v1", "cdp_v2", "matrix")
 
 def kinds() -> Iterator[Schedule]:
     """Every mode, placement, slot order, summation, accumulation and number of replicas once, in small sizes."""
+    for mode, placement, r in product(("dp", "cdp_v1", "cdp_v2", "naive", "gpipe"), CHOOSING_PLACEMENTS, (1, 2)):
+        yield Schedule.build(mode, 3, placement=placement, micro_batches=4, replicas=r)
     modes = [*((mode, None) for mode in MODES), ("matrix", STALE)]
     sizes = ((1, 1), (2, 1), (1, 2))
     for (name, matrix), placement, order, (k, r) in product(modes, PLACEMENTS, ORDERS, sizes):

@@ -16,7 +16,7 @@ class ConfigError(ValueError):
 
 
 OTHER_NAMES = {
-    "learning_rate": "optim.lr", "optimizer": "optim", "max_epochs": "epochs", "micro_batches": "accumulate",
+    "learning_rate": "optim.lr", "optimizer": "optim", "max_epochs": "epochs",  "num_micro_batches": "micro_batches",
     "gradient_accumulation_steps": "accumulate", "data": "dataset", "arch": "model",
 }  # fmt: skip
 """What other trainers call ours."""

@@ -16,8 +16,8 @@ from cdp_repro.config.schema import ClusterConfig, RunConfig
 
 SCHEDULE_KEYS = frozenset({
     "workers", "stages", "accumulate", "replicas", "ranks", "servers", "batch_size", "slot_order",
-    "speeds", "jitter", "slack", "slices", "mode.name", "mode.staleness", "placement.name", "pipeline_schedule",
-    "collectives",
+    "speeds", "jitter", "slack", "slices", "micro_batches", "mode.name", "mode.staleness", "placement.name",
+    "pipeline_schedule", "collectives",
 })  # fmt: skip
 """Settings that the schedule is built from: it can be checked only if each of them is in range."""
 
@@ -59,6 +59,7 @@ EXAMPLES = {
     "jitter": "jitter=0",
     "slack": "slack=3",
     "slices": "slices=2",
+    "micro_batches": "micro_batches=6",
     "cluster.between_hosts_latency_seconds": "cluster.between_hosts_latency_seconds=1e-5",
     "cluster.between_hosts_bandwidth_bytes_per_second": "cluster.between_hosts_bandwidth_bytes_per_second=1e9",
     "cluster.flops_per_second": "cluster.flops_per_second=1e13",

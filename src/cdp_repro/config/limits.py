@@ -48,9 +48,10 @@ _MINIMA = {
 }  # fmt: skip
 
 _SIZES = (
-    "timeout_seconds", "grace_seconds", "workers", "stages", "accumulate", "replicas", "ranks", "servers", "batch_size",
-    "evaluation_batch_size", "dataset.channels", "dataset.image_size", "dataset.classes", "dataset.train_samples",
-    "dataset.test_samples", "model.hidden", "model.width", "model.heads", "model.context",
+    "timeout_seconds", "grace_seconds", "workers", "stages", "accumulate", "replicas", "ranks", "servers",
+    "micro_batches", "batch_size", "evaluation_batch_size", "dataset.channels", "dataset.image_size",
+    "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden", "model.width",
+    "model.heads", "model.context",
 )  # fmt: skip
 _LARGEST_SIZE = 2**31 - 1
 _LARGEST_RATE = 1e38
@@ -63,7 +64,8 @@ _LARGEST_INPUT = 2**31
 """Values of a mini-batch: 8 GiB in fp32."""
 
 _OPTIONAL_MINIMA = {
-    "stages": 1, "ranks": 1, "servers": 1, "jitter": 0, "slack": 0, "slices": 1, "delay.strength": 0,
+    "stages": 1, "ranks": 1, "servers": 1, "jitter": 0, "slack": 0, "slices": 1, "micro_batches": 1,
+    "delay.strength": 0,
     "cluster.between_hosts_latency_seconds": 0, "cluster.between_hosts_bandwidth_bytes_per_second": 1,
     "cluster.flops_per_second": 1,
 }  # fmt: skip
@@ -153,7 +155,7 @@ def _too_large_program(config: RunConfig) -> str | None:
     """Return a sentence if the program would take minutes or more to make, without making it."""
     matrix = config.mode.staleness
     longest = 1 if matrix is None else max((max(row, default=0) for row in matrix), default=0)
-    forwards, steps = config.micro_batches * config.stage_count, longest + 2  # steps until the pattern repeats
+    forwards, steps = config.step_micro_batches * config.stage_count, longest + 2  # steps until the pattern repeats
     if 2 * forwards * steps <= _LARGEST_PROGRAM:
         return None
     said = (
@@ -170,8 +172,8 @@ def _too_large_program(config: RunConfig) -> str | None:
 
 
 def _check_batch_size(config: RunConfig) -> None:
-    if config.pushes and config.batch_size % config.micro_batches:
-        pushes = config.micro_batches
+    if config.pushes and config.batch_size % config.step_micro_batches:
+        pushes = config.step_micro_batches
         lower, each = config.batch_size // pushes, config.batch_size // config.workers
         choices = " or ".join(f"batch_size={n * pushes}" for n in (lower, lower + 1) if n)
         like = f"; {each * pushes} gives each as many samples as mode=dp with {config.batch_size}" if each else ""
@@ -181,8 +183,14 @@ def _check_batch_size(config: RunConfig) -> None:
         )
     if config.pushes:
         return
-    workers, accumulate = (1, 1) if config.updates_each else (config.workers, config.accumulate)
-    check_divisible(config.batch_size, workers, accumulate, config.replicas)
+    if config.updates_each:
+        check_divisible(config.batch_size, replicas=config.replicas)
+    elif config.micro_batches:
+        check_divisible(config.batch_size, micro_batches=config.micro_batches, replicas=config.replicas)
+    else:
+        check_divisible(
+            config.batch_size, workers=config.workers, accumulate=config.accumulate, replicas=config.replicas
+        )
 
 
 def _check_schedule(config: RunConfig) -> None:
@@ -290,10 +298,9 @@ def _wrong_with_baseline(config: RunConfig) -> Iterable[str]:
         yield f"baseline={config.baseline} places its stages itself: drop placement={config.placement.name}"
     if config.collectives:
         yield f"baseline={config.baseline} uses the library's collectives in any case: drop collectives=true"
-    if config.replicas != 1:
-        yield f"baseline={config.baseline} knows no replicas={config.replicas}: use workers={config.micro_batches}"
-    if config.accumulate != 1:
-        yield f"baseline={config.baseline} knows no accumulate={config.accumulate}: use workers={config.micro_batches}"
+    for name, neutral in (("replicas", 1), ("accumulate", 1), ("micro_batches", None)):
+        if (value := getattr(config, name)) != neutral:
+            yield f"baseline={config.baseline} knows no {name}={value}: use workers={config.step_micro_batches}"
     if config.baseline in ("torch_gpipe", "torch_1f1b") and config.stage_count != config.workers:
         yield (
             f"baseline={config.baseline} runs one stage a process, not stages={config.stage_count} on "

@@ -186,6 +186,9 @@ class RunConfig:
     unless set: all of a worker take the same."""
     slack: int | None = None
     """s, of mode=ssp: pushes by which a worker may be ahead of the slowest one when it starts; unless set: 3."""
+    micro_batches: int | None = None
+    """M, without replicas, of pipelines (placement=pipeline or single_device), where it need be no multiple of
+    `workers`; unless set: `accumulate` x `workers`."""
     slices: int | None = None
     """L, of mode=terapipe: micro-batches that a sequence is cut into along its tokens, a divisor of `model.context`;
     unless set: 2."""
@@ -250,11 +253,11 @@ class RunConfig:
         return self.workers if self.stages is None else self.stages
 
     @property
-    def micro_batches(self) -> int:
+    def step_micro_batches(self) -> int:
         """M: micro-batches that a mini-batch is cut into.
 
-        That is k N R L; R where each micro-batch is a training step; where workers run on clocks of their own, the
-        pushes of a round.
+        That is k N R L, or where M is chosen M R L; R where each micro-batch is a training step; where workers run on
+        clocks of their own, the pushes of a round.
 
         Raises:
             ValueError: speeds of which there is no such round.
@@ -263,7 +266,7 @@ class RunConfig:
             return self.schedule().micro_batches
         if self.updates_each:
             return self.replicas
-        return self.workers * self.accumulate * self.replicas * self.slices_of_a_sequence
+        return (self.micro_batches or self.workers * self.accumulate) * self.replicas * self.slices_of_a_sequence
 
     @property
     def slices_of_a_sequence(self) -> int:
@@ -279,7 +282,7 @@ class RunConfig:
     @property
     def sample_parts(self) -> int:
         """M / L: parts that a mini-batch is cut into along its samples."""
-        return self.micro_batches // self.slices_of_a_sequence
+        return self.step_micro_batches // self.slices_of_a_sequence
 
     @property
     def micro_batch_shape(self) -> tuple[int, ...]:
@@ -345,6 +348,7 @@ class RunConfig:
             jitter=self.jitter,
             slack=self.slack,
             slices=self.slices,
+            micro_batches=self.micro_batches,
             pipeline_schedule=self.pipeline_schedule,
             collectives=self.collectives and self.baseline is None,
         )

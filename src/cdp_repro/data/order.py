@@ -42,7 +42,7 @@ def micro_batch_indices(
     Raises:
         ValueError: at once, not at the first step: `workers` does not divide `batch_size`, or no mini-batch fits.
     """
-    check_divisible(batch_size, workers)
+    check_divisible(batch_size, workers=workers)
     per_epoch = steps_per_epoch(train_size, batch_size)
 
     def rows() -> Iterator[tuple[int, Tensor]]:

@@ -45,6 +45,7 @@ class Choices(TypedDict, total=False):
     speeds: Sequence[int] | None
     jitter: int | None
     slack: int | None
+    micro_batches: int | None
     slices: int | None
     pipeline_schedule: str
     collectives: bool

@@ -82,13 +82,15 @@ def plan_text(plan: Plan, width: int) -> str:
     """Return the whole plan as text that is at most `width` characters wide where it can be."""
     config = plan.config
     workers = f"{config.workers} workers" + (f" x {config.accumulate} accumulated" if config.accumulate > 1 else "")
+    if config.micro_batches:
+        workers = f"{config.micro_batches} micro-batches"
     workers += f" x {config.replicas} replicas" if config.replicas > 1 else ""
     head = (
         f"{config.model.name}, {config.task.shape_text(config.input_shape)}, mini-batch {config.batch_size} = "
         f"{workers} x {config.micro_batch_shape[0]}, {config.placement.name}"
     )
     parts = [head, _stage_table(plan)]
-    if config.micro_batches <= SHOWN_WORKERS:
+    if config.step_micro_batches <= SHOWN_WORKERS:
         for name, forecast in plan.forecasts.items():
             grid = text_grid(forecast.slots, forecast.program.schedule.timeline.lanes, width)
             parts.append(f"timeline of {name} (F2v1 = forward of stage 2 with parameter version 1)\n\n{grid}")

@@ -77,6 +77,8 @@ def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, StageCut]]:
         raise ConfigError(
             [f"--systems compares single copies of a model, not replicas={config.replicas}: leave it out"]
         )
+    if config.micro_batches:
+        raise ConfigError(["--systems takes M as workers x accumulate: leave micro_batches out"])
     if config.speeds:
         raise ConfigError(["--systems compares workers of one speed: leave speeds out"])
     if micro_batches % ranks:

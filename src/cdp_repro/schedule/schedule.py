@@ -41,6 +41,8 @@ MODE_SIZES = {"speeds": ("dp", "ssp", "async"), "jitter": ("ssp", "async"), "sla
 SPEED_PLACEMENTS = ("single_device", "parameter_server")
 """Where workers may have speeds of their own."""
 DEFAULT_SLACK, DEFAULT_SLICES = 3, 2
+CHOOSING_PLACEMENTS = ("single_device", "pipeline")
+"""Where M may be any number: elsewhere workers are ranks, all of which have k micro-batches."""
 COLLECTIVE_PLACEMENTS = ("replicated", "zero")
 """Where each worker is a rank, so that a collective of all ranks is one of all workers."""
 
@@ -152,6 +154,8 @@ class Spec:
     """Seed of uneven times of single micro-batches, of `ssp` and `async`; None: all of a worker take the same time."""
     slack: int | None = None
     """Pushes by which a worker may be ahead of the slowest one when it starts, of `ssp` only; None: 3."""
+    micro_batches: int | None = None
+    """M / R, of pipelines; None: k N, times L where there are slices."""
     slices: int | None = None
     """L: micro-batches that sequences are cut into along their tokens, of `terapipe` only; None: 2."""
     pipeline_schedule: str = "one_f_one_b"
@@ -189,7 +193,7 @@ class Spec:
         return Sizes(
             self.stages, self.workers, self.accumulate, self.replicas, pipeline_ranks, servers, each,
             self.chosen_mode.pushes, tuple(self.speeds or ()), self.jitter, slack,
-            self.chosen_mode.slices(self.slices),
+            self.chosen_mode.slices(self.slices), self.micro_batches,
         )  # fmt: skip
 
     def on(self, placement: str) -> Spec:
@@ -235,6 +239,7 @@ class Schedule:
         speeds: Sequence[int] | None = None,
         jitter: int | None = None,
         slack: int | None = None,
+        micro_batches: int | None = None,
         slices: int | None = None,
         pipeline_schedule: str = "one_f_one_b",
         collectives: bool = False,
@@ -247,8 +252,8 @@ class Schedule:
         return cls.of(
             Spec(
                 named, workers, workers if stages is None else stages, placement, slot_order, accumulate, replicas,
-                ranks, servers, None if speeds is None else tuple(speeds), jitter, slack, slices,
-                pipeline_schedule, collectives,
+                ranks, servers, None if speeds is None else tuple(speeds), jitter, slack, micro_batches,
+                slices, pipeline_schedule, collectives,
             ),
             gradient_bytes,
         )  # fmt: skip
@@ -288,6 +293,7 @@ class Schedule:
                 f"mode={spec.mode} makes an update after each micro-batch, not after accumulate={spec.accumulate} "
                 f"of them a worker: use accumulate=1{works}"
             )
+        _check_micro_batches(spec)
         timeline.check(spec.placement)
         if spec.collectives and (mode.timeline != "simultaneous" or spec.placement not in COLLECTIVE_PLACEMENTS):
             raise ValueError(
@@ -403,6 +409,23 @@ def _check_mode_sizes(spec: Spec) -> None:
             f"speeds={[*spec.speeds]} needs workers that wait only for parameters, not placement={spec.placement}: use "
             f"placement={' or '.join(SPEED_PLACEMENTS)}"
         )
+
+
+def _check_micro_batches(spec: Spec) -> None:
+    """Raise ValueError, with what would work, if M is chosen where other settings give it."""
+    chosen, mode = spec.micro_batches, spec.chosen_mode
+    if chosen is None:
+        return
+    if spec.placement not in CHOOSING_PLACEMENTS or mode.updates_each or mode.pushes or spec.speeds is not None:
+        raise ValueError(
+            f"micro_batches={chosen} is for modes on placement={' or '.join(CHOOSING_PLACEMENTS)} with one update "
+            f"after them, not for mode={_name(spec.mode)} on placement={spec.placement}: leave it out"
+        )
+    if spec.accumulate > 1:
+        raise ValueError(f"micro_batches={chosen} and accumulate={spec.accumulate} both say how many: leave one out")
+    least = spec.workers if mode.timeline == "cyclic" else 1
+    if chosen < least:
+        raise ValueError(f"micro_batches={chosen}: this mode has at least {least} in a training step")
 
 
 def _name(mode: str | Sequence[Sequence[int]]) -> str:

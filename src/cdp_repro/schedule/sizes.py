@@ -44,6 +44,8 @@ class Sizes:
     """Pushes by which a worker may be ahead of the slowest one when it starts; None sets no bound."""
     slices: int = 1
     """L: micro-batches that the sequences of a worker are cut into along their tokens."""
+    chosen_turns: int | None = None
+    """M / (R L) where it is no k N: then the worker of a micro-batch is another one in the next training step."""
 
     @cached_property
     def lanes(self) -> int:
@@ -55,7 +57,9 @@ class Sizes:
         """M / R: micro-batches of a training step, without replicas. Timelines and rules count these."""
         if self.pushes:
             return len(self.round.turns)
-        return 1 if self.updates_each else self.workers * self.accumulate * self.slices
+        if self.updates_each:
+            return 1
+        return (self.chosen_turns or self.workers * self.accumulate) * self.slices
 
     @cached_property
     def durations(self) -> Durations:
@@ -121,11 +125,12 @@ class Sizes:
 
     @cached_property
     def statistics(self) -> int:
-        """Sets of BatchNorm's running statistics: one a lane, or one a replica; micro-batch m has number m modulo them.
+        """Sets of BatchNorm's running statistics; micro-batch m has number m modulo them.
 
-        A set belongs to the same place in every training step, so that there are never more than M.
+        A set belongs to the same places in every training step, so their number divides M: one a lane where M = k N R.
+        Workers on clocks of their own have a set each, whatever the number of their pushes.
         """
-        return min(self.lanes, self.micro_batches)
+        return self.lanes if self.pushes else math.gcd(self.lanes, self.micro_batches)
 
     def check(self) -> None:
         """Raise ValueError, with a value that works, unless each number is at least 1 and D divides S."""
@@ -159,18 +164,17 @@ class Sizes:
             raise ValueError(f"replicas={self.replicas}: workers with speeds of their own have none; use replicas=1")
 
 
-def check_divisible(batch_size: int, workers: int, accumulate: int = 1, replicas: int = 1) -> None:
-    """Raise ValueError, with the nearest batch sizes that work, unless the mini-batch is cut into equal micro-batches.
+def check_divisible(batch_size: int, **factors: int) -> None:
+    """Raise ValueError, with the nearest batch sizes that work, unless the mini-batch is cut into equal parts.
 
-    There are `workers` x `accumulate` x `replicas` of them.
+    There are as many as the product of `factors`, by the names of the settings that give them, such as `workers`.
     """
-    factors = {"workers": workers, "accumulate": accumulate, "replicas": replicas}
-    micro_batches = workers * accumulate * replicas
+    micro_batches = math.prod(factors.values())
     for name, number in factors.items():
         if number < 1:
             raise ValueError(f"{name}={number} must be at least 1")
     if batch_size % micro_batches:
         below = batch_size // micro_batches * micro_batches
         works = " or ".join(f"batch_size={size}" for size in (below, below + micro_batches) if size > 0)
-        parts = " x ".join(f"{name}={number}" for name, number in factors.items() if number > 1 or name == "workers")
+        parts = " x ".join(f"{name}={number}" for name, number in factors.items() if number > 1 or len(factors) == 1)
         raise ValueError(f"batch_size={batch_size} is not divisible by {parts}: use {works}")

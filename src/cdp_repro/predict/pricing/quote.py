@@ -107,7 +107,8 @@ def prices_on_each(
     found = []
     for number, cluster in enumerate(clusters):
         prices = {name: estimates[different.index(job)][number] for name, job in jobs.items()}
-        closed = not config.speeds and config.slices_of_a_sequence == 1  # workers of one speed, whole sequences
+        # closed forms know workers of one speed, with k micro-batches each, of whole sequences
+        closed = not config.speeds and not config.micro_batches and config.slices_of_a_sequence == 1
         if config.workers > 1 and closed:
             devices = config.workers * config.accumulate * config.replicas
             prices["dp ddp"] = price_ddp(cut.costs, cluster, devices, states)
@@ -133,7 +134,12 @@ def _jobs(config: RunConfig) -> dict[str, Spec]:
         for place in PLACEMENTS
         if place == "single_device" or mode != "accumulation"
     }
-    if beside and config.replicas == config.accumulate == 1 and config.stage_count == config.workers:
+    if (
+        beside
+        and not config.micro_batches
+        and config.replicas == config.accumulate == 1
+        and config.stage_count == config.workers
+    ):
         chosen = replace(chosen, ranks=None)
         jobs["dp torch_gpipe"] = replace(_job(chosen, "dp", "pipeline"), pipeline_schedule="gpipe")
         jobs["dp torch_1f1b"] = replace(_job(chosen, "dp", "pipeline"), pipeline_schedule="one_f_one_b")
@@ -160,7 +166,7 @@ def quote_text(quote: Quote) -> str:
     seconds = zip(cluster.forward_seconds, cluster.backward_seconds, strict=True)
     head = [
         f"{config.model.name}, {config.task.shape_text(config.input_shape)}, "
-        f"{config.stage_count} stages, mini-batch {config.batch_size} = {config.micro_batches} x "
+        f"{config.stage_count} stages, mini-batch {config.batch_size} = {config.step_micro_batches} x "
         f"{config.micro_batch_shape[0]}",
         f"stages, forward + backward [s]: {', '.join(f'{f:.4g} + {b:.4g}' for f, b in seconds)}",
         f"links: {_link_text(cluster.within_host)} within a host of {cluster.devices_per_host}, "

@@ -27,8 +27,8 @@ class Simultaneous(Timeline):
 
     @property
     def period(self) -> int:
-        """2 S k, times the slots that the slowest worker takes for a forward."""
-        return self._length * (self.sizes.turns // self.sizes.workers)
+        """2 S ceil(M / N), times the slots that the slowest worker takes for a forward."""
+        return self._length * -(-self.sizes.turns // self.sizes.workers)
 
     def forward(self, i: int, j: int) -> int:
         """Return d j, after the micro-batches that the worker has computed before."""
