@@ -60,7 +60,7 @@ function readersOf(system, action, value) {
 
 /** Say what a value is. */
 function describe(value) {
-  const [, kind, stage, rest] = value.match(/^(pf|pb|[xsdwgpb])(\d+)(.*)$/);
+  const [, kind, stage, rest] = value.match(/^(pf|pb|[xsdwkhgpb])(\d+)(.*)$/);
   const number = (rest.match(/[.@[][mwv]?(\d+)/) ?? [])[1], version = (rest.match(/@v(\d+)/) ?? [])[1];
   const part = rest.includes("#") ? `, part ${rest.split("#")[1].replace("/", " of ")}` : "";
   const words = {
@@ -68,6 +68,8 @@ function describe(value) {
     s: `activations that stage ${stage} keeps for the backward of micro-batch ${number}`,
     d: `gradient of the output of stage ${stage}, micro-batch ${number}`,
     w: `what the weights' gradients of stage ${stage} still need, micro-batch ${number}`,
+    k: `what stage ${stage} keeps of the tokens up to those of micro-batch ${number}`,
+    h: `gradient of what stage ${stage} keeps of the tokens up to those of micro-batch ${number}`,
     g: `gradients of stage ${stage}, ${membersText(rest)}`,
     p: `parameters of stage ${stage}, version ${version}`,
     pf: `parameters of stage ${stage}, version ${version}, lent for a forward`,
