@@ -27,11 +27,12 @@ plan: $(INSTALLED) ## show timeline, stages and memory before training (ARGS="..
 test: $(INSTALLED) ## run all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-check: $(INSTALLED) ## lint, formatting, layers, types
+check: $(INSTALLED) ## lint, formatting, layers, types, and that the report is what the rows give
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/cdp-report check
 
 format: $(INSTALLED) ## format the code
 	$(BIN)/ruff check --fix .

@@ -71,6 +71,8 @@ def test_a_run_on_slices_says_what_whole_sequences_say(tmp_path, text):
     assert sliced["eval/nats_per_token"] == pytest.approx(whole["eval/nats_per_token"], abs=1e-9)
     assert sliced["memory/activation_peak_bytes_total"] == sliced["memory/activation_peak_bytes_simulated"]
     assert sliced["memory/activation_peak_bytes_total"] != whole["memory/activation_peak_bytes_total"]
+    of_dp = "memory/activation_peak_bytes_simulated_dp"
+    assert sliced[of_dp] == whole[of_dp], "data parallelism reads whole sequences"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,11 @@ class StageCut:
     """Those of them in `hidden_matrices`, which `optim=muon` treats in its own way."""
 
     @property
+    def blocks_per_stage(self) -> list[int]:
+        """How many of the model's blocks each stage has."""
+        return [len(names) for names in self.block_names]
+
+    @property
     def imbalance(self) -> float:
         """Largest over mean of the balanced cost; 1 is perfect."""
         return imbalance(self.balanced)

@@ -65,7 +65,7 @@ def verify(config: RunConfig, steps: int) -> Comparison:
     alone = copy.deepcopy(config)
     alone.placement.name, alone.baseline, alone.collectives = "single_device", None, False
     alone.ranks = alone.servers = alone.program = None
-    blocks = [len(names) for names in cut_model(alone).block_names]  # once: a cut by time may differ from the next
+    blocks = cut_model(alone).blocks_per_stage  # once: a cut by time may differ from the next
     expected = _train(alone, steps, blocks)
     found = launch(_train, (config, steps, blocks), config.processes)
     by_library = config.baseline is not None or config.collectives

@@ -25,6 +25,7 @@ from cdp_repro.observe.run_directory import RunDirectory
 from cdp_repro.observe.trace_files import mirror_trace, write_trace_files
 from cdp_repro.observe.versions import code_hash, versions
 from cdp_repro.observe.wandb_mirror import WandbMirror, previous_run_id
+from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.cutting import CutModel, cut_model
 from cdp_repro.predict.simulate import simulate, version_bytes
 from cdp_repro.schedule import Program, Schedule
@@ -114,7 +115,7 @@ def _earlier_cut(checkpoint: Checkpoint | None) -> list[int] | None:
 def _same_cut(config: RunConfig, team: Team, blocks_per_stage: Sequence[int] | None) -> CutModel:
     """Cut the model on every rank as on rank 0, whatever each would measure."""
     own = cut_model(config, blocks_per_stage) if team.rank == 0 else None
-    blocks = team.share([len(names) for names in own.block_names] if own else None)
+    blocks = team.share(own.blocks_per_stage if own else None)
     return own or cut_model(config, blocks)
 
 
@@ -183,7 +184,7 @@ class _Run:
         facts = {
             "config": self._config.to_dict(),
             "data": self._data,
-            "blocks_per_stage": [len(names) for names in self._cut.block_names],
+            "blocks_per_stage": self._cut.blocks_per_stage,
             "versions": versions(),
         }
         return Trainer(
@@ -228,11 +229,13 @@ class _Run:
         if self._files is None:
             return {}
         schedule = self._config.schedule()
+        whole = self._config.reading_whole()
+        costs_of_dp = self._cut.costs if whole is self._config else cut_model(whole, self._cut.blocks_per_stage).costs
         summary = {
             **self._described(status),
             **self._trainer.measured(),
-            "memory/activation_peak_bytes_simulated": self._simulated_peak(schedule),
-            "memory/activation_peak_bytes_simulated_dp": self._simulated_peak(schedule.data_parallel()),
+            "memory/activation_peak_bytes_simulated": _simulated_peak(schedule, self._cut.costs),
+            "memory/activation_peak_bytes_simulated_dp": _simulated_peak(schedule.data_parallel(), costs_of_dp),
         }
         self._directory.write_summary(summary)
         self._files.metrics.close()
@@ -271,13 +274,14 @@ class _Run:
             **versions(),
         }
 
-    def _simulated_peak(self, schedule: Schedule) -> int:
-        return simulate(Program(schedule), self._cut.costs, steps=2).activation_peak_bytes_total
-
     def _write_trace(self, trace: Trace) -> None:
         """Write the trace as files, and keep it for W&B."""
         self._trace = trace
         write_trace_files(trace, self._directory, version_bytes(self._config.schedule(), self._cut.costs))
+
+
+def _simulated_peak(schedule: Schedule, costs: StageCosts) -> int:
+    return simulate(Program(schedule), costs, steps=2).activation_peak_bytes_total
 
 
 @contextmanager

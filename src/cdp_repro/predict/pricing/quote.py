@@ -71,7 +71,7 @@ def cluster_of(config: RunConfig, cut: StageCut) -> Cluster:
         from cdp_repro.predict.pricing.calibration import measure_network, measure_stages
 
         within, collectives = measure_network()
-        forward, backward = measure_stages(config, cut_model(config, [len(names) for names in cut.block_names]))
+        forward, backward = measure_stages(config, cut_model(config, cut.blocks_per_stage))
     elif given.forward_seconds is not None:
         forward = tuple(given.forward_seconds)
         backward = tuple(given.backward_seconds or (2 * seconds for seconds in forward))
