@@ -54,6 +54,11 @@ def test_every_leaf_of_every_config_is_a_field(path):
     assert {key for key, _ in leaves(tree)} <= known
 
 
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.parent.name == "model"], ids=lambda path: path.stem)
+def test_every_model_takes_weights(path):
+    assert "weights" in OmegaConf.load(path)
+
+
 def test_the_configs_are_package_data_and_the_link_at_the_top_shows_them():
     assert importlib.resources.files("cdp_repro.config.hydra_tree").joinpath("config.yaml").is_file()
     link = Path(__file__).parents[2] / "configs"

@@ -13,6 +13,7 @@ from cdp_repro.predict import cutting, remembered_cuts
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.stage_cut import StageCut
+from cdp_repro.training.run import train
 
 SETTINGS = ("model=mlp", "model.depth=5", "workers=3", "batch_size=48")
 
@@ -41,6 +42,13 @@ def test_a_plan_takes_what_an_earlier_one_has_measured(cache, measured):
     assert len(measured) == 1 and len([*cache.iterdir()]) == 1
     assert numbers_of(first) == numbers_of(second) == numbers_of(cut_model(config))
     assert repr(first) == repr(second), "types as well"
+
+
+def test_a_plan_takes_what_a_run_has_measured(cache, measured, tmp_path):
+    small = ("dataset=synthetic", "dataset.train_samples=48", "dataset.test_samples=8", "epochs=1", "wandb=disabled")
+    config = compose_config([*SETTINGS, *small])
+    train(config, tmp_path / "run", ["test"])
+    assert numbers_of(stage_cut(config)) == numbers_of(cut_model(config)) and not measured
 
 
 @pytest.mark.parametrize(

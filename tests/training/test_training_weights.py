@@ -1,4 +1,4 @@
-"""Weights out and in: plain torchvision and timm code loads them, and computes what the run has measured."""
+"""Weights out and in: plain torchvision, timm and transformers code loads them, and computes what was measured."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import pytest
 import timm
 import torch
 import torchvision
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.numerics import loss_fn
-from cdp_repro.models.registry import build_model, original_name
+from cdp_repro.models.registry import build_model, original_tensors
 from cdp_repro.observe.run_directory import RunDirectoryError
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.training.assembly import load_data
@@ -27,6 +28,8 @@ from cdp_repro.training.run import train
 from cdp_repro.training.weights import export, start_from_file
 
 IMAGES = ("dataset=synthetic", "dataset.image_size=32", "dataset.train_samples=16", "dataset.test_samples=8")
+GPT = ("dataset=text", "model=gpt", "model.width=16", "model.depth=2", "model.heads=2", "model.context=16", "workers=2",
+       "batch_size=8", "epochs=1", "wandb=disabled", "traced_steps=0")  # fmt: skip
 SMALL = (*IMAGES, "batch_size=8", "workers=2", "epochs=1", "wandb=disabled", "traced_steps=0")
 
 
@@ -35,6 +38,13 @@ def torchvision_resnet18(classes: int = 10) -> nn.Module:
     model = torchvision.models.resnet18(num_classes=classes)
     model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
     return model
+
+
+def plain_gpt(tokens: int) -> nn.Module:
+    """The decoder of `GPT`, as anyone would write it with transformers."""
+    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    config = transformers.GPT2Config(vocab_size=tokens, **sizes, activation_function="gelu", tie_word_embeddings=False)
+    return transformers.GPT2LMHeadModel(config)
 
 
 def plain_vit() -> nn.Module:
@@ -78,6 +88,44 @@ def test_a_run_starts_from_a_file_of_plain_code(trained, tmp_path):
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(nn.Sequential(*stages).eval()(images), plain.eval()(images))
+
+
+def test_transformers_loads_the_decoder_and_a_run_starts_from_one_of_its_own(tmp_path):
+    words = tmp_path / "words.txt"
+    words.write_text("a quick brown fox jumps over a lazy dog. " * 40)
+    gpt = (*GPT, f"dataset.root={words}")
+    config = compose_config([*gpt])
+    summary = train(config, tmp_path / "run", ["test"])
+    export(tmp_path / "run", tmp_path / "gpt.safetensors")
+    plain = plain_gpt(config.dataset.classes)
+    plain.load_state_dict(load_file(tmp_path / "gpt.safetensors"), strict=True)
+    loss, count = 0.0, 0
+    for tokens, targets in load_data(config).test_batches(8, device=torch.device("cpu")):
+        with torch.no_grad():
+            logits = plain.eval()(tokens).logits
+        loss += nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+        count += targets.numel()
+    assert loss / count == pytest.approx(summary["eval/nats_per_token"], rel=1e-5)
+
+    fresh = plain_gpt(config.dataset.classes).eval()
+    save_file(fresh.state_dict(), tmp_path / "fresh.safetensors")
+    stages = cut_model(started := compose_config([*gpt, f"model.weights={tmp_path / 'fresh.safetensors'}"])).stages
+    assert start_from_file(started, stages)
+    with torch.no_grad():
+        assert torch.allclose(nn.Sequential(*stages).eval()(tokens), fresh(tokens).logits, atol=1e-6)
+
+
+def test_a_file_with_the_names_of_build_model_fits_too(tmp_path):
+    with torch.device("meta"):
+        shapes = build_model("gpt", input_shape=(16,), classes=256, depth=2, width=16, heads=2).state_dict()
+    values = {key: torch.rand(tensor.shape) for key, tensor in shapes.items()}
+    save_file(values, tmp_path / "ours.safetensors")
+    config = compose_config([*GPT, f"model.weights={tmp_path / 'ours.safetensors'}"])
+    assert config.dataset.classes == 256
+    stages = cut_model(config).stages
+    start_from_file(config, stages)
+    found = {key: tensor for stage in stages for key, tensor in stage.state_dict().items()}
+    assert found.keys() == values.keys() and all(torch.equal(found[key], values[key]) for key in values)
 
 
 def test_a_run_that_learns_nothing_gives_back_the_parameters_it_started_from(tmp_path):
@@ -129,16 +177,15 @@ def test_every_rank_starts_from_the_file(tmp_path, tiny):
 def test_names_and_shapes_are_the_originals(name, shape, original):
     with torch.device("meta"):
         ours, theirs = build_model(name, input_shape=shape, classes=10).state_dict(), original().state_dict()
-    assert {original_name(name, key): tensor.shape for key, tensor in ours.items()} == {
+    assert {key: tensor.shape for key, tensor in original_tensors(name, ours).items()} == {
         key: tensor.shape for key, tensor in theirs.items()
     }
 
 
-@pytest.mark.parametrize(("name", "shape"), [("gpt", (16,)), ("mlp", (3, 8, 8))])
-def test_models_of_ours_keep_their_names(name, shape):
+def test_a_model_of_ours_keeps_its_names():
     with torch.device("meta"):
-        ours = build_model(name, input_shape=shape, classes=10)
-    ours.load_state_dict({original_name(name, key): tensor for key, tensor in ours.state_dict().items()}, strict=True)
+        ours = build_model("mlp", input_shape=(3, 8, 8), classes=10)
+    ours.load_state_dict(original_tensors("mlp", ours.state_dict()), strict=True)
 
 
 def refused_start(tmp_path: Path, file: Path, *overrides: str) -> str:

@@ -1,4 +1,4 @@
-"""`cdp-export`: the weights of a run as a file that torchvision's and timm's own code loads."""
+"""`cdp-export`: the weights of a run as a file that torchvision's, timm's and transformers' own code loads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from cdp_repro.config.paths import typed_path
 USAGE = """usage: cdp-export RUN_DIRECTORY FILE
 
 Write the weights of a run's newest checkpoint to FILE (.safetensors or .pt): the parameters after its last training
-step and BatchNorm's statistics, averaged over the workers, under the names of torchvision's or timm's own model.
+step and BatchNorm's statistics, averaged over the workers, under the names of the model's original: torchvision's,
+timm's or transformers'.
 
   cdp-export runs/my-run resnet18.safetensors
   cdp-train model=resnet18 model.weights=resnet18.safetensors      start from them

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,39 @@ def build_gpt(spec: ModelSpec) -> nn.Sequential:
         elif name.endswith("bias"):
             nn.init.zeros_(parameter)
     return model
+
+
+_TRANSFORMERS_NAMES = MappingProxyType(
+    {
+        "embed.token": "transformer.wte",
+        "embed.position": "transformer.wpe",
+        "norm1": "ln_1",
+        "attention.query_key_value": "attn.c_attn",
+        "attention.out": "attn.c_proj",
+        "norm2": "ln_2",
+        "feed_forward.inner": "mlp.c_fc",
+        "feed_forward.out": "mlp.c_proj",
+        "head.norm": "transformer.ln_f",
+        "head.logits": "lm_head",
+    }
+)
+
+
+def transformers_name(key: str) -> str:
+    """Return the name of a tensor of ours in GPT2LMHeadModel of transformers.
+
+    `head.norm.bias` is `transformer.ln_f.bias` there, `block3.norm1.bias` is `transformer.h.3.ln_1.bias`.
+    """
+    module, _, tensor = key.rpartition(".")
+    block, _, part = module.partition(".")
+    if block.startswith("block"):
+        return f"transformer.h.{block.removeprefix('block')}.{_TRANSFORMERS_NAMES[part]}.{tensor}"
+    return f"{_TRANSFORMERS_NAMES[module]}.{tensor}"
+
+
+def is_transposed_in_transformers(key: str) -> bool:
+    """Return whether transformers has the tensor the other way round: its blocks' matrices are [inputs, outputs]."""
+    return key.startswith("block") and key.endswith(".weight") and ".norm" not in key
 
 
 class Embedding(CausalLayer):

@@ -8,9 +8,9 @@ from functools import partial
 from types import MappingProxyType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from cdp_repro.models.gpt import build_gpt
+from cdp_repro.models.gpt import build_gpt, is_transposed_in_transformers, transformers_name
 from cdp_repro.models.mlp import build_mlp
 from cdp_repro.models.resnet import build_small_resnet, build_torchvision_resnet, torchvision_name
 from cdp_repro.models.spec import ModelError, ModelSpec
@@ -85,13 +85,24 @@ def build_model(
         return builder(spec)
 
 
-def original_name(model: str, key: str) -> str:
-    """Return the name that a tensor of the model `model` has in torchvision's or timm's own; `mlp` and `gpt` have ours.
+def original_tensors(model: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return views of tensors of the model `model` under the names, and in the layout, that its original has.
 
-    ResNet-8 and -20 are not in torchvision; their tensors are named as if they were.
+    What is copied into the views is in the tensors.
     """
-    if model in ("mlp", "gpt"):
+    turned = {key for key in tensors if model == "gpt" and is_transposed_in_transformers(key)}
+    return {original_name(model, key): each.T if key in turned else each for key, each in tensors.items()}
+
+
+def original_name(model: str, key: str) -> str:
+    """Return the name that a tensor of the model `model` has in torchvision's, timm's or transformers' own.
+
+    ResNet-8 and -20 are not in torchvision; their tensors are named as if they were. `mlp` has our names.
+    """
+    if model == "mlp":
         return key
+    if model == "gpt":
+        return transformers_name(key)
     return torchvision_name(key) if model.startswith("resnet") and model in _BUILDERS else timm_name(key)
 
 

@@ -1,4 +1,4 @@
-"""Cuts that earlier plans have measured, in the user's cache: a plan of a model seen before needs no torch.
+"""Cuts that earlier plans and runs have measured, in the user's cache: a plan of a model seen before needs no torch.
 
 Importing torch and torchvision, and tracing the model, is most of a plan's time, and what comes out depends on little:
 the model, the micro-batch, the stages, and the code. Each such set is a file, `~/.cache/cdp-repro/cuts/<hash>.json`, or
@@ -31,7 +31,7 @@ _LIBRARIES = ("torch", "torchvision", "timm")
 
 
 def stage_cut(config: RunConfig) -> StageCut:
-    """Return what `cutting.cut_model` does, without the modules; measured only if no earlier plan has.
+    """Return what `cutting.cut_model` does, without the modules; measured only if no earlier plan or run has.
 
     Raises:
         ModelError, ConfigError: as `cut_model`.
@@ -42,10 +42,18 @@ def stage_cut(config: RunConfig) -> StageCut:
             return _from_json(path.read_text())
     from cdp_repro.predict.cutting import cut_model  # here: torch takes seconds
 
-    measured = cut_model(config)
+    return remember(config, cut_model(config))
+
+
+def remember(config: RunConfig, measured: StageCut) -> StageCut:
+    """Keep what `cut_model` has measured for the plans to come, those of a model that has been trained too; return it.
+
+    Nothing is kept where no file can be written: the next plan then measures again.
+    """
     found = StageCut(**{field.name: getattr(measured, field.name) for field in fields(StageCut)})
+    path = _path_of(config)
     if path is not None:
-        with suppress(OSError):  # no place to remember it: the next plan measures again
+        with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, json.dumps(asdict(found)).encode())
     return found

@@ -27,6 +27,7 @@ from cdp_repro.observe.versions import code_hash, versions
 from cdp_repro.observe.wandb_mirror import WandbMirror, previous_run_id
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.cutting import CutModel, cut_model
+from cdp_repro.predict.remembered_cuts import remember
 from cdp_repro.predict.simulate import simulate, version_bytes
 from cdp_repro.schedule import Program, Schedule
 from cdp_repro.trace import Trace
@@ -115,6 +116,8 @@ def _earlier_cut(checkpoint: Checkpoint | None) -> list[int] | None:
 def _same_cut(config: RunConfig, team: Team, blocks_per_stage: Sequence[int] | None) -> CutModel:
     """Cut the model on every rank as on rank 0, whatever each would measure."""
     own = cut_model(config, blocks_per_stage) if team.rank == 0 else None
+    if own is not None and blocks_per_stage is None:
+        remember(config, own)
     blocks = team.share(own.blocks_per_stage if own else None)
     return own or cut_model(config, blocks)
 

@@ -1,7 +1,8 @@
 """Weights as a file, under the names that the original model has for them.
 
 A file holds theta of one training step, and BatchNorm's statistics averaged over the workers: what `Engine.model`
-evaluates. Plain torchvision or timm code loads it with strict=True, and a run starts from such a file.
+evaluates. Plain torchvision, timm or transformers code loads it with strict=True, and a run starts from such a file, or
+from one with the names of `build_model`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from cdp_repro.config import ConfigError, RunConfig, load_config
 from cdp_repro.data.dataset import several
 from cdp_repro.engine.parameters import average
-from cdp_repro.models.registry import original_name
+from cdp_repro.models.registry import original_tensors
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.run_directory import RunDirectory
 from cdp_repro.predict.cutting import model_of
@@ -86,7 +87,8 @@ def weights_of(config: RunConfig, checkpoint: Checkpoint) -> dict[str, Tensor]:
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} lacks {several(missing, limit=3)} of the model"
         )
-    return {original_name(config.model.name, key): held[key].contiguous() for key in keys}
+    weights = original_tensors(config.model.name, {key: held[key] for key in keys})
+    return {name: tensor.contiguous() for name, tensor in weights.items()}
 
 
 def _content(weights: Mapping[str, Tensor], suffix: str, about: Mapping[str, str]) -> bytes:
@@ -105,9 +107,7 @@ def start_from_file(config: RunConfig, stages: Sequence[nn.Module]) -> str:
     """
     if config.model.weights is None:
         return ""
-    path = Path(config.model.weights)
-    ours = _named(config, stages)
-    content, found = _read(config, path, ours)
+    content, found, ours = _read(config, Path(config.model.weights), stages)
     with torch.no_grad():
         for name, tensor in ours.items():
             tensor.copy_(found[name])
@@ -123,32 +123,32 @@ def check_weights(config: RunConfig) -> None:
     if config.model.weights is not None:
         with torch.device("meta"):
             model = model_of(config)
-        _read(config, Path(config.model.weights), _named(config, [model]))
+        _read(config, Path(config.model.weights), [model])
 
 
-def _named(config: RunConfig, parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return the tensors of a model, whole or in stages, under their names in the original model."""
-    return {
-        original_name(config.model.name, key): tensor for part in parts for key, tensor in part.state_dict().items()
-    }
+def _read(
+    config: RunConfig, path: Path, parts: Sequence[nn.Module]
+) -> tuple[bytes, dict[str, Tensor], dict[str, Tensor]]:
+    """Return the content of a file, its tensors, and those of the model's parts, which have the same names and shapes.
 
-
-def _read(config: RunConfig, path: Path, ours: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Tensor]]:
-    """Return the content of a file, and its tensors, which have the names and shapes of `ours`."""
+    The names are those of the original model, or ours where the file has them.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError([f"model.weights={path} cannot be read: {error.strerror or error}"]) from error
     found = _tensors(content, path)
+    own = {key: tensor for part in parts for key, tensor in part.state_dict().items()}
+    ours = own if own.keys() == found.keys() else original_tensors(config.model.name, own)
     if differing := _differences(found, ours):
         raise ConfigError(
             [
                 f"model.weights={path} is of another model than model={config.model.name} with "
-                f"{config.dataset.classes} classes and images {'x'.join(map(str, config.input_shape))}: "
+                f"{config.dataset.classes} classes and {config.task.shape_text(config.input_shape)}: "
                 f"{'; '.join(differing)}"
             ]
         )
-    return content, found
+    return content, found, ours
 
 
 def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
