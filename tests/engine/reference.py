@@ -186,16 +186,17 @@ def train(
     replicas: int = 1,
     delay: NoDelay | None = None,
     clip: tuple[float, bool] | None = None,
+    model_of: Callable[..., nn.Module] = nn.Sequential,
 ) -> Outcome:
     """Run the rule over `batches`. Parameter `3.weight` belongs to stage 3.
 
     Micro-batch i of the M = kN of a step is of worker i mod N. With R replicas each is cut into R micro-batches of
     their own, which read the same; each replica of a worker keeps its own running statistics. `clip` is the largest
-    norm of the mean gradient, and whether it is that of all stages together.
+    norm of the mean gradient, and whether it is that of all stages together. `model_of` joins the stages.
     """
     micro_batches, lanes = workers * accumulate * replicas, workers * replicas
     d, delay = staleness(mode, workers, len(stages), accumulate), delay or NoDelay()
-    models = [nn.Sequential(*copy.deepcopy(list(stages))).train() for _ in range(lanes)]
+    models = [model_of(*copy.deepcopy(list(stages))).train() for _ in range(lanes)]
     trainable = [name for name, parameter in models[0].named_parameters() if parameter.requires_grad]
     thetas = [{name: parameter.detach().clone() for name, parameter in models[0].named_parameters()}]
     outcome = Outcome(thetas, [], [])

@@ -37,14 +37,16 @@ def metered_costs(stages, loss_fn, inputs, targets):
         buffers = {n: b.clone() for n, b in stage.named_buffers()}
         before = meter.live_bytes
         computes.append(StageCompute(stage, loss_fn if is_last else None))
-        x, left = computes[-1].forward(Version(0, parameters), buffers, x, targets.clone() if is_last else None, meter)
+        x, left = computes[-1].forward(
+            Version(0, parameters), buffers, (x,), targets.clone() if is_last else None, meter
+        )
         x.requires_grad_(left.edge is not None)
         saved.append(left)
         taken.append(meter.live_bytes - before)
     x = left = gradient = None
     for compute in reversed(computes):
         before = meter.live_bytes
-        gradient = compute.backward(saved.pop(), gradient, {})
+        (gradient,) = compute.backward(saved.pop(), gradient, {})
         released.append(before - meter.live_bytes)
     assert meter.live_bytes == 0
     return StageCosts(
@@ -254,7 +256,7 @@ def test_released_exactly_at_the_backward():
     stage = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     version = Version(0, {n: p.data.clone().requires_grad_() for n, p in stage.named_parameters()})
     compute = StageCompute(stage, mean_output)
-    kept = [compute.forward(version, {}, torch.randn(5, 4), LABELS, meter)[1] for _ in range(3)]
+    kept = [compute.forward(version, {}, (torch.randn(5, 4),), LABELS, meter)[1] for _ in range(3)]
     one = 5 * (4 + 8) * 4
     for left in (3, 2, 1):
         assert meter.live_bytes == left * one
@@ -266,7 +268,7 @@ def test_released_when_the_forward_is_dropped_without_a_backward():
     """Tanh's node saves its own output: packed with its graph it would keep itself alive for ever."""
     meter, stage = ActivationMeter(), nn.Sequential(nn.Linear(4, 8), nn.Tanh())
     version = Version(0, {n: p.data.clone().requires_grad_() for n, p in stage.named_parameters()})
-    kept = StageCompute(stage, None).forward(version, {}, torch.randn(5, 4), None, meter)
+    kept = StageCompute(stage, None).forward(version, {}, (torch.randn(5, 4),), None, meter)
     assert meter.live_bytes == 5 * (4 + 8) * 4
     del kept
     assert meter.live_bytes == 0
@@ -290,7 +292,7 @@ def test_a_tensor_counts_until_its_storage_dies_and_once():
 def test_mini_batches_and_metering_off_count_nothing():
     stage = nn.Linear(4, 2)
     version = Version(0, {n: p.data.clone().requires_grad_() for n, p in stage.named_parameters()})
-    StageCompute(stage, mean_output).forward(version, {}, torch.randn(5, 4), LABELS, None)
+    StageCompute(stage, mean_output).forward(version, {}, (torch.randn(5, 4),), LABELS, None)
     engine = Engine([nn.Linear(4, 4)], F.cross_entropy, sgd, "dp", traced_steps=0)
     list(engine.run(batches_of(1, 2)))
     assert engine._tracer._meter.live_bytes == 0

@@ -14,7 +14,7 @@ SMALL = [("mlp", (1, 8, 8)), ("resnet8", (1, 8, 8)), ("test_vit", (3, 32, 32)), 
 
 
 def test_builtin_names():
-    assert BUILTIN_MODELS == ("mlp", "gpt", "resnet8", "resnet20", "resnet18", "resnet50", "vit_b_16")
+    assert BUILTIN_MODELS == ("mlp", "gpt", "resnet8", "resnet20", "resnet18", "resnet50", "vit_b_16", "two_towers")
 
 
 @pytest.mark.parametrize(

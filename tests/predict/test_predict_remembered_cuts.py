@@ -82,7 +82,10 @@ def test_other_code_and_other_libraries_measure_again(cache, measured, monkeypat
 SLICED = ["mode=terapipe", "dataset=text", "model=gpt", "model.width=16", "model.heads=2", "model.context=16"]
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, SLICED])
+BRANCHED = ["model=two_towers", "workers=3", "batch_size=12"]
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, SLICED, BRANCHED])
 def test_a_cut_depends_on_nothing_that_is_not_in_its_name(cache, settings):
     """What `cut_model` reads of a configuration, the hash of its file reads too."""
 

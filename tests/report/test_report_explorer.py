@@ -127,7 +127,7 @@ def test_hovering_and_clicking_tell_what_an_action_reads_from_whom_at_which_vers
     page.hover(cell(page, "F1.m4@v1"))
     said = details(page)
     assert "forward: F1.m4@v1" in said and "training step 1; parameters at version 1, fresh" in said
-    assert "x1.m4: input of stage 1, micro-batch 4, from rank 0: F0.m4@v0 in slot" in said
+    assert "x1.m4: output of stage 0, micro-batch 4, from rank 0: F0.m4@v0 in slot" in said
     assert "p1@v1: parameters of stage 1, version 1, made by U1@v1 in slot" in said
     assert page.ask("document.querySelectorAll('.flow').length") >= 3
     page.click(cell(page, "F0.m4@v0"))

@@ -119,7 +119,7 @@ def test_a_shift_moves_all_that_an_action_names(schedule, steps, more):
     ],
 )  # fmt: skip
 def test_messages_are_named_by_what_they_carry_and_the_stage_that_made_it(value, name):
-    assert message_name(Value.parse(value), 4) == name
+    assert message_name(Value.parse(value), 4, (1, 2, 3, -1)) == name
 
 
 def test_slot_prints_its_number_and_actions():

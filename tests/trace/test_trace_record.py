@@ -11,6 +11,7 @@ from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import Action, Op, Program, Schedule, Value
 from cdp_repro.schedule.actions import send
 from cdp_repro.schedule.lanes import Lanes
+from cdp_repro.schedule.sizes import Sizes
 from cdp_repro.trace import Message, SlotRecord, Trace, TraceRecorder
 
 
@@ -70,7 +71,7 @@ def test_traces_of_ranks_are_merged_in_the_order_of_slots():
 
 
 def test_a_recorder_keeps_the_peak_within_a_slot_and_what_is_left_after_it():
-    recorder = TraceRecorder(0, 2, 2)
+    recorder = TraceRecorder(0, 2, Sizes(1, 2))
     texts = ["F0.m0@v0: p0@v0 b0.w0! -> s0.m0 d0.m0 b0.w0", "B0.m0@v0: s0.m0! d0.m0! p0@v0 -> g0[0:1]"]
     forward, backward = map(Action.parse, texts)
     recorder.record(3, forward, 10, [1], (0.0, 1.0))

@@ -51,7 +51,7 @@ def with_header_of_program(overrides: Sequence[str]) -> list[str]:
     header = {
         name: json.dumps(value) if isinstance(value, (bool, list, tuple)) else str(value)
         for name, value in asdict(read_program_file(typed_path(paths[-1])).schedule.spec).items()
-        if value is not None
+        if value is not None and name != "sources"  # which the model has, not the user
     }
     given = dict(text.split("=", 1) for text in overrides if "=" in text)
     plain = {name: text for name, text in given.items() if _PLAIN.fullmatch(text)}  # others may be spelled in many ways

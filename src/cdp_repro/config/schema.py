@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cdp_repro.config.task import Task, task_of
 from cdp_repro.schedule import MODES, Schedule, Spec
+from cdp_repro.schedule.branches import Sources, two_towers
 
 if TYPE_CHECKING:
     import torch
@@ -66,11 +67,11 @@ class ModelConfig:
     hidden: int = 64
     """Of `mlp`: width of the hidden layers."""
     depth: int = 6
-    """Of `mlp`: number of hidden layers; of `gpt`: of blocks."""
+    """Of `mlp`: number of hidden layers; of `gpt`: of blocks; of `two_towers`: of blocks of each of three parts."""
     dropout: float = 0.0
-    """Of `mlp`, `gpt` and timm's models: dropout probability."""
+    """Of `mlp`, `gpt`, `two_towers` and timm's models: dropout probability."""
     width: int = 96
-    """Of `gpt`: values for each token between blocks; a multiple of `heads`."""
+    """Of `gpt`: values for each token between blocks; a multiple of `heads`. Of `two_towers`: channels of a tower."""
     heads: int = 4
     """Of `gpt`: attention heads of a block."""
     context: int = 128
@@ -348,10 +349,25 @@ class RunConfig:
             jitter=self.jitter,
             slack=self.slack,
             slices=self.slices,
+            sources=self.sources,
             micro_batches=self.micro_batches,
             pipeline_schedule=self.pipeline_schedule,
             collectives=self.collectives and self.baseline is None,
         )
+
+    @property
+    def sources(self) -> Sources | None:
+        """Of each stage the stages whose outputs it reads, where the model has branches; None: a chain.
+
+        Raises:
+            ValueError: the branches cannot share the stages.
+        """
+        return two_towers(self.stage_count) if self.is_branched else None
+
+    @property
+    def is_branched(self) -> bool:
+        """Whether the model has branches that join."""
+        return self.model.name == "two_towers"
 
     def schedule(self, gradient_bytes: Sequence[int] = ()) -> Schedule:
         """Return the schedule of the run; with the bytes of each stage's gradients, as it sends them.

@@ -6,7 +6,7 @@ lives exactly as long as somebody needs its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,8 +90,8 @@ class SavedForward:
     """What a forward leaves behind for its backward."""
 
     version: Version
-    input: Tensor | None
-    """The stage's input if it takes a gradient (a leaf), else None."""
+    inputs: tuple[Tensor | None, ...]
+    """Each of the stage's inputs if it takes a gradient (a leaf), else None."""
     edge: GradientEdge | None
     """Where the gradient of the output enters the graph; None if nothing in the stage takes a gradient."""
     buffers: Mapping[str, Tensor]
@@ -100,6 +100,18 @@ class SavedForward:
     """Where the parameters are, if the backward brings them."""
     prefix: Prefix | None = None
     """The tokens before, if sequences are cut."""
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The inputs that take a gradient."""
+        return [each for each in self.inputs if each is not None]
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """Return the gradients that have come to the inputs, None where there is none; the inputs have none then."""
+        found = [None if each is None else each.grad for each in self.inputs]
+        for each in self.leaves:
+            each.grad = None
+        return found
 
 
 class StageCompute:
@@ -130,7 +142,7 @@ class StageCompute:
         self,
         version: Version,
         buffers: MutableMapping[str, Tensor],
-        inputs: Tensor,
+        inputs: Sequence[Tensor],
         targets: Tensor | None,
         meter: ActivationMeter | None,
         loan: Loan | None = None,
@@ -138,16 +150,17 @@ class StageCompute:
     ) -> tuple[Tensor, SavedForward]:
         """Return the output of the stage (of the last stage: the loss, a scalar) and what the backward needs.
 
-        `inputs` is [micro-batch, ...]; `buffers` are updated (BatchNorm's running statistics). With a
-        meter, saved tensors, the input and the output are counted. With a `loan`, which holds the tensors of
-        `version`, none of them is kept alive by what is saved. With a `prefix` the inputs, [micro-batch, tokens, ...],
-        go on where it ends.
+        `inputs` are [micro-batch, ...] each, several where branches join; `buffers` are updated (BatchNorm's running
+        statistics). With a meter, saved tensors, the inputs and the output are counted. With a `loan`, which holds the
+        tensors of `version`, none of them is kept alive by what is saved. With a `prefix` the input, [micro-batch,
+        tokens, ...], goes on where it ends.
         """
         if loan is None and not self._stashes:
             loan = Loan(version.tensors, is_copy=False)
-        leaf, buffers_before = inputs if inputs.requires_grad else None, dict(buffers)
-        if meter is not None and leaf is not None:
-            meter.hold(leaf)
+        leaves, buffers_before = tuple(each if each.requires_grad else None for each in inputs), dict(buffers)
+        for leaf in leaves:
+            if meter is not None and leaf is not None:
+                meter.hold(leaf)
         with ExitStack() as stack:
             stack.enter_context(self._autocast())
             if meter is not None:
@@ -157,9 +170,9 @@ class StageCompute:
             stack.enter_context(self._binding.bound(version.tensors, buffers))
             if prefix is not None:
                 stack.enter_context(prefix.known_to(self._causal))
-            output = self._module(inputs)
+            output = self._module(*inputs)
             if prefix is not None:
-                prefix.advance(self._causal, inputs.shape[1])
+                prefix.advance(self._causal, inputs[0].shape[1])
             if not isinstance(output, Tensor):
                 raise TypeError(f"a stage must return one tensor, the next stage's input; got {type(output).__name__}")
             if self._loss_fn is not None:
@@ -173,10 +186,10 @@ class StageCompute:
         edge = get_gradient_edge(output) if output.requires_grad else None
         if meter is not None and self._loss_fn is None:
             meter.hold(output)
-        return output.detach(), SavedForward(version, leaf, edge, buffers_before, loan, prefix)
+        return output.detach(), SavedForward(version, leaves, edge, buffers_before, loan, prefix)
 
     def _refuse_reentrant_checkpointing(
-        self, version: Version, buffers: Mapping[str, Tensor], inputs: Tensor, output: Tensor
+        self, version: Version, buffers: Mapping[str, Tensor], inputs: Sequence[Tensor], output: Tensor
     ) -> None:
         """Raise ValueError if the stage checkpoints activations in the way that cannot run.
 
@@ -186,7 +199,7 @@ class StageCompute:
         if all_reached(output, version.trainable.values()):
             return
         with self._autocast(), self._binding.bound_again(version.tensors, buffers), RefusingReentrant():
-            self._module(inputs)
+            self._module(*inputs)
 
     @contextmanager
     def restored(self, saved: SavedForward, lent: Version | None) -> Iterator[None]:
@@ -202,8 +215,8 @@ class StageCompute:
         sums: Gradients,
         lent: Version | None = None,
         later: Mapping[str, Tensor] | None = None,
-    ) -> Tensor | None:
-        """Return the gradient of the stage's input, None if there is none; add those of its parameters to `sums`.
+    ) -> list[Tensor | None]:
+        """Return the gradients of the stage's inputs, None where there is none; add those of its parameters to `sums`.
 
         `grad_output` is the gradient of the stage's output; None if the loss does not depend on it. `sums` are by name;
         parameters that the loss does not depend on are left out, as torch leaves their `.grad` at None. Autograd
@@ -215,9 +228,9 @@ class StageCompute:
         activation checkpointing recomputes reads them, and copies of the buffers, which it must not update twice.
         """
         parameters = saved.version.trainable
-        inputs = [*parameters.values()] if saved.input is None else [saved.input, *parameters.values()]
+        inputs = [*saved.leaves, *parameters.values()]
         if saved.edge is None or grad_output is None or not inputs:
-            return None
+            return [None] * len(saved.inputs)
         edges, gradients = [saved.edge], [grad_output]
         if saved.prefix is not None:
             inputs += saved.prefix.leaves
@@ -230,10 +243,7 @@ class StageCompute:
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 sums[name], parameter.grad = parameter.grad, None
-        if saved.input is None:
-            return None
-        grad_input, saved.input.grad = saved.input.grad, None
-        return grad_input
+        return saved.take_gradients()
 
 
 def _saving(meter: ActivationMeter | None, loan: Loan | None) -> AbstractContextManager[object]:

@@ -27,6 +27,7 @@ from cdp_repro.engine.seal import Seal
 from cdp_repro.engine.shards import Shards
 from cdp_repro.engine.team import Team
 from cdp_repro.engine.tracing import Tracer, as_plain, from_plain
+from cdp_repro.models.chain import joined
 from cdp_repro.schedule import Program, RankProgram, Schedule, Value
 from cdp_repro.schedule.forward_only import is_pipelined
 from cdp_repro.schedule.summation import strategy_of
@@ -47,6 +48,7 @@ class Choices(TypedDict, total=False):
     slack: int | None
     micro_batches: int | None
     slices: int | None
+    sources: Sequence[Sequence[int]] | None
     pipeline_schedule: str
     collectives: bool
 
@@ -61,8 +63,9 @@ class Engine:
         engine.model().eval()
 
     Args:
-        stages: modules in forward order; each takes and returns one tensor, [micro-batch, ...]. A stage must not
-            change its input in place. Their parameters become the initial version of the engine.
+        stages: modules in forward order; each takes and returns one tensor, [micro-batch, ...]; where `sources` say
+            that it reads several outputs, it takes as many. A stage must not change its inputs in place. Their
+            parameters become the initial version of the engine.
         loss_fn: (output of the last stage, targets) -> scalar mean over the micro-batch.
         optimizer: makes the optimizer of a stage from the list of its trainable parameters. With shards (see
             `Spec.collectives`) it updates a rank's pieces of them, [values, 1, ..., 1], in the same groups: it must
@@ -86,7 +89,7 @@ class Engine:
         autocast: makes the context in which forwards run, e.g. `lambda: torch.autocast("cpu", torch.bfloat16)`.
         traced_steps: training steps, from the first on, whose actions and live activation bytes are recorded.
         program: runs in place of the one that mode, placement, workers and `choices` give, which then say nothing.
-        choices: the other fields of `Spec`: accumulate, replicas, slot_order, ...
+        choices: the other fields of `Spec`: accumulate, replicas, slot_order, sources, ...
 
     Raises:
         ValueError: stages that are no list of modules, sizes that do not fit, parameters that are shared by two stages
@@ -127,7 +130,7 @@ class Engine:
         self.team = Team(self.schedule.ranks, self._device, str(self.schedule))
         self.learning_rate_factor = learning_rate_factor
         self._loss_fn, self._autocast = loss_fn, autocast
-        self._stages = nn.Sequential(*stages)
+        self._stages = joined(stages, self.schedule.sizes.sources)
         self._stages.zero_grad()  # nothing of another engine's is in the way
         self._stages.to(self._device)
         self._parameter_layouts = [Layout.of(dict(stage.named_parameters())) for stage in self._stages]
@@ -261,7 +264,10 @@ class Engine:
         if self._executor.mailbox is None and (first := feed.first()) is not None:
             for seal in self._seals:
                 seal.open()  # an earlier run, without a step, has closed them; fake copies look at gradients, too
-            layouts = layouts_of([*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast)
+            layouts = layouts_of(
+                [*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast,
+                self.schedule.sizes.sources,
+            )  # fmt: skip
             self._size([layout.gradients.nbytes for layout in layouts.stages])
             with self._where_ranks_stand("connecting"):
                 groups = connect(self._program, self._device)

@@ -211,7 +211,7 @@ class Executor:
         read = {value.kind: value for value in action.reads}
         batch = self._feed[step]
         is_last = stage == self._last_stage
-        inputs = batch.inputs(i) if stage == 0 else self._input(read[INPUT])
+        inputs = [self._input(value) for value in _in_order(action.reads, INPUT)] or [batch.inputs(i)]
         version, loan = self._parameters(action, read, LENT_FORWARD)
         buffers, prefix = self._take(read[BUFFERS]), self._prefix(action, read)
         with seeded(self._settings.device, self._settings.seed, step, i, stage):
@@ -258,27 +258,31 @@ class Executor:
         sums: Gradients = self._take(read[GRADIENTS]) if GRADIENTS in read else {}
         grad_output = self._take(read[OUTPUT_GRADIENT])
         later = self._take(read[PREFIX_GRADIENT]) if PREFIX_GRADIENT in read else None
-        grad_input = self._compute[action.stage].backward(saved, grad_output, sums, version, later)
+        gradients = self._compute[action.stage].backward(saved, grad_output, sums, version, later)
         if saved.loan is not None:
             saved.loan.give_back()
         for value in action.writes:
             if value.kind == PREFIX_GRADIENT:
                 assert saved.prefix is not None
                 self.values[value] = saved.prefix.take_gradients()
-            else:
-                self.values[value] = sums if value.kind == GRADIENTS else grad_input
+            elif value.kind == GRADIENTS:
+                self.values[value] = sums
+        self._pass_on(action, gradients)
         self._count(Op.BACKWARD, action.micro_batch // self._micro_batches)
         return self._in_ledger(action, version)
 
     def _backward_input(self, action: Action) -> Action:
         read = {value.kind: value for value in action.reads}
         saved, version = self._saved(action, read)
-        grad_input, work = backward_input(
-            self._compute[action.stage], saved, self._take(read[OUTPUT_GRADIENT]), version
-        )
-        for value in action.writes:
-            self.values[value] = work if value.kind == WEIGHT_WORK else grad_input
+        gradients, work = backward_input(self._compute[action.stage], saved, self._take(read[OUTPUT_GRADIENT]), version)
+        self.values.update((value, work) for value in action.writes if value.kind == WEIGHT_WORK)
+        self._pass_on(action, gradients)
         return self._in_ledger(action, version)
+
+    def _pass_on(self, action: Action, gradients: Sequence[Tensor | None]) -> None:
+        """Keep the gradients of a stage's inputs for the stages that have made these; data needs none."""
+        made = _in_order(action.writes, OUTPUT_GRADIENT)
+        self.values.update(zip(made, gradients, strict=bool(made)))
 
     def _backward_weights(self, action: Action) -> Action:
         read = {value.kind: value for value in action.reads}
@@ -385,6 +389,11 @@ class Executor:
         """Enter the version that was really used in the ledger; return the action as it was executed."""
         self.ledger.record(action, version.number)
         return action._replace(version=version.number)
+
+
+def _in_order(values: Sequence[Value], kind: str) -> list[Value]:
+    """Return the values of a kind in the order of their stages, in which a stage takes its inputs."""
+    return sorted((value for value in values if value.kind == kind), key=lambda value: value.stage)
 
 
 def _received(value: Value, arrival: Arrival) -> Any:

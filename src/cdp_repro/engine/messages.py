@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from cdp_repro.engine.compute import LossFn
 from cdp_repro.engine.rehearsal import Autocast, Rehearsal, fake_tensors
 from cdp_repro.schedule import Value
+from cdp_repro.schedule.branches import Sources, chain
 from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT
 
 
@@ -101,7 +102,7 @@ class StageLayouts:
     """The messages of one stage."""
 
     output: Layout
-    input_gradient: Layout
+    output_gradient: Layout
     gradients: Layout
     parameters: Layout
     buffers: Layout
@@ -120,34 +121,43 @@ class Layouts:
         if kind == INPUT:
             return self.stages[stage - 1].output
         if kind == OUTPUT_GRADIENT:
-            return self.stages[stage + 1].input_gradient
+            return self.stages[stage].output_gradient
         if kind == GRADIENTS:
             return self.stages[stage].gradients
         return self.stages[stage].buffers if kind == BUFFERS else self.stages[stage].parameters
 
 
 def layouts_of(
-    stages: Sequence[nn.Module], loss_fn: LossFn, inputs: Tensor, targets: Tensor, autocast: Autocast
+    stages: Sequence[nn.Module],
+    loss_fn: LossFn,
+    inputs: Tensor,
+    targets: Tensor,
+    autocast: Autocast,
+    sources: Sources = (),
 ) -> Layouts:
     """Return what the values of each stage look like, for micro-batches like (inputs, targets)."""
-    outputs: list[Tensor] = []
+    outputs: dict[int, Tensor] = {}
+    with_gradient: set[int] = set()
     with fake_tensors() as convert:
-        rehearsal = Rehearsal(stages, loss_fn, autocast, convert)
+        rehearsal = Rehearsal(stages, loss_fn, autocast, convert, sources)
         rehearsal.begin(convert(inputs), convert(targets))
         for stage in range(len(stages)):
             rehearsal.forward(stage)
             if stage < len(stages) - 1:
-                outputs.append(rehearsal.output)
-        gradients = [rehearsal.backward() for _ in stages][::-1]
+                outputs[stage] = rehearsal.outputs[stage]
+        gradients = []
+        for read in (sources or chain(len(stages)))[::-1]:
+            of_inputs, of_parameters = rehearsal.backward()
+            gradients.append(of_parameters)
+            with_gradient |= {source for source, each in zip(read, of_inputs, strict=False) if each is not None}
         found = []
-        for number, (module, (input_gradient, of_parameters)) in enumerate(zip(stages, gradients, strict=True)):
+        for number, (module, of_parameters) in enumerate(zip(stages, gradients[::-1], strict=True)):
             parameters = dict(module.named_parameters())
-            made = {VALUE: outputs[number]} if number < len(outputs) else {}
-            taken = {VALUE: outputs[number - 1]} if number and input_gradient is not None else {}
+            made = {VALUE: outputs[number]} if number in outputs else {}
             found.append(
                 StageLayouts(
                     output=Layout.of(made),
-                    input_gradient=Layout.of(taken),
+                    output_gradient=Layout.of(made if number in with_gradient else {}),
                     gradients=Layout.of({name: parameters[name] for name in of_parameters}),
                     parameters=Layout.of(parameters),
                     buffers=Layout.of(dict(module.named_buffers())),

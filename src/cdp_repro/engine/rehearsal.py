@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cdp_repro.engine.compute import Gradients, LossFn, SavedForward, StageCompute, Version
 from cdp_repro.engine.memory import ActivationMeter
 from cdp_repro.engine.prefix import Prefix
+from cdp_repro.schedule.branches import Sources, chain
 
 Autocast = Callable[[], AbstractContextManager[object]]
 Convert = Callable[[Tensor], Tensor]
@@ -33,9 +34,16 @@ class Rehearsal:
     """A micro-batch on its way through the stages, forward and then backward; `stages` are left as they are."""
 
     def __init__(
-        self, stages: Sequence[nn.Module], loss_fn: LossFn, autocast: Autocast, convert: Convert = torch.clone
+        self,
+        stages: Sequence[nn.Module],
+        loss_fn: LossFn,
+        autocast: Autocast,
+        convert: Convert = torch.clone,
+        sources: Sources = (),
     ) -> None:
+        """`sources` are of each stage the stages whose outputs it reads; () for a chain."""
         last = len(stages) - 1
+        self._sources = sources or chain(len(stages))
         self._compute = [
             StageCompute(stage, loss_fn if number == last else None, autocast) for number, stage in enumerate(stages)
         ]
@@ -43,38 +51,46 @@ class Rehearsal:
         self._buffers = [_converted(dict(stage.named_buffers()), convert) for stage in stages]
         self.stages = len(stages)
         self._saved: list[SavedForward] = []
-        self._gradient: Tensor | None = None
+        self._gradients: dict[int, Tensor | None] = {}
+        """By stage: of its output, until its backward."""
+        self.outputs: dict[int, Tensor] = {}
+        """By stage: what another one is still to read."""
 
     def begin(self, inputs: Tensor, targets: Tensor) -> None:
         """Start a micro-batch, [B/N, ...] each."""
-        self.output, self._targets = inputs, targets
+        self._targets = targets
+        first = [stage for stage, read in enumerate(self._sources) if not read]
+        self._data = {stage: inputs if stage == first[-1] else inputs.clone() for stage in first}
 
     def forward(self, stage: int, meter: ActivationMeter | None = None, prefix: Prefix | None = None) -> None:
         """Run the next stage forward; where sequences are cut, on the slice behind `prefix`."""
-        self._input_storage = weakref.ref(self.output.untyped_storage())
+        inputs = [self.outputs.pop(each) for each in self._sources[stage]] or [self._data.pop(stage)]
+        self._input_storages = [weakref.ref(each.untyped_storage()) for each in inputs]
         output, saved = self._compute[stage].forward(
-            self._versions[stage], self._buffers[stage], self.output, self._targets, meter, prefix=prefix
+            self._versions[stage], self._buffers[stage], inputs, self._targets, meter, prefix=prefix
         )
         self._saved.append(saved)
         if stage == len(self._compute) - 1:
-            self._gradient = torch.ones_like(output)
-            del self.output, self._targets
+            self._gradients[stage] = torch.ones_like(output)
+            del self._targets
         else:
-            self.output = output.requires_grad_(saved.edge is not None)
+            self.outputs[stage] = output.requires_grad_(saved.edge is not None)
 
-    def keeps_input(self) -> bool:
-        """Whether the input of the stage that ran last is still alive, for its backward."""
-        return self._input_storage() is not None
+    def keeps_inputs(self) -> list[bool]:
+        """Return of each input of the stage that ran last whether it is still alive, for its backward."""
+        return [storage() is not None for storage in self._input_storages]
 
-    def backward(self, later: Mapping[str, Tensor] | None = None) -> tuple[Tensor | None, Gradients]:
-        """Run the latest stage backward; return the gradients of its input and of its parameters.
+    def backward(self, later: Mapping[str, Tensor] | None = None) -> tuple[list[Tensor | None], Gradients]:
+        """Run the latest stage backward; return the gradients of its inputs and of its parameters.
 
         `later` are the gradients of what its layers have kept for the slice after this one.
         """
         gradients: Gradients = {}
-        compute = self._compute[len(self._saved) - 1]
-        self._gradient = compute.backward(self._saved.pop(), self._gradient, gradients, later=later)
-        return self._gradient, gradients
+        stage = len(self._saved) - 1
+        of_output = self._gradients.pop(stage)
+        of_inputs = self._compute[stage].backward(self._saved.pop(), of_output, gradients, later=later)
+        self._gradients.update(zip(self._sources[stage], of_inputs, strict=False))  # data takes none
+        return of_inputs, gradients
 
 
 def _converted(tensors: Mapping[str, Tensor], convert: Convert) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""A backward in two parts: first the gradient of the stage's input, later those of its parameters.
+"""A backward in two parts: first the gradients of the stage's inputs, later those of its parameters.
 
 The graph of a stage is a chain of operations from its input to its output, with parameters that join from the side:
 
@@ -14,6 +14,7 @@ than one place has no single such operation; it takes its gradient in the first 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -39,7 +40,7 @@ class WeightWork:
     incoming: list[tuple[Node, frozenset[str], _Incoming]] = field(default_factory=list)
     """Of each operation with parameters at its side: their names, and the gradients of its outputs."""
     early: Gradients = field(default_factory=dict)
-    """The gradients that came with that of the input."""
+    """The gradients that came with those of the inputs."""
 
     def finish(self, sums: Gradients) -> None:
         """Add the gradients of the parameters to `sums`, by name, as `backward` does."""
@@ -57,14 +58,14 @@ class WeightWork:
 
 def backward_input(
     compute: StageCompute, saved: SavedForward, grad_output: Tensor | None, version: Version
-) -> tuple[Tensor | None, WeightWork]:
-    """Return the gradient of the stage's input, None if there is none, and what is left to do for its parameters.
+) -> tuple[list[Tensor | None], WeightWork]:
+    """Return the gradients of the stage's inputs, None where there is none, and what is left to do for its parameters.
 
     `grad_output` is the gradient of the stage's output; None if the loss does not depend on it. `version` are the
     parameters that the backward reads.
     """
-    if saved.edge is None or grad_output is None or saved.input is None:
-        return None, WeightWork(compute, saved, version, grad_output)
+    if saved.edge is None or grad_output is None or not saved.leaves:
+        return [None] * len(saved.inputs), WeightWork(compute, saved, version, grad_output)
     sides = _sides(saved.edge.node, saved)
     uses = Counter(name for names in sides.values() for name in names)
     parameters = saved.version.trainable
@@ -76,11 +77,10 @@ def backward_input(
     ]
     wanted = {name: parameters[name] for name, count in uses.items() if count > 1}
     with compute.restored(saved, version):
-        _accumulate([saved.edge], [grad_output], wanted, work.early, retain=True, also=saved.input)
+        _accumulate([saved.edge], [grad_output], wanted, work.early, retain=True, also=saved.leaves)
     for handle in handles:
         handle.remove()
-    grad_input, saved.input.grad = saved.input.grad, None
-    return grad_input, work
+    return saved.take_gradients(), work
 
 
 def _keeper(work: WeightWork, node: Node, names: frozenset[str]):  # type: ignore[no-untyped-def]  # torch's hook
@@ -96,20 +96,20 @@ def _accumulate(
     parameters: Gradients,
     sums: Gradients,
     retain: bool,
-    also: Tensor | None = None,
+    also: Sequence[Tensor] = (),
 ) -> None:
     """Run autograd from `edges`; add the gradients of `parameters` to `sums`, by name."""
     for name, parameter in parameters.items():
         parameter.grad = sums.get(name)
-    inputs = [*([] if also is None else [also]), *parameters.values()]
-    torch.autograd.backward(edges, gradients, retain_graph=retain, inputs=inputs)
+    torch.autograd.backward(edges, gradients, retain_graph=retain, inputs=[*also, *parameters.values()])
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             sums[name], parameter.grad = parameter.grad, None
 
 
 def _sides(root: Node, saved: SavedForward) -> dict[Node, set[str]]:
-    """Return the names of the parameters at the side of each operation on the way from the output to the input."""
+    """Return the names of the parameters at the side of each operation on the way from the output to the inputs."""
+    leaves = {id(each) for each in saved.leaves}
     names = {id(parameter): name for name, parameter in saved.version.trainable.items()}
     reaches_input: dict[Node, bool] = {}
     below: dict[Node, set[str]] = {}
@@ -117,7 +117,7 @@ def _sides(root: Node, saved: SavedForward) -> dict[Node, set[str]]:
     for node in _children_first(root):
         variable = getattr(node, "variable", None)
         children = [child for child, _ in node.next_functions if child is not None]
-        reaches_input[node] = variable is saved.input or any(reaches_input[child] for child in children)
+        reaches_input[node] = id(variable) in leaves or any(reaches_input[child] for child in children)
         below[node] = set() if id(variable) not in names else {names[id(variable)]}
         below[node].update(*(below[child] for child in children))
     found = {}

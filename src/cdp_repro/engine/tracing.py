@@ -22,7 +22,7 @@ class Tracer:
         self._schedule = schedule
         self._device = device
         self._end_step = steps
-        self._recorder = TraceRecorder(team.rank, schedule.ranks, schedule.micro_batches)
+        self._recorder = TraceRecorder(team.rank, schedule.ranks, schedule.sizes)
         self._meter = ActivationMeter()
         self._origin = team.share(time.perf_counter()) - team.clock_offset() if steps > 0 else 0.0
         self.active = steps > 0

@@ -1,16 +1,60 @@
-"""Cut a chain of blocks into stages."""
+"""Models as blocks, a chain or branches that join, and their cut into stages."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 
-from torch import nn
+from torch import Tensor, nn
 
 from cdp_repro.models.spec import ModelError
+from cdp_repro.schedule.branches import Sources, chain
 
 
-def cut(model: nn.Sequential, ranges: Sequence[range]) -> list[nn.Sequential]:
+class Joining(nn.Sequential):
+    """Blocks one after the other, the first of which takes several inputs."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the output of the last block."""
+        first, *others = self
+        output: Tensor = first(*inputs)
+        for block in others:
+            output = block(output)
+        return output
+
+
+class Branched(nn.Sequential):
+    """Modules of which some read several earlier ones, and some the data, as `sources` say of each."""
+
+    def __init__(self, modules: OrderedDict[str, nn.Module], sources: Sources) -> None:
+        super().__init__(modules)
+        self.sources = sources
+
+    def forward(self, data: Tensor) -> Tensor:
+        """Return the output of the last module."""
+        outputs: dict[int, Tensor] = {}
+        for number, module in enumerate(self):
+            inputs = [outputs.pop(source) for source in self.sources[number]] or [data]
+            outputs[number] = module(*inputs)
+        return outputs[len(self) - 1]
+
+
+def joined(stages: Sequence[nn.Module], sources: Sources) -> nn.Sequential:
+    """Return the whole model of which the stages are parts."""
+    if sources == chain(len(stages)):
+        return nn.Sequential(*stages)
+    return Branched(OrderedDict((str(number), stage) for number, stage in enumerate(stages)), sources)
+
+
+def segments(model: nn.Sequential) -> list[int]:
+    """Return how many blocks each branch of a model has, in their order; a chain is one."""
+    sources = model.sources if isinstance(model, Branched) else chain(len(model))
+    starts = [number for number, read in enumerate(sources) if read != (number - 1,)]
+    return [stop - start for start, stop in pairwise([*starts, len(model)])]
+
+
+def cut(model: nn.Sequential, ranges: Sequence[range], sources: Sources = ()) -> list[nn.Sequential]:
     """Group the blocks of `model` into stages.
 
     The stages hold the model's own modules, not copies, under the names they have in the model, so the parameter names
@@ -19,6 +63,7 @@ def cut(model: nn.Sequential, ranges: Sequence[range]) -> list[nn.Sequential]:
     Args:
         model: named blocks in forward order, as `build_model` returns them.
         ranges: block indices of each stage, as `cdp_repro.predict.partition.partition` returns them.
+        sources: of each stage the stages whose outputs it reads; () for a chain.
 
     Raises:
         ModelError: the ranges are not non-empty runs that follow each other and cover every block.
@@ -30,10 +75,18 @@ def cut(model: nn.Sequential, ranges: Sequence[range]) -> list[nn.Sequential]:
             f"the stages {[list(run) for run in ranges]} do not cut {len(blocks)} blocks: each stage takes at least "
             f"one block, in order, and together they cover 0..{len(blocks) - 1} once"
         )
-    return [nn.Sequential(OrderedDict(blocks[index] for index in run)) for run in ranges]
+    reads = sources or chain(len(ranges))
+    return [
+        (Joining if len(read) > 1 else nn.Sequential)(OrderedDict(blocks[index] for index in run))
+        for run, read in zip(ranges, reads, strict=True)
+    ]
 
 
-def hidden_matrices(stages: Sequence[nn.Sequential]) -> frozenset[nn.Parameter]:
-    """Return the matrices and filters of all blocks but the first, which meets the input, and the last, the head."""
-    blocks = [block for stage in stages for block in stage][1:-1]
+def hidden_matrices(stages: Sequence[nn.Sequential], sources: Sources = ()) -> frozenset[nn.Parameter]:
+    """Return the matrices and filters of all blocks but those that read the data, and the last, the head.
+
+    `sources` are of each stage the stages whose outputs it reads; () for a chain.
+    """
+    reads = sources or chain(len(stages))
+    blocks = [block for stage, read in zip(stages, reads, strict=True) for block in [*stage][0 if read else 1 :]][:-1]
     return frozenset(parameter for block in blocks for parameter in block.parameters() if parameter.ndim >= 2)

@@ -15,6 +15,7 @@ from cdp_repro.models.mlp import build_mlp
 from cdp_repro.models.resnet import build_small_resnet, build_torchvision_resnet, torchvision_name
 from cdp_repro.models.spec import ModelError, ModelSpec
 from cdp_repro.models.timm_models import build_timm_model, is_timm_model, timm_model_names, timm_name
+from cdp_repro.models.two_towers import build_two_towers
 
 _BUILDERS: Mapping[str, Callable[[ModelSpec], nn.Sequential]] = MappingProxyType(
     {
@@ -25,6 +26,7 @@ _BUILDERS: Mapping[str, Callable[[ModelSpec], nn.Sequential]] = MappingProxyType
         "resnet18": partial(build_torchvision_resnet, name="resnet18"),
         "resnet50": partial(build_torchvision_resnet, name="resnet50"),
         "vit_b_16": partial(build_timm_model, name="vit_base_patch16_224"),
+        "two_towers": build_two_towers,
     }
 )
 
@@ -46,6 +48,8 @@ def build_model(
 ) -> nn.Sequential:
     """Build a model as a chain of named blocks; it may be cut into stages between any two of them.
 
+    `two_towers` has branches: each is a chain.
+
     The weights are drawn once, on the CPU, and depend on the arguments only; torch's global generators are left as they
     were. Under `torch.device("meta")` the model is built on the meta device: shapes without weights.
 
@@ -57,10 +61,10 @@ def build_model(
         classes: number of logits; for `gpt` the different tokens.
         seed: seed of the initial weights.
         hidden: width of the hidden layers, `mlp` only.
-        depth: number of hidden layers of `mlp`, of blocks of `gpt`.
-        dropout: probability of zeroing an activation, in [0, 1); `mlp`, `gpt` and timm models (drop_rate, and
-            proj_drop_rate where the model has it).
-        width: values for each token between blocks, `gpt` only.
+        depth: number of hidden layers of `mlp`, of blocks of `gpt`, or of each of the three parts of `two_towers`.
+        dropout: probability of zeroing an activation, in [0, 1); `mlp`, `gpt`, `two_towers` and timm models (drop_rate,
+            and proj_drop_rate where the model has it).
+        width: values for each token between blocks of `gpt`; channels of a tower of `two_towers`.
         heads: attention heads of a block, `gpt` only; a divisor of `width`.
 
     Returns:
@@ -97,9 +101,10 @@ def original_tensors(model: str, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 def original_name(model: str, key: str) -> str:
     """Return the name that a tensor of the model `model` has in torchvision's, timm's or transformers' own.
 
-    ResNet-8 and -20 are not in torchvision; their tensors are named as if they were. `mlp` has our names.
+    ResNet-8 and -20 are not in torchvision; their tensors are named as if they were. `mlp` and `two_towers` have our
+    names.
     """
-    if model == "mlp":
+    if model in ("mlp", "two_towers"):
         return key
     if model == "gpt":
         return transformers_name(key)

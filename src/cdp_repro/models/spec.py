@@ -20,11 +20,11 @@ class ModelSpec:
     hidden: int = 64
     """Width of the hidden layers (mlp only)."""
     depth: int = 6
-    """Number of hidden layers (mlp) or blocks (gpt)."""
+    """Number of hidden layers (mlp), or blocks (gpt; two_towers: of each part)."""
     dropout: float = 0.0
-    """Probability that dropout zeroes an activation (mlp, gpt and timm models)."""
+    """Probability that dropout zeroes an activation (mlp, gpt, two_towers and timm models)."""
     width: int = 96
-    """Values for each token between blocks (gpt only)."""
+    """Values for each token between blocks (gpt), or channels of a tower (two_towers)."""
     heads: int = 4
     """Attention heads of a block (gpt only)."""
 

@@ -27,15 +27,15 @@ class StageCosts:
     backward_flops: tuple[int, ...]
     """Floating-point operations (2 x multiply-adds) of the backward."""
     output_bytes: tuple[int, ...] = ()
-    """Bytes of the stage's output, which is the next stage's input; 0 of the last stage."""
+    """Bytes of the stage's output, which another stage reads; 0 of the last stage."""
     output_kept: tuple[bool, ...] = ()
     """Whether the stage's own backward needs its output."""
     input_kept: tuple[bool, ...] = ()
-    """Whether the stage's backward needs its input, which the stage before has made."""
+    """Whether the backward that reads `x_j`, the output of the stage before, needs it: in a chain the stage's own."""
     gradient_bytes: tuple[int, ...] = ()
     """Bytes of the gradients of the stage's parameters."""
     input_gradient_bytes: tuple[int, ...] = ()
-    """Bytes of the gradient of the stage's input; 0 if the loss does not depend on parameters before it."""
+    """Bytes of the gradient of `x_j`, as in `input_kept`; 0 if the loss does not depend on parameters before it."""
     buffer_bytes: tuple[int, ...] = ()
     """Bytes of one worker's buffers of the stage (BatchNorm's running statistics)."""
     prefix_bytes: tuple[int, ...] = ()
@@ -82,9 +82,9 @@ class StageCosts:
         return size if value.parts == 1 else len(part_of(size, value.part, value.parts))
 
     def received_bytes(self, stage: int) -> tuple[int, int]:
-        """Return what forward and backward of `stage` take and release beyond the usual on a rank of their own.
+        """Return what the forward and the backward that read `x_j`, j = `stage`, take and release more on another rank.
 
-        There the input is a copy of the output of the stage before, which is then not shared with that stage.
+        There it is a copy of the output of the stage that has made it, which is then not shared with that stage.
         """
         before = self.output_bytes[stage - 1]
         made_and_kept, kept = self.output_kept[stage - 1], self.input_kept[stage]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.numerics import autocast, loss_fn, parameter_dtype
 from cdp_repro.models import ModelError, build_model, cut
-from cdp_repro.models.chain import hidden_matrices
-from cdp_repro.predict.partition import partition
+from cdp_repro.models.chain import Branched, hidden_matrices, segments
+from cdp_repro.predict.partition import partition_branches
 from cdp_repro.predict.profiling import profile_stages, time_stages
 from cdp_repro.predict.stage_cut import StageCut
 
@@ -53,18 +53,24 @@ def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None) -> Cut
         model.to(memory_format=torch.channels_last)
     costs = _block_costs(config, model)
     if blocks_per_stage is None:
-        ranges = partition(costs, config.stage_count)
+        ranges = partition_branches(costs, segments(model), config.stage_count)
     else:
         ends = list(accumulate(blocks_per_stage))
         ranges = [range(end - size, end) for end, size in zip(ends, blocks_per_stage, strict=True)]
-    stages = tuple(cut(model, ranges))
+    sources = config.sources or ()
+    stages = tuple(cut(model, ranges, sources))
     trained = [[parameter for parameter in stage.parameters() if parameter.requires_grad] for stage in stages]
-    hidden = hidden_matrices(stages)
+    hidden = hidden_matrices(stages, sources)
     return CutModel(
         stages=stages,
         block_names=tuple(tuple(name for name, _ in stage.named_children()) for stage in stages),
         costs=profile_stages(
-            stages, loss_fn, *sample(config, "cpu"), autocast(config, "cpu"), slices=config.slices_of_a_sequence
+            stages,
+            loss_fn,
+            *sample(config, "cpu"),
+            autocast(config, "cpu"),
+            slices=config.slices_of_a_sequence,
+            sources=sources,
         ),
         balanced=tuple(sum(costs[index] for index in run) for run in ranges),
         trained_bytes=tuple(sum(each.nbytes for each in stage) for stage in trained),
@@ -88,16 +94,16 @@ def model_of(config: RunConfig) -> nn.Sequential:
 
 
 def _block_costs(config: RunConfig, model: nn.Sequential) -> Sequence[float]:
-    blocks = list(model)
+    blocks, sources = list(model), model.sources if isinstance(model, Branched) else ()
     if config.partition == "time":
         device = config.torch_device
         model.to(device)
         inputs = sample(config.reading_whole(), device)
-        seconds = time_stages(blocks, loss_fn, *inputs, autocast=autocast(config, device.type))
+        seconds = time_stages(blocks, loss_fn, *inputs, autocast=autocast(config, device.type), sources=sources)
         model.to("cpu")
         return seconds
     inputs = sample(config.reading_whole(), "cpu")  # cut alike, whether or not sequences are cut
-    costs = profile_stages(blocks, loss_fn, *inputs, autocast=autocast(config, "cpu"))
+    costs = profile_stages(blocks, loss_fn, *inputs, autocast=autocast(config, "cpu"), sources=sources)
     return {
         "flops": [sum(both) for both in zip(costs.forward_flops, costs.backward_flops, strict=True)],
         "parameters": costs.parameter_bytes,

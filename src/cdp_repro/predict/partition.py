@@ -39,6 +39,25 @@ def partition(costs: Sequence[float], stages: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
+def partition_branches(costs: Sequence[float], branches: Sequence[int], stages: int) -> list[range]:
+    """Cut each branch by itself, into an equal share of the stages: `branches` are their numbers of blocks.
+
+    Raises:
+        ValueError: as `partition`, or the branches do not share the stages equally.
+    """
+    share, rest = divmod(stages, len(branches))
+    if rest or not share or share > min(branches):
+        most = min(branches) * len(branches)
+        raise ValueError(
+            f"branches of {', '.join(map(str, branches))} blocks cannot have equal shares of stages={stages}: use a "
+            f"multiple of {len(branches)}, at most stages={most}"
+        )
+    found: list[range] = []
+    for start, stop in pairwise(accumulate(branches, initial=0)):
+        found += [range(run.start + start, run.stop + start) for run in partition(costs[start:stop], share)]
+    return found
+
+
 def imbalance(stage_costs: Sequence[float]) -> float:
     """Return the largest stage cost over the mean stage cost: 1.0 is perfect, S means one stage has everything.
 

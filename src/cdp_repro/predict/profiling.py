@@ -18,6 +18,7 @@ from cdp_repro.engine.messages import layouts_of
 from cdp_repro.engine.prefix import Prefix
 from cdp_repro.engine.rehearsal import Autocast, Rehearsal, fake_tensors
 from cdp_repro.predict.costs import StageCosts
+from cdp_repro.schedule.branches import Sources, chain
 
 
 def profile_stages(
@@ -28,10 +29,12 @@ def profile_stages(
     autocast: Autocast = nullcontext,
     execute: bool = False,
     slices: int = 1,
+    sources: Sources = (),
 ) -> StageCosts:
     """Return the costs of each stage on one micro-batch like (inputs, targets), which are [B/N, ...].
 
-    With `slices` these are the first of so many slices of sequences, [samples, tokens, ...].
+    With `slices` these are the first of so many slices of sequences, [samples, tokens, ...]. `sources` are, of each
+    stage, the stages whose outputs it reads; () for a chain.
 
     Bytes are counted by the engine's own meter, FLOPs by torch's FlopCounterMode. By default nothing is computed:
     the stages see fake tensors, so that a network of any size is profiled in seconds. With `execute` they run on
@@ -39,10 +42,11 @@ def profile_stages(
     """
     with _executing() if execute else fake_tensors() as convert:
         forward, backward, prefix_bytes = _walked(
-            lambda: Rehearsal(stages, loss_fn, autocast, convert), (convert(inputs), convert(targets)), slices
+            lambda: Rehearsal(stages, loss_fn, autocast, convert, sources), (convert(inputs), convert(targets)), slices
         )
-        kept = _kept(Rehearsal(stages, loss_fn, autocast, convert), len(stages), convert(inputs), convert(targets))
-    layouts = layouts_of(stages, loss_fn, inputs, targets, autocast).stages
+        rehearsal = Rehearsal(stages, loss_fn, autocast, convert, sources)
+        output_kept, input_kept = _kept(rehearsal, sources or chain(len(stages)), convert(inputs), convert(targets))
+    layouts = layouts_of(stages, loss_fn, inputs, targets, autocast, sources).stages
     return StageCosts(
         forward_bytes=tuple(grown for grown, _ in forward),
         backward_bytes=tuple(-grown for grown, _ in backward),
@@ -50,10 +54,10 @@ def profile_stages(
         forward_flops=tuple(flops for _, flops in forward),
         backward_flops=tuple(flops for _, flops in backward),
         output_bytes=tuple(layout.output.nbytes for layout in layouts),
-        output_kept=tuple(output for output, _ in kept),
-        input_kept=tuple(taken for _, taken in kept),
+        output_kept=output_kept,
+        input_kept=input_kept,
         gradient_bytes=tuple(layout.gradients.nbytes for layout in layouts),
-        input_gradient_bytes=tuple(layout.input_gradient.nbytes for layout in layouts),
+        input_gradient_bytes=(0, *(layout.output_gradient.nbytes for layout in layouts[:-1])),
         buffer_bytes=tuple(layout.buffers.nbytes for layout in layouts),
         prefix_bytes=prefix_bytes,
     )
@@ -110,20 +114,31 @@ def _executing() -> Iterator[Callable[[Tensor], Tensor]]:
         yield torch.clone
 
 
-def _kept(rehearsal: Rehearsal, stages: int, inputs: Tensor, targets: Tensor) -> list[tuple[bool, bool]]:
-    """Return of each stage, run apart from the others, whether its backward keeps its output and its input alive."""
-    found = []
+def _kept(
+    rehearsal: Rehearsal, sources: Sources, inputs: Tensor, targets: Tensor
+) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Return of each stage, run apart from the others, whether its backward keeps its output alive.
+
+    Also, of each input `x_j` whether the backward of the stage that reads it keeps it alive; `x_0` is the data.
+    """
+    outputs, kept = [], [False] * len(sources)
     rehearsal.begin(inputs, targets)
     del inputs
-    for stage in range(stages):
+    for stage, read in enumerate(sources):
         meter = ActivationMeter()
-        meter.hold(rehearsal.output)
+        for source in read:
+            meter.hold(rehearsal.outputs[source])
         rehearsal.forward(stage, meter)
         with_output = meter.live_bytes
-        if stage < stages - 1:
-            rehearsal.output = rehearsal.output.detach().clone().requires_grad_(rehearsal.output.requires_grad)
-        found.append((meter.live_bytes == with_output, rehearsal.keeps_input()))
-    return found
+        if stage < len(sources) - 1:
+            made = rehearsal.outputs.pop(stage)
+            rehearsal.outputs[stage] = made.detach().clone().requires_grad_(made.requires_grad)
+            del made
+        outputs.append(meter.live_bytes == with_output)
+        numbers = [source + 1 for source in read] or [0] * (stage == 0)  # of other branches' data nobody asks
+        for number, is_alive in zip(numbers, rehearsal.keeps_inputs(), strict=False):
+            kept[number] = is_alive
+    return tuple(outputs), tuple(kept)
 
 
 def _measured(run: Callable[[], object], meter: ActivationMeter) -> tuple[int, int]:
@@ -141,12 +156,13 @@ def time_stages(
     targets: Tensor,
     autocast: Autocast = nullcontext,
     rounds: int = 5,
+    sources: Sources = (),
 ) -> list[float]:
     """Return the median seconds of forward plus backward of each stage on one micro-batch, by running it.
 
-    One round of warming up is not counted. `stages` are left as they are.
+    One round of warming up is not counted. `stages` are left as they are; `sources` are as in `profile_stages`.
     """
-    forward, backward = time_passes(stages, loss_fn, inputs, targets, autocast, rounds)
+    forward, backward = time_passes(stages, loss_fn, inputs, targets, autocast, rounds, sources)
     return [sum(both) for both in zip(forward, backward, strict=True)]
 
 
@@ -157,11 +173,12 @@ def time_passes(
     targets: Tensor,
     autocast: Autocast = nullcontext,
     rounds: int = 5,
+    sources: Sources = (),
 ) -> tuple[list[float], list[float]]:
     """Return the median seconds of the forward of each stage, and of the backward, as `time_stages` does."""
     forward: list[list[float]] = [[] for _ in stages]
     backward: list[list[float]] = [[] for _ in stages]
-    rehearsal = Rehearsal(stages, loss_fn, autocast)
+    rehearsal = Rehearsal(stages, loss_fn, autocast, sources=sources)
     with torch.random.fork_rng():
         for _ in range(rounds + 1):
             rehearsal.begin(inputs.clone(), targets.clone())

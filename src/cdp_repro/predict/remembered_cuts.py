@@ -84,6 +84,7 @@ def _determining(config: RunConfig) -> Mapping[str, Any]:
         "micro_batch": config.micro_batch_shape,
         "slices": config.slices_of_a_sequence,
         "stages": config.stage_count,
+        "sources": config.sources,
         "partition": config.partition,
         "precision": config.precision,
         "channels_last": config.channels_last,

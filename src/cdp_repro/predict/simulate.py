@@ -29,7 +29,7 @@ class Devices:
         self._costs = costs
         self._ranks, self._sizes = schedule.ranks, schedule.sizes
         self._received: set[tuple[int, int]] = set()
-        """(micro-batch, stage) whose input came from another rank."""
+        """(micro-batch m, number j) of each input `x_j.m` that came from another rank."""
         self.activation_bytes = [0] * schedule.ranks
         self.state_bytes = [0] * schedule.ranks
         self.versions: Counter[tuple[int, int]] = Counter()
@@ -44,12 +44,12 @@ class Devices:
         """Run an action; return the bytes that it sends, by a message or by its part in a collective."""
         op, rank, stage, costs = action.op, action.rank, action.stage, self._costs
         if op is Op.FORWARD:
-            received = costs.received_bytes(stage)[0] if (action.micro_batch, stage) in self._received else 0
+            received = sum(costs.received_bytes(j)[0] for m, j in self._inputs(action) if (m, j) in self._received)
             self.activation_bytes[rank] += costs.forward_bytes[stage] + received + self._of_prefix(action)
         elif op.gives_gradients:  # a first part of a backward keeps all for the second
-            place = action.micro_batch, stage
-            received = costs.received_bytes(stage)[1] if place in self._received else 0
-            self._received.discard(place)
+            taken = self._received.intersection(self._inputs(action))
+            received = sum(costs.received_bytes(j)[1] for _, j in taken)
+            self._received -= taken
             self.activation_bytes[rank] -= costs.backward_bytes[stage] + received + self._of_prefix(action)
         elif op is Op.SEND and action.value is not None and action.value.kind == INPUT:
             self.activation_bytes[rank] -= costs.released_by_sending(stage - 1)
@@ -61,6 +61,10 @@ class Devices:
                     self.versions[rank, stage] += change
                     self.state_bytes[rank] += change * costs.bytes_of(value)
         return self.sent_bytes(action)
+
+    def _inputs(self, action: Action) -> list[tuple[int, int]]:
+        """Return the inputs of a stage, as in `_received`."""
+        return [(action.micro_batch, source + 1) for source in self._sizes.sources[action.stage]]
 
     def _of_prefix(self, action: Action) -> int:
         """Return the bytes that a forward or backward takes or releases for the tokens before its slice."""
@@ -93,7 +97,7 @@ def simulate_slots(schedule: Schedule, costs: StageCosts, slots: Iterable[Slot])
         ValueError: `costs` has another number of stages than the schedule.
     """
     devices, stages = Devices(schedule, costs), range(schedule.stages)
-    recorders = [TraceRecorder(rank, schedule.ranks, schedule.micro_batches) for rank in range(schedule.ranks)]
+    recorders = [TraceRecorder(rank, schedule.ranks, schedule.sizes) for rank in range(schedule.ranks)]
     for slot in slots:
         for action in slot.actions:
             rank, size = action.rank, devices.run(action)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cdp_repro.schedule import MODES, Schedule, Spec
+from cdp_repro.schedule.branches import two_towers
 
 SYSTEMS = (
     ("dp", "replicated"), ("cdp_v1", "replicated"), ("cdp_v2", "replicated"),
@@ -20,10 +21,11 @@ CHUNKS = 2
 """Stages a rank of the interleaved pipeline; all others have one."""
 
 
-def fitting_specs(ranks: int, accumulate: int = 1, tokens: int = 0) -> Iterator[Spec]:
+def fitting_specs(ranks: int, accumulate: int = 1, tokens: int = 0, is_branched: bool = False) -> Iterator[Spec]:
     """Yield the systems that can have these sizes: `ranks` ranks, `ranks` x `accumulate` micro-batches a mini-batch.
 
-    `tokens` are those of a sequence that a causal model reads; 0 if samples cannot be cut along tokens.
+    `tokens` are those of a sequence that a causal model reads; 0 if samples cannot be cut along tokens. `is_branched`
+    says whether the model has two towers.
     """
     for mode, placement in SYSTEMS:
         slices = MODES[mode].slices(None)
@@ -31,9 +33,10 @@ def fitting_specs(ranks: int, accumulate: int = 1, tokens: int = 0) -> Iterator[
             continue
         stages = ranks * CHUNKS if mode == "interleaved" else ranks
         each = MODES[mode].updates_each or MODES[mode].pushes
-        spec = Spec(mode, ranks, stages, placement, accumulate=1 if each else accumulate)
         try:
+            sources = two_towers(stages) if is_branched else None
+            spec = Spec(mode, ranks, stages, placement, accumulate=1 if each else accumulate, sources=sources)
             Schedule.of(spec)
-        except ValueError:  # an odd number of ranks for Chimera
+        except ValueError:  # such as an odd number of ranks for Chimera
             continue
         yield spec

@@ -100,7 +100,8 @@ def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, StageCut]]:
     ).reading_whole()
     usual = stage_cut(whole)
     blocks = sum(map(len, usual.block_names))
-    for spec in fitting_specs(ranks, whole.accumulate, config.model.context if config.task.is_text else 0):
+    tokens = config.model.context if config.task.is_text else 0
+    for spec in fitting_specs(ranks, whole.accumulate, tokens, config.is_branched):
         if spec.stages <= blocks:
             cut = usual if _has_the_cut_of(spec, whole) else stage_cut(_config_of(spec, whole))
             yield Schedule.of(spec, cut.costs.gradient_bytes), cut

@@ -3,6 +3,7 @@
 A `Schedule` is the choice of a timeline, a rule and a placement; its `Program` is what all ranks do, checked:
 
     timelines/      which micro-batch computes which stage in which slot
+    branches        which stages read the outputs of which
     rules           which version of the parameters it reads
     placements      on which rank, and who holds the state
     passes/         messages, lent parameters, last reads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
@@ -164,16 +164,16 @@ def send(value: Value, source: int, destination: int, read: Value | None = None)
     )
 
 
-def message_name(value: Value, micro_batches: int) -> tuple[str, int]:
+def message_name(value: Value, micro_batches: int, readers: Sequence[int]) -> tuple[str, int]:
     """Return what a message carries, as reports name it: its kind, and the stage that has made it.
 
-    `micro_batches` are those of a training step: a whole sum of all of them is a `total`.
+    `micro_batches` are those of a training step: a whole sum of all of them is a `total`. `readers` are as in `Sizes`.
     """
     kind, stage = value.kind, value.stage
     if kind == INPUT:
         return "activations", stage - 1
     if kind == OUTPUT_GRADIENT:
-        return "input_gradients", stage + 1
+        return "input_gradients", readers[stage]
     if kind == GRADIENTS:
         return ("total" if len(value.members) == micro_batches and value.parts == 1 else "gradients"), stage
     return ("buffers" if kind == BUFFERS else "parameters"), stage

@@ -169,9 +169,9 @@ class Checker:
         self._live[rank][value] = slot
 
     def _occupy(self, action: Action) -> None:
-        """A micro-batch, a rank and, unless the timeline says otherwise, a stage compute one thing in a slot."""
+        """A micro-batch's branch, a rank and, unless the timeline says otherwise, a stage compute one thing a slot."""
         sizes, m = self._schedule.sizes, action.micro_batch
-        users = [("micro-batch", m, 0)] if action.op is not Op.BACKWARD_WEIGHTS else []
+        users = [("micro-batch", m, sizes.branch_of[action.stage])] if action.op is not Op.BACKWARD_WEIGHTS else []
         if self._ranks > 1:  # one device alone plays all workers in turn
             users.append(("rank", action.rank, 0))
         if self._schedule.timeline.has_exclusive_stages:

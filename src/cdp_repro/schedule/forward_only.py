@@ -21,7 +21,9 @@ class Hop:
 
 
 def is_pipelined(schedule: Schedule) -> bool:
-    """Whether forwards pass from rank to rank: stages are computed where they are held, and no rank holds them all."""
+    """Whether forwards pass from rank to rank: a chain of stages, computed where they are held, and not all on one."""
+    if schedule.sizes.branches:
+        return False
     holders = [schedule.placement.holders(stage) for stage in range(schedule.stages)]
     return not schedule.lent and not set(holders[0]).intersection(*holders[1:])
 

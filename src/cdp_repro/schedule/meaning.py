@@ -38,7 +38,7 @@ def _forward_fault(action: Action, schedule: Schedule) -> str | None:
     if fault:
         return fault
     worker = buffers(stage, schedule.statistics_of(m))
-    inputs = (micro_batch_value(INPUT, stage, m),) if stage else ()
+    inputs = [micro_batch_value(INPUT, source + 1, m) for source in schedule.sizes.sources[stage]]
     reads = (*inputs, _read_parameters(action, LENT_FORWARD), worker)
     is_last = stage == schedule.stages - 1
     output = micro_batch_value(OUTPUT_GRADIENT, stage, m) if is_last else micro_batch_value(INPUT, stage + 1, m)
@@ -75,9 +75,9 @@ def _read_and_passed_on(action: Action, schedule: Schedule) -> tuple[tuple[Value
     reads = (saved, micro_batch_value(OUTPUT_GRADIENT, stage, m), lent)
     before, after = schedule.sizes.tokens_before(m), schedule.sizes.tokens_after(m)
     later = () if after is None else (micro_batch_value(PREFIX_GRADIENT, stage, m),)
-    of_input = (micro_batch_value(OUTPUT_GRADIENT, stage - 1, m),) if stage else ()
+    of_inputs = [micro_batch_value(OUTPUT_GRADIENT, source, m) for source in schedule.sizes.sources[stage]]
     of_prefix = () if before is None else (micro_batch_value(PREFIX_GRADIENT, stage, before),)
-    return (*reads, *later), (*of_input, *of_prefix)
+    return (*reads, *later), (*of_inputs, *of_prefix)
 
 
 def _order_fault(action: Action, schedule: Schedule) -> str | None:

@@ -222,8 +222,13 @@ def _schedule(header: dict[str, Any]) -> Schedule:
     mode = header["mode"]
     try:
         named = mode if isinstance(mode, str) else tuple(tuple(row) for row in mode)
-        speeds = header.get("speeds")
-        known = {**header, "mode": named, "speeds": None if speeds is None else tuple(speeds)}
+        speeds, sources = header.get("speeds"), header.get("sources")
+        known = {
+            **header,
+            "mode": named,
+            "speeds": None if speeds is None else tuple(speeds),
+            "sources": None if sources is None else tuple(map(tuple, sources)),
+        }
         return Schedule.of(Spec(**known), sizes)
     except (TypeError, ValueError) as error:
         raise ScheduleError(f"the header does not describe a schedule: {error}") from None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from cdp_repro.schedule.branches import chain
 from cdp_repro.schedule.placements import (
     ModelParallel,
     ParameterServer,
@@ -158,6 +159,8 @@ class Spec:
     """M / R, of pipelines; None: k N, times L where there are slices."""
     slices: int | None = None
     """L: micro-batches that sequences are cut into along their tokens, of `terapipe` only; None: 2."""
+    sources: tuple[tuple[int, ...], ...] | None = None
+    """Of each stage the stages before it whose outputs it reads, where branches join (`branches`); None: a chain."""
     pipeline_schedule: str = "one_f_one_b"
     """How data parallelism runs on the placement `pipeline`: `one_f_one_b` or `gpipe`."""
     collectives: bool = False
@@ -194,6 +197,7 @@ class Spec:
             self.stages, self.workers, self.accumulate, self.replicas, pipeline_ranks, servers, each,
             self.chosen_mode.pushes, tuple(self.speeds or ()), self.jitter, slack,
             self.chosen_mode.slices(self.slices), self.micro_batches,
+            () if self.sources is None or self.sources == chain(self.stages) else self.sources,
         )  # fmt: skip
 
     def on(self, placement: str) -> Spec:
@@ -241,6 +245,7 @@ class Schedule:
         slack: int | None = None,
         micro_batches: int | None = None,
         slices: int | None = None,
+        sources: Sequence[Sequence[int]] | None = None,
         pipeline_schedule: str = "one_f_one_b",
         collectives: bool = False,
         gradient_bytes: Sequence[int] = (),
@@ -253,7 +258,7 @@ class Schedule:
             Spec(
                 named, workers, workers if stages is None else stages, placement, slot_order, accumulate, replicas,
                 ranks, servers, None if speeds is None else tuple(speeds), jitter, slack, micro_batches,
-                slices, pipeline_schedule, collectives,
+                slices, None if sources is None else tuple(map(tuple, sources)), pipeline_schedule, collectives,
             ),
             gradient_bytes,
         )  # fmt: skip

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from cdp_repro.schedule.branches import Sources, chain, check_sources, readers
 from cdp_repro.schedule.virtual_clock import Durations, Round, durations_of
 
 MOST_TICKS = 60
@@ -46,6 +47,39 @@ class Sizes:
     """L: micro-batches that the sequences of a worker are cut into along their tokens."""
     chosen_turns: int | None = None
     """M / (R L) where it is no k N: then the worker of a micro-batch is another one in the next training step."""
+    branches: Sources = ()
+    """Of each stage the stages whose outputs it reads; () for a chain."""
+
+    @cached_property
+    def sources(self) -> Sources:
+        """Of each stage the stages whose outputs it reads; a stage without any reads the data."""
+        return self.branches or chain(self.stages)
+
+    @cached_property
+    def readers(self) -> tuple[int, ...]:
+        """Of each stage the one that reads its output; -1 of the last."""
+        return readers(self.sources)
+
+    @cached_property
+    def branch_of(self) -> tuple[int, ...]:
+        """Of each stage the first one of its branch, which reads the data; where several join, that of the first."""
+        found: list[int] = []
+        for stage, read in enumerate(self.sources):
+            found.append(found[read[0]] if read else stage)
+        return tuple(found)
+
+    @cached_property
+    def behind(self) -> tuple[int, ...]:
+        """Of each rank of a pipeline: the ranks that a micro-batch passes after it. Branches run side by side."""
+        chunk, found = self.stages // self.pipeline_ranks, [0] * self.pipeline_ranks
+        for rank in range(self.pipeline_ranks - 1)[::-1]:
+            found[rank] = 1 + found[self.readers[(rank + 1) * chunk - 1] // chunk]
+        return tuple(found)
+
+    @property
+    def depth(self) -> int:
+        """Ranks of a pipeline that a micro-batch passes one after the other: D, or fewer where branches join."""
+        return 1 + max(self.behind)
 
     @cached_property
     def lanes(self) -> int:
@@ -144,6 +178,8 @@ class Sizes:
             )
         if not 1 <= self.servers <= self.stages:
             raise ValueError(f"servers={self.servers} for stages={self.stages}: use servers=1 to {self.stages}")
+        if self.branches:
+            check_sources(self.branches, self.stages)
         self._check_speeds()
 
     def _check_speeds(self) -> None:

@@ -2,7 +2,7 @@
 
 | text | value |
 | --- | --- |
-| `x2.m5` | input of stage 2 for micro-batch 5 (the output of stage 1) |
+| `x2.m5` | output of stage 1 for micro-batch 5: the input of stage 2, or of the stage that joins its branch |
 | `s2.m5` | what the forward of stage 2 on micro-batch 5 has saved for its backward |
 | `d2.m5` | gradient of the output of stage 2 for micro-batch 5 |
 | `w2.m5` | what the gradients of the weights of stage 2 on micro-batch 5 still need, when that of its input is done |

@@ -10,6 +10,7 @@ from functools import partial
 from cdp_repro.schedule.actions import Action, Op, message_name
 from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.schedule.rings import collective_name, next_in_ring
+from cdp_repro.schedule.sizes import Sizes
 from cdp_repro.schedule.values import Value
 from cdp_repro.trace.chains import longest_chain
 
@@ -173,11 +174,10 @@ class Trace:
 class TraceRecorder:
     """Collects the events of one rank into slot records."""
 
-    def __init__(self, rank: int, ranks: int, micro_batches: int) -> None:
-        """`micro_batches` are those of a training step."""
+    def __init__(self, rank: int, ranks: int, sizes: Sizes) -> None:
         self._rank = rank
         self._neighbour = next_in_ring(rank, ranks)
-        self._micro_batches = micro_batches
+        self._sizes = sizes
         self._records: list[SlotRecord] = []
         self._messages: list[Message] = []
         self._slot: int | None = None
@@ -211,7 +211,7 @@ class TraceRecorder:
         """Add the message of a SEND that has just run, or what its part in a COLLECTIVE sends, of `size` bytes."""
         assert action.value is not None
         peer = self._neighbour if action.peer < 0 else action.peer
-        kind, stage = message_name(action.value, self._micro_batches)
+        kind, stage = message_name(action.value, self._sizes.micro_batches, self._sizes.readers)
         self._messages.append(Message(slot, self._rank, peer, kind, stage, size, action.value))
 
     def _close(self) -> None:

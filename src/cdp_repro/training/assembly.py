@@ -58,12 +58,18 @@ def load_data(config: RunConfig) -> Dataset:
 
 
 def reading_rule(config: RunConfig, engine: Engine | Baseline) -> Callable[[int, int], bool]:
-    """Return (step, part of its samples) -> whether this rank reads it: it runs the first stage of the model on it."""
+    """Return (step, part of its samples) -> whether this rank reads it: it runs a stage that takes the data on it."""
     if isinstance(engine, Baseline):
         return lambda _, micro_batch: engine.reads_inputs(micro_batch)
     schedule = config.schedule()
     rank_of, sizes = schedule.placement.rank_of, schedule.sizes
-    return lambda step, part: rank_of(step * sizes.micro_batches + sizes.with_samples(part), 0) == engine.rank
+    first = [stage for stage, read in enumerate(sizes.sources) if not read]
+
+    def reads(step: int, part: int) -> bool:
+        m = step * sizes.micro_batches + sizes.with_samples(part)
+        return any(rank_of(m, stage) == engine.rank for stage in first)
+
+    return reads
 
 
 def program_of(path: str, spec: Spec) -> Program:
@@ -85,7 +91,7 @@ def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | 
     """
     device = config.torch_device
     epoch = steps_per_epoch(train_size, config.batch_size)
-    model = cut.stages, loss_fn, optimizer_factory(config.optim, cut.stages)
+    model = cut.stages, loss_fn, optimizer_factory(config.optim, cut.stages, config.sources or ())
     common: dict[str, Any] = {
         "workers": config.workers,
         "device": device,

@@ -11,11 +11,12 @@ from torch import nn
 
 from cdp_repro.config.schema import OptimConfig
 from cdp_repro.models.chain import hidden_matrices
+from cdp_repro.schedule.branches import Sources
 from cdp_repro.training.muon import muon_with_adamw
 
 
 def optimizer_factory(
-    config: OptimConfig, stages: Sequence[nn.Sequential]
+    config: OptimConfig, stages: Sequence[nn.Sequential], sources: Sources = ()
 ) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     """Return the function that makes the optimizer of one of the `stages` from its parameters."""
     betas, decay = (config.beta1, config.beta2), config.weight_decay
@@ -31,7 +32,7 @@ def optimizer_factory(
     if config.name == "muon":
         # steps of the size of AdamW's, so that one learning rate suits both
         muon = {"lr": config.lr, "momentum": config.momentum, "weight_decay": decay, "adjust_lr_fn": "match_rms_adamw"}
-        hidden = hidden_matrices(stages)
+        hidden = hidden_matrices(stages, sources)
         return lambda parameters: muon_with_adamw(parameters, hidden, muon, adamw)
     return lambda parameters: torch.optim.AdamW(parameters, **adamw)
 

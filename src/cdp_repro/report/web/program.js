@@ -64,7 +64,7 @@ function describe(value) {
   const number = (rest.match(/[.@[][mwv]?(\d+)/) ?? [])[1], version = (rest.match(/@v(\d+)/) ?? [])[1];
   const part = rest.includes("#") ? `, part ${rest.split("#")[1].replace("/", " of ")}` : "";
   const words = {
-    x: `input of stage ${stage}, micro-batch ${number}`,
+    x: `output of stage ${stage - 1}, micro-batch ${number}`,
     s: `activations that stage ${stage} keeps for the backward of micro-batch ${number}`,
     d: `gradient of the output of stage ${stage}, micro-batch ${number}`,
     w: `what the weights' gradients of stage ${stage} still need, micro-batch ${number}`,

@@ -62,7 +62,7 @@ def _timed(schedule: Schedule, first_step: int, steps: int) -> Iterator[tuple[in
 def _forward(schedule: Schedule, m: int, stage: int) -> Action:
     rank, version = schedule.placement.rank_of(m, stage), schedule.rule.version(m, stage)
     worker = buffers(stage, schedule.statistics_of(m))
-    inputs = (micro_batch_value(INPUT, stage, m),) if stage else ()
+    inputs = [micro_batch_value(INPUT, source + 1, m) for source in schedule.sizes.sources[stage]]
     is_last = stage == schedule.stages - 1
     output = micro_batch_value(OUTPUT_GRADIENT, stage, m) if is_last else micro_batch_value(INPUT, stage + 1, m)
     before, after = schedule.sizes.tokens_before(m), schedule.sizes.tokens_after(m)
@@ -79,9 +79,9 @@ def _backward(schedule: Schedule, m: int, stage: int) -> Action:
     before, after = schedule.sizes.tokens_before(m), schedule.sizes.tokens_after(m)
     later = () if after is None else (micro_batch_value(PREFIX_GRADIENT, stage, m),)
     of_prefix = () if before is None else (micro_batch_value(PREFIX_GRADIENT, stage, before),)
-    of_input = (micro_batch_value(OUTPUT_GRADIENT, stage - 1, m),) if stage else ()
+    of_inputs = [micro_batch_value(OUTPUT_GRADIENT, source, m) for source in schedule.sizes.sources[stage]]
     reads = (micro_batch_value(SAVED, stage, m), micro_batch_value(OUTPUT_GRADIENT, stage, m), lent, *later)
-    writes = (*of_input, *of_prefix)
+    writes = (*of_inputs, *of_prefix)
     if not schedule.timeline.splits_backward:
         return Action(Op.BACKWARD, rank, stage, m, version, reads=reads, writes=writes)
     writes = (*writes, micro_batch_value(WEIGHT_WORK, stage, m))

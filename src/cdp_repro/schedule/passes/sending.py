@@ -27,15 +27,16 @@ def add_boundary_messages(slots: Slots, schedule: Schedule) -> Slots:
 
 
 def _boundary(action: Action, schedule: Schedule) -> list[Action]:
-    stage, m, rank_of = action.stage, action.micro_batch, schedule.placement.rank_of
+    stage, m, rank_of, sizes = action.stage, action.micro_batch, schedule.placement.rank_of, schedule.sizes
     wanted: list[tuple[Value, int]] = []
     if action.op is Op.FORWARD:
         if stage < schedule.stages - 1:
-            wanted.append((micro_batch_value(INPUT, stage + 1, m), rank_of(m, stage + 1)))
+            wanted.append((micro_batch_value(INPUT, stage + 1, m), rank_of(m, sizes.readers[stage])))
         statistics = schedule.statistics_of(m)
         wanted.append((buffers(stage, statistics), rank_of(schedule.next_with(statistics, m + 1), stage)))
-    elif stage and action.op is not Op.BACKWARD_WEIGHTS:
-        wanted.append((micro_batch_value(OUTPUT_GRADIENT, stage - 1, m), rank_of(m, stage - 1)))
+    elif action.op is not Op.BACKWARD_WEIGHTS:
+        for source in sizes.sources[stage]:
+            wanted.append((micro_batch_value(OUTPUT_GRADIENT, source, m), rank_of(m, source)))
     return [end for value, rank in wanted if rank != action.rank for end in send(value, action.rank, rank)]
 
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from cdp_repro.schedule.actions import Op
+from cdp_repro.schedule.timelines.flushing import check_chunks
 from cdp_repro.schedule.timelines.timeline import Timeline
 
 Task = tuple[Op, int, int]
@@ -59,21 +60,30 @@ class Ordered(Timeline):
         while any(orders):
             before = len(found)
             for rank, left in enumerate(orders):
-                while left and ((needed := self._needed(left[-1])) is None or needed in found):
-                    slot = max(free[rank], -1 if needed is None else found[needed] + 1)
+                while left and (needed := set(self._needed(left[-1]))) <= found.keys():
+                    slot = max([free[rank], *(found[task] + 1 for task in needed)])
                     found[left.pop()], free[rank] = slot, slot + 1
             if len(found) == before:
                 raise ValueError(f"the orders of {self.name} wait for each other: {[o[-1] for o in orders if o]}")
         return found
 
-    def _needed(self, task: Task) -> Task | None:
-        """Return the task whose result another one takes; None of the first of a micro-batch."""
+    def _needed(self, task: Task) -> list[Task]:
+        """Return the tasks whose results another one takes; none where it takes the data."""
         op, i, j = task
         if op is Op.FORWARD:
-            return (op, i, j - 1) if j else None
+            return [(op, i, source) for source in self.sizes.sources[j]]
         if op is Op.BACKWARD_WEIGHTS:
-            return Op.BACKWARD_INPUT, i, j
-        return (op, i, j + 1) if j < self.sizes.stages - 1 else (Op.FORWARD, i, j)
+            return [(Op.BACKWARD_INPUT, i, j)]
+        reader = self.sizes.readers[j]
+        return [(Op.FORWARD, i, j) if reader < 0 else (op, i, reader)]
+
+    def _refuse_branches(self) -> None:
+        """Raise ValueError, with modes that work, if the stages are no chain."""
+        if self.sizes.branches:
+            raise ValueError(
+                f"mode={self.name} passes a chain of stages to and fro, not branches that join: use "
+                "mode=gpipe, one_f_one_b or zero_bubble"
+            )
 
 
 class Interleaved(Ordered):
@@ -92,7 +102,8 @@ class Interleaved(Ordered):
     layout = "looped"
 
     def check(self, placement: str) -> None:  # noqa: ARG002 - the same for all
-        """Raise ValueError unless D divides M."""
+        """Raise ValueError unless D divides M and the stages are a chain."""
+        self._refuse_branches()
         ranks, turns = self.ranks, self.sizes.turns
         if turns % ranks:
             lower = turns // ranks * ranks
@@ -133,18 +144,24 @@ class ZeroBubble(Ordered):
     name = "zero_bubble"
     splits_backward = True
 
+    def check(self, placement: str) -> None:
+        """Raise ValueError if a rank of a pipeline would have stages of two branches."""
+        if placement == "pipeline":
+            check_chunks(self.sizes)
+
     def order(self, rank: int) -> Iterable[Task]:
         """Return the order of 1F1B with the gradients of weights behind; a rank's stages run as one."""
-        turns, chunk = self.sizes.turns, self.sizes.stages // self.ranks
+        turns, chunk, behind = self.sizes.turns, self.sizes.stages // self.ranks, self.sizes.behind[rank]
+        level = self.sizes.depth - 1 - behind  # of a chain the rank itself
         stages = range(rank * chunk, (rank + 1) * chunk)
         forwards = [[(Op.FORWARD, i, j) for j in stages] for i in range(turns)]
         backwards = [
             [(Op.BACKWARD_INPUT, i, j) for j in stages[::-1]]
-            + ([(Op.BACKWARD_WEIGHTS, i - rank, j) for j in stages[::-1]] if i >= rank else [])
+            + ([(Op.BACKWARD_WEIGHTS, i - level, j) for j in stages[::-1]] if i >= level else [])
             for i in range(turns)
         ]
-        rest = [(Op.BACKWARD_WEIGHTS, i, j) for i in range(max(0, turns - rank), turns) for j in stages[::-1]]
-        return [task for tasks in _one_of_each(forwards, backwards, self.ranks - 1 - rank) for task in tasks] + rest
+        rest = [(Op.BACKWARD_WEIGHTS, i, j) for i in range(max(0, turns - level), turns) for j in stages[::-1]]
+        return [task for tasks in _one_of_each(forwards, backwards, behind) for task in tasks] + rest
 
 
 class Chimera(Ordered):
@@ -171,7 +188,8 @@ class Chimera(Ordered):
         return self.sizes.stages
 
     def check(self, placement: str) -> None:
-        """Raise ValueError unless D = S is even, M is even and R is 1."""
+        """Raise ValueError unless D = S is even, M is even, R is 1 and the stages are a chain."""
+        self._refuse_branches()
         stages, ranks, turns = self.sizes.stages, self.sizes.pipeline_ranks, self.sizes.turns
         if stages % 2:
             raise ValueError(f"mode=chimera pairs its ranks, not stages={stages}: use stages={stages + 1}")
