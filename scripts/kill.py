@@ -42,11 +42,18 @@ MOMENTS = (("start-up", 0), ("training", 3), ("checkpoint", 4), ("evaluation", 5
 VICTIMS = ("tree", "rank", "launcher")
 KILLS = 3
 TINY = (
-    "dataset=synthetic", "dataset.image_size=8", "dataset.train_samples=80", "dataset.test_samples=20", "model=mlp",
-    "model.depth=4", "model.hidden=16", "model.dropout=0.1", "batch_size=16", "epochs=2", "log_every_steps=1",
-    "checkpoint_every_steps=2", "traced_steps=0", "grace_seconds=5", "wandb=disabled", "precision=fp64", "workers=2",
+    "epochs=2", "log_every_steps=1", "checkpoint_every_steps=2", "traced_steps=0", "grace_seconds=5", "wandb=disabled",
+    "precision=fp64", "model.dropout=0.1",
 )  # fmt: skip
-"""Two epochs of five training steps."""
+IMAGES = ("dataset=synthetic", "dataset.image_size=8", "dataset.train_samples=80", "dataset.test_samples=20")
+MLP = (*IMAGES, "model=mlp", "model.depth=4", "model.hidden=16", "workers=2")
+TOWERS = (*IMAGES, "model=two_towers", "model.width=4", "workers=3")
+WORDS = "the quick brown fox jumps over the lazy dog. " * 34
+GPT = (
+    "dataset=text", "dataset.root={folder}/words.txt", "model=gpt", "model.width=8", "model.depth=2", "model.heads=2",
+    "model.context=16", "workers=2",
+)  # fmt: skip
+"""Two epochs of five training steps each, of 16 images or sequences; of 15 where three parts of a batch are equal."""
 LIMIT_SECONDS = 120.0
 """Until a run comes to its moment, and until all its processes have ended after a kill."""
 END_SECONDS = 900.0
@@ -56,7 +63,7 @@ _BLOCK = re.compile(r"(<!-- kill -->\n).*?(<!-- /kill -->)", re.DOTALL)
 
 
 def set_ups() -> dict[str, tuple[str, ...]]:
-    """Return the overrides of each set-up by its row in the table and its name."""
+    """Return the overrides of each set-up by its row in the table and its name; they may name its `{folder}`."""
     ours, places = ("dp", "cdp_v1", "cdp_v2"), ("single_device", "replicated", "zero", "model_parallel", "pipeline")
     found = {f"{place}: {mode}": (f"placement={place}", f"mode={mode}") for place, mode in product(places, ours)}
     found["single_device: accumulation"] = ("mode=accumulation",)
@@ -72,7 +79,14 @@ def set_ups() -> dict[str, tuple[str, ...]]:
     found["variants: accumulate=2"] = ("placement=replicated", "mode=cdp_v2", "accumulate=2")
     found["variants: delay"] = ("placement=pipeline", "mode=cdp_v1", "delay=error_feedback")
     found["variants: adamw"] = ("placement=zero", "mode=cdp_v2", "optim=adamw", "optim.lr=0.01")
-    return found
+    found["variants: micro_batches=3"] = ("placement=pipeline", "mode=cdp_v1", "micro_batches=3")
+    for name in ("ssp", "async"):
+        found[f"systems: {name}"] = ("placement=parameter_server", f"mode={name}", "speeds=[1,2]")
+    in_thirds = {"variants: micro_batches=3", "systems: async"}
+    whole = {name: (*MLP, f"batch_size={15 if name in in_thirds else 16}", *own) for name, own in found.items()}
+    whole["systems: terapipe"] = (*GPT, "batch_size=16", "placement=pipeline", "mode=terapipe")
+    whole["systems: two towers"] = (*TOWERS, "batch_size=15", "placement=pipeline", "mode=one_f_one_b")
+    return whole
 
 
 def main(arguments: list[str]) -> None:
@@ -127,7 +141,8 @@ def trial(settings: Sequence[str], folder: Path, moments: Sequence[tuple[str, in
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     chance = random.Random(str((settings, moments)))
-    begin = [*TINY, *settings]
+    (folder / "words.txt").write_text(WORDS)
+    begin = [*TINY, *(setting.format(folder=folder) for setting in settings)]
     kills: list[dict[str, Any]] = []
     problem = ""
     for number, (moment, step, victim) in enumerate(moments):

@@ -45,6 +45,8 @@ def partition_branches(costs: Sequence[float], branches: Sequence[int], stages: 
     Raises:
         ValueError: as `partition`, or the branches do not share the stages equally.
     """
+    if len(branches) == 1:
+        return partition(costs, stages)
     share, rest = divmod(stages, len(branches))
     if rest or not share or share > min(branches):
         most = min(branches) * len(branches)

@@ -76,7 +76,7 @@ class Sizes:
             found[rank] = 1 + found[self.readers[(rank + 1) * chunk - 1] // chunk]
         return tuple(found)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Ranks of a pipeline that a micro-batch passes one after the other: D, or fewer where branches join."""
         return 1 + max(self.behind)

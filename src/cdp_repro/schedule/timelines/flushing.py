@@ -4,8 +4,8 @@ D ranks have S/D consecutive stages each, which a micro-batch runs one after the
 one stage a rank holds for these chunks, and a chunk takes S/D slots. So no rank computes two things in a slot, whatever
 M and D are: M = kNL micro-batches, all of which may be under way at once. The idle share is (D-1)/(M+D-1).
 
-Branches that join run side by side: a micro-batch passes E < D ranks one after the other, and E takes the place of D in
-the slots, and of D-1 in the idle share. Forwards of a shorter branch wait until what joins it is about to need them.
+Branches that join run side by side: a micro-batch passes E < D ranks one after the other, and E takes the place of D,
+in the slots and in the idle share. Forwards of a shorter branch wait until what joins it is about to need them.
 """
 
 from __future__ import annotations
