@@ -98,7 +98,7 @@ def test_the_edit_by_hand_is_accepted_and_without_its_first_line_refused_as_told
     read_program(before + rank + "".join(moved) + line + rest)
     with pytest.raises(ScheduleError) as refusal:
         read_program(before + after.replace(late[0], "", 1))
-    told = text[text.index("line 57:") :].splitlines()
+    told = text[text.index("line 58:") :].splitlines()
     assert str(refusal.value).splitlines()[: told.index("...")] == told[: told.index("...")]
 
 

@@ -176,6 +176,9 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         ),
         (["mode=ssp", "speeds=[1,1,0,2]"], "use integers from 1 whose least common multiple is at most 60"),
         (["mode=ssp", "speeds=[7,9,11,2]"], "such as speeds=[1, 1, 1, 2]"),
+        (["mode=ssp", "message_time=0.1234"], "at most 60 for a micro-batch, such as message_time=1"),
+        (["mode=async", "message_time=11"], "message_time=11.0: use a number from 0 to 10"),
+        (["mode=dp", "message_time=1"], "message_time=1.0 is for mode=ssp or async; mode=dp has none"),
         (["mode=async", "slack=2"], "slack=2 is for mode=ssp; mode=async has none: leave slack out"),
         (
             ["placement=replicated", "micro_batches=6"],

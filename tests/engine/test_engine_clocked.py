@@ -18,7 +18,7 @@ from cdp_repro.engine.delay import ErrorFeedback
 from cdp_repro.predict.profiling import profile_stages
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import Program, Schedule
-from cdp_repro.schedule.virtual_clock import durations_of
+from cdp_repro.schedule.virtual_clock import ticks_of
 
 sys.path.append(str(Path(__file__).parents[1] / "schedule"))
 from naive_servers import pushes
@@ -35,7 +35,7 @@ def linear_tanh(count):
     return [nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double() for _ in range(count)]
 
 
-def by_events(model, batches, workers, speeds, jitter, slack):
+def by_events(model, batches, ticks, slack):
     """Each push by hand: the gradient at the parameters that its pull saw, over N, into one optimizer of the servers.
 
     The m-th push has the m-th micro-batch. Losses by push, and the parameters after each.
@@ -44,7 +44,7 @@ def by_events(model, batches, workers, speeds, jitter, slack):
                                                                     strict=True)]  # fmt: skip
     theta = [parameter.detach().clone() for parameter in model.parameters()]
     momenta, past, losses = [torch.zeros_like(each) for each in theta], [theta], []
-    order = pushes(durations_of(speeds or [1] * workers, jitter), slack, len(samples))
+    workers, order = len(ticks.durations), pushes(ticks, slack, len(samples))
     for (_, _, _, seen), (inputs, targets) in zip(order, samples, strict=True):
         for parameter, value in zip(model.parameters(), past[seen], strict=True):
             parameter.data = value.clone()
@@ -65,6 +65,7 @@ def by_events(model, batches, workers, speeds, jitter, slack):
         ("async", None, {}),
         ("async", [1, 1, 2], {}),
         ("async", [2, 3, 1], {"jitter": 4}),
+        ("async", [1, 1, 2], {"message_time": 0.5}),
         ("ssp", [1, 1, 2], {"slack": 0}),
         ("ssp", None, {"slack": 2}),
     ],
@@ -74,7 +75,8 @@ def test_each_push_is_an_update_from_what_its_pull_saw(mode, speeds, choices):
     size, rounds = engine.schedule.micro_batches, 20 if engine.schedule.micro_batches < 10 else 4
     batches = make_batches(rounds, size, MICRO)
     slack = choices.get("slack")
-    losses, thetas = by_events(nn.Sequential(*linear_tanh(2)), batches, 3, speeds, choices.get("jitter"), slack)
+    ticks = ticks_of(speeds or [1] * 3, choices.get("jitter"), choices.get("message_time", 0))
+    losses, thetas = by_events(nn.Sequential(*linear_tanh(2)), batches, ticks, slack)
     done = 0
     for piece in (batches[:1], batches[1:3], batches[3:]):  # drained between them
         for result in engine.run(piece):
@@ -90,6 +92,7 @@ CASES = {
         ("async", 2, 3, {"speeds": [1, 2]}),
         ("ssp", 2, 2, {"speeds": [1, 3], "slack": 1}),
         ("ssp", 2, 3, {"slack": 0, "jitter": 1}),
+        ("async", 2, 2, {"speeds": [1, 2], "message_time": 1}),
         ("dp", 2, 3, {"speeds": [2, 1], "accumulate": 2}),
     ],
     5: [

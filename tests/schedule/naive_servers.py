@@ -6,8 +6,9 @@ import heapq
 from itertools import count
 
 
-def pushes(durations, slack, number):
+def pushes(ticks, slack, number):
     """The first pushes, as (worker, pull tick, push tick, pushes that the pull saw); all workers start at tick 0."""
+    durations, message = ticks
     clocks = [0] * len(durations)
     events, waiting, pulled, found = [], [], {}, []
     order = count()
@@ -15,7 +16,7 @@ def pushes(durations, slack, number):
     def pull(worker, tick):
         taken = durations[worker][clocks[worker] % len(durations[worker])]
         pulled[worker] = tick, len(found)
-        heapq.heappush(events, (tick + taken, worker, next(order)))
+        heapq.heappush(events, (tick + message + taken + message, worker, next(order)))
 
     for worker in range(len(durations)):
         pull(worker, 0)

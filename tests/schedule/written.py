@@ -70,8 +70,10 @@ def kinds() -> Iterator[Schedule]:
             continue
         if pushes:
             if (k, r) == (1, 1):
-                for speeds, jitter in ((None, None), ((1, 1, 2), None), ((1, 2, 3), 0)):
-                    yield Schedule.build(name, 3, 2, placement, order, speeds=speeds, jitter=jitter)
+                for speeds, jitter, message in ((None, None, None), ((1, 1, 2), None, 1), ((1, 2, 3), 0, None)):
+                    yield Schedule.build(
+                        name, 3, 2, placement, order, speeds=speeds, jitter=jitter, message_time=message
+                    )
             continue
         if (matrix is None and MODES[name].updates_each and k > 1) or (name == "chimera" and r > 1):
             continue

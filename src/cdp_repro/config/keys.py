@@ -16,8 +16,8 @@ from cdp_repro.config.schema import ClusterConfig, RunConfig
 
 SCHEDULE_KEYS = frozenset({
     "workers", "stages", "accumulate", "replicas", "ranks", "servers", "batch_size", "slot_order",
-    "speeds", "jitter", "slack", "slices", "micro_batches", "mode.name", "mode.staleness", "placement.name",
-    "pipeline_schedule", "collectives",
+    "speeds", "jitter", "message_time", "slack", "slices", "micro_batches", "mode.name", "mode.staleness",
+    "placement.name", "pipeline_schedule", "collectives",
 })  # fmt: skip
 """Settings that the schedule is built from: it can be checked only if each of them is in range."""
 
@@ -57,6 +57,7 @@ EXAMPLES = {
     "servers": "servers=2",
     "speeds": "speeds=[1,1,1,2]",
     "jitter": "jitter=0",
+    "message_time": "message_time=0.5",
     "slack": "slack=3",
     "slices": "slices=2",
     "micro_batches": "micro_batches=6",

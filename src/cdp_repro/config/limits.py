@@ -64,7 +64,7 @@ _LARGEST_INPUT = 2**31
 """Values of a mini-batch: 8 GiB in fp32."""
 
 _OPTIONAL_MINIMA = {
-    "stages": 1, "ranks": 1, "servers": 1, "jitter": 0, "slack": 0, "slices": 1, "micro_batches": 1,
+    "stages": 1, "ranks": 1, "servers": 1, "jitter": 0, "message_time": 0, "slack": 0, "slices": 1, "micro_batches": 1,
     "delay.strength": 0,
     "cluster.between_hosts_latency_seconds": 0, "cluster.between_hosts_bandwidth_bytes_per_second": 1,
     "cluster.flops_per_second": 1,

@@ -185,6 +185,9 @@ class RunConfig:
     jitter: int | None = None
     """Of mode=ssp and async: seed by which each micro-batch takes from half to one and a half of its worker's time;
     unless set: all of a worker take the same."""
+    message_time: float | None = None
+    """Of mode=ssp and async: time of a pull, and of a push, in micro-batches of the fastest worker; unless set:
+    they take none."""
     slack: int | None = None
     """s, of mode=ssp: pushes by which a worker may be ahead of the slowest one when it starts; unless set: 3."""
     micro_batches: int | None = None
@@ -347,6 +350,7 @@ class RunConfig:
             servers=self.servers,
             speeds=None if self.speeds is None else tuple(self.speeds),
             jitter=self.jitter,
+            message_time=self.message_time,
             slack=self.slack,
             slices=self.slices,
             sources=self.sources,

@@ -45,6 +45,7 @@ class Choices(TypedDict, total=False):
     servers: int | None
     speeds: Sequence[int] | None
     jitter: int | None
+    message_time: float | None
     slack: int | None
     micro_batches: int | None
     slices: int | None

@@ -95,6 +95,7 @@ def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, StageCut]]:
         servers=None,
         speeds=None,
         jitter=None,
+        message_time=None,
         slack=None,
         slices=None,
     ).reading_whole()

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from cdp_repro.report.charts import plain_axes
 from cdp_repro.report.tables import Table
-from cdp_repro.schedule.virtual_clock import Round, durations_of
+from cdp_repro.schedule.virtual_clock import Round, ticks_of
 
 SPEEDS = (1, 1, 1, 2)
 JITTER = 0
@@ -61,7 +61,7 @@ def measured() -> tuple[Bounded, ...]:
 
 
 def _measured(slack: int | None) -> Bounded:
-    each = Round.of(durations_of(SPEEDS, JITTER), slack)
+    each = Round.of(ticks_of(SPEEDS, JITTER), slack)
     size, draw = len(each.turns), random.Random(0)
     targets = [draw.uniform(-1, 1) for _ in range(PUSHES)]
     rate = WIDTH / (LIPSCHITZ * math.sqrt(2 * ((slack or 0) + 1) * len(SPEEDS)))

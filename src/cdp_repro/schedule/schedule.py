@@ -37,7 +37,13 @@ SLOT_ORDERS = ("paper", "backward_first")
 PIPELINE_SCHEDULES = ("one_f_one_b", "gpipe")
 PLACEMENT_SIZES = {"ranks": "pipeline", "servers": "parameter_server"}
 """By size that one placement alone has: its name."""
-MODE_SIZES = {"speeds": ("dp", "ssp", "async"), "jitter": ("ssp", "async"), "slack": ("ssp",), "slices": ("terapipe",)}
+MODE_SIZES = {
+    "speeds": ("dp", "ssp", "async"),
+    "jitter": ("ssp", "async"),
+    "message_time": ("ssp", "async"),
+    "slack": ("ssp",),
+    "slices": ("terapipe",),
+}
 """By size that some modes alone have: their names."""
 SPEED_PLACEMENTS = ("single_device", "parameter_server")
 """Where workers may have speeds of their own."""
@@ -153,6 +159,8 @@ class Spec:
     """Micro-batches that each worker computes in the same time, of `dp`, `ssp` and `async`; None: all are alike."""
     jitter: int | None = None
     """Seed of uneven times of single micro-batches, of `ssp` and `async`; None: all of a worker take the same time."""
+    message_time: float | None = None
+    """Of a pull and of a push, in micro-batches of the fastest worker, of `ssp` and `async`; None: they take none."""
     slack: int | None = None
     """Pushes by which a worker may be ahead of the slowest one when it starts, of `ssp` only; None: 3."""
     micro_batches: int | None = None
@@ -195,7 +203,8 @@ class Spec:
         slack = (DEFAULT_SLACK if self.slack is None else self.slack) if self.chosen_mode.is_bounded else None
         return Sizes(
             self.stages, self.workers, self.accumulate, self.replicas, pipeline_ranks, servers, each,
-            self.chosen_mode.pushes, tuple(self.speeds or ()), self.jitter, slack,
+            self.chosen_mode.pushes, tuple(self.speeds or ()), self.jitter,
+            self.message_time or 0, slack,
             self.chosen_mode.slices(self.slices), self.micro_batches,
             () if self.sources is None or self.sources == chain(self.stages) else self.sources,
         )  # fmt: skip
@@ -242,6 +251,7 @@ class Schedule:
         servers: int | None = None,
         speeds: Sequence[int] | None = None,
         jitter: int | None = None,
+        message_time: float | None = None,
         slack: int | None = None,
         micro_batches: int | None = None,
         slices: int | None = None,
@@ -257,8 +267,9 @@ class Schedule:
         return cls.of(
             Spec(
                 named, workers, workers if stages is None else stages, placement, slot_order, accumulate, replicas,
-                ranks, servers, None if speeds is None else tuple(speeds), jitter, slack, micro_batches,
-                slices, None if sources is None else tuple(map(tuple, sources)), pipeline_schedule, collectives,
+                ranks, servers, None if speeds is None else tuple(speeds), jitter, message_time, slack,
+                micro_batches, slices, None if sources is None else tuple(map(tuple, sources)), pipeline_schedule,
+                collectives,
             ),
             gradient_bytes,
         )  # fmt: skip

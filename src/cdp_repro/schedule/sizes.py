@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cdp_repro.schedule.branches import Sources, chain, check_sources, readers
-from cdp_repro.schedule.virtual_clock import Durations, Round, durations_of
+from cdp_repro.schedule.virtual_clock import Round, Ticks, ticks_of
 
 MOST_TICKS = 60
-"""Least common multiple of speeds: the fewest slots in which a round can be drawn grow with it."""
+"""Of the slowest worker's micro-batch without jitter: the fewest slots in which a round can be drawn grow with them."""
+MOST_MESSAGE_TIME = 10
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Sizes:
     """Micro-batches that each worker computes in the same time; () if all are alike."""
     jitter: int | None = None
     """Seed of uneven times of single micro-batches."""
+    message_time: float = 0
+    """Of a pull, and of a push, in micro-batches of the fastest worker."""
     slack: int | None = None
     """Pushes by which a worker may be ahead of the slowest one when it starts; None sets no bound."""
     slices: int = 1
@@ -96,14 +99,14 @@ class Sizes:
         return (self.chosen_turns or self.workers * self.accumulate) * self.slices
 
     @cached_property
-    def durations(self) -> Durations:
-        """Of each worker the ticks of its micro-batches, in turn."""
-        return durations_of(self.speeds or (1,) * self.workers, self.jitter)
+    def ticks(self) -> Ticks:
+        """Of each worker those of its micro-batches, in turn, and those of a message."""
+        return ticks_of(self.speeds or (1,) * self.workers, self.jitter, self.message_time)
 
     @cached_property
     def round(self) -> Round:
         """What workers on clocks of their own repeat."""
-        return Round.of(self.durations, self.slack)
+        return Round.of(self.ticks, self.slack)
 
     @cached_property
     def updates(self) -> int:
@@ -194,10 +197,21 @@ class Sizes:
                 f"speeds={[*self.speeds]}: use integers from 1 whose least common multiple is at most {MOST_TICKS}, "
                 f"such as speeds={[1] * (self.workers - 1) + [2]}"
             )
+        if self.message_time:
+            self._check_message_time()
         if self.slack is not None and self.slack < 0:
             raise ValueError(f"slack={self.slack}: use slack=0 (all wait for the slowest worker) or more")
         if (self.speeds or self.pushes) and self.replicas > 1:
             raise ValueError(f"replicas={self.replicas}: workers with speeds of their own have none; use replicas=1")
+
+    def _check_message_time(self) -> None:
+        even = replace(self, jitter=None)
+        if not 0 <= self.message_time <= MOST_MESSAGE_TIME or max(map(max, even.ticks.durations)) > MOST_TICKS:
+            raise ValueError(
+                f"message_time={self.message_time}: use a number from 0 to {MOST_MESSAGE_TIME} with which "
+                f"micro-batches and messages are a few ticks of one clock, at most {MOST_TICKS} for a micro-batch, "
+                "such as message_time=1"
+            )
 
 
 def check_divisible(batch_size: int, **factors: int) -> None:

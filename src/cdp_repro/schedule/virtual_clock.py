@@ -2,7 +2,8 @@
 
 A worker that starts pulls the parameters, and sees all pushes that have arrived, its own among them; when it has
 computed, it pushes, and each push is an update. It may start only if it has pushed at most `slack` times more than the
-slowest worker has (Ho et al. 2013). At the same tick, the lower worker is first.
+slowest worker has (Ho et al. 2013). At the same tick, the lower worker is first. What it pulls may need some ticks to
+arrive, and its push as many.
 
 Two workers, the second half as fast, no bound. `3>5` computes with what 3 pushes have made, and is the fifth push:
 
@@ -20,6 +21,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import count
 from typing import NamedTuple
 
@@ -35,16 +37,25 @@ _PARTS = 4
 """Ticks of a micro-batch without jitter, of the fastest worker, where there is jitter."""
 
 
-def durations_of(speeds: Sequence[int], jitter: int | None = None) -> Durations:
-    """Return the ticks of workers that compute so many micro-batches in the same time.
+class Ticks(NamedTuple):
+    """Of a clock as fine as its workers and messages need."""
+
+    durations: Durations
+    message: int
+    """Of a pull, and of a push."""
+
+
+def ticks_of(speeds: Sequence[int], jitter: int | None = None, message_time: float = 0) -> Ticks:
+    """Return the ticks of workers that compute so many micro-batches in the same time, and of their messages.
 
     `jitter` is a seed. With it a micro-batch takes between half and one and a half of its worker's time, as drawn; the
-    sum over four of them is that of even ones.
+    sum over four of them is that of even ones. `message_time` is in micro-batches of the fastest worker.
     """
     common = math.lcm(*speeds)
-    even = [common // speed for speed in speeds]
+    message = Fraction(str(message_time)) * common / max(speeds)  # by its digits: 0.1 is a tenth
+    even = [message.denominator * common // speed for speed in speeds]
     if jitter is None:
-        return tuple((ticks,) for ticks in even)
+        return Ticks(tuple((ticks,) for ticks in even), message.numerator)
     draw = random.Random(jitter)
     found = []
     for ticks in (_PARTS * each for each in even):
@@ -52,7 +63,7 @@ def durations_of(speeds: Sequence[int], jitter: int | None = None) -> Durations:
         uneven = [ticks + sign * change for change in changes for sign in (1, -1)]
         draw.shuffle(uneven)
         found.append(tuple(uneven))
-    return tuple(found)
+    return Ticks(tuple(found), _PARTS * message.numerator)
 
 
 class Turn(NamedTuple):
@@ -60,11 +71,13 @@ class Turn(NamedTuple):
 
     worker: int
     begin: int
-    """The tick at which it pulls."""
+    """The tick at which it asks for the parameters."""
     end: int
     """The tick at which its push arrives: from then on others see it."""
     seen: int
     """Pushes of all workers that its pull sees: the version that it reads."""
+    computing: int
+    """Ticks of it in which the worker computes; the others are those of the pull and of the push."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +89,8 @@ class Round:
     """Ticks are counted from the first pull of the round, `seen` from its first push, so that it may be negative."""
 
     @classmethod
-    def of(cls, durations: Durations, slack: int | None = None) -> Round:
-        """Return the round of workers with these durations; `slack` None sets no bound.
+    def of(cls, workers: Ticks, slack: int | None = None) -> Round:
+        """Return the round of these workers; `slack` None sets no bound.
 
         Raises:
             ValueError: the order does not repeat early enough.
@@ -85,7 +98,7 @@ class Round:
         pushed: list[Turn] = []
         moments: dict[object, tuple[int, int]] = {}
         ticks = begin = stop = 0
-        for tick, state, ended in run(durations, slack):
+        for tick, state, ended in run(workers, slack):
             pushed += ended
             if not ticks and state in moments:
                 earlier, begin = moments[state]
@@ -101,16 +114,19 @@ class Round:
                 )
         turns = pushed[begin:stop]
         first = min(turn.begin for turn in turns)
-        moved = (Turn(each, pull - first, push - first, seen - begin) for each, pull, push, seen in turns)
+        moved = (
+            turn._replace(begin=turn.begin - first, end=turn.end - first, seen=turn.seen - begin) for turn in turns
+        )
         return cls(ticks, tuple(moved))
 
 
-def run(durations: Durations, slack: int | None = None) -> Iterator[tuple[int, object, list[Turn]]]:
+def run(ticks: Ticks, slack: int | None = None) -> Iterator[tuple[int, object, list[Turn]]]:
     """Yield, tick by tick, (tick, state of all workers, turns that end there); all workers start at tick 0.
 
     The state is all that the rest depends on: of each worker the ticks that it still needs, how far it is ahead of the
     slowest one if that is bounded, and its place in its durations.
     """
+    durations, message = ticks
     workers = range(len(durations))
     clocks = [0] * len(durations)
     running: dict[int, Turn] = {}
@@ -118,8 +134,8 @@ def run(durations: Durations, slack: int | None = None) -> Iterator[tuple[int, o
 
     def start(worker: int, tick: int) -> None:
         if worker not in running and (slack is None or clocks[worker] - min(clocks) <= slack):
-            ticks = durations[worker][clocks[worker] % len(durations[worker])]
-            running[worker] = Turn(worker, tick, tick + ticks, pushes)
+            computing = durations[worker][clocks[worker] % len(durations[worker])]
+            running[worker] = Turn(worker, tick, tick + computing + 2 * message, pushes, computing)
 
     for worker in workers:
         start(worker, 0)

@@ -8,7 +8,7 @@ from itertools import product
 from cdp_repro.baselines import BASELINES
 from cdp_repro.predict.system_specs import fitting_specs
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Schedule
-from cdp_repro.schedule.virtual_clock import Round, durations_of
+from cdp_repro.schedule.virtual_clock import Round, ticks_of
 from cdp_repro.studies.cost_settings import EXECUTED_WORKERS, PLACEMENT_NAMES
 from cdp_repro.studies.delay_studies import DELAY_STUDIES
 from cdp_repro.studies.study import Cell, Study
@@ -103,12 +103,12 @@ def _late_systems() -> tuple[Cell, ...]:
     """
     alone = f"{CIFAR10.format(TUNED_LR / LATE_WORKERS)} batch_size={LATE_SAMPLES}"
     found = _cells(["mode=dp workers=1 stages=4", "mode=pipedream", "mode=ampnet"], [alone], seeds=range(2))
-    durations = durations_of(LATE_SPEEDS, LATE_JITTER)
+    ticks = ticks_of(LATE_SPEEDS, LATE_JITTER)
     clock = f"speeds=[{','.join(map(str, LATE_SPEEDS))}] jitter={LATE_JITTER}"
     divided = f"{CIFAR10.format(TUNED_LR)} {clock} optim.weight_decay={WEIGHT_DECAY / LATE_WORKERS:g}"
     for bound in LATE_BOUNDS:
         mode = "mode=async" if bound is None else f"mode=ssp slack={bound}"
-        pushes = len(Round.of(durations, bound).turns)
+        pushes = len(Round.of(ticks, bound).turns)
         found += _cells([mode], [f"{divided} batch_size={pushes * LATE_SAMPLES}"], seeds=range(2))
     return found
 

@@ -103,7 +103,7 @@ class _Reader:
         self._lanes = schedule.timeline.lanes
         # one device alone computes for all workers at its own speed
         is_uneven = schedule.ranks > 1 and self._lanes.durations
-        self._fastest = min(map(fmean, schedule.sizes.durations)) if is_uneven else 0
+        self._fastest = min(map(fmean, schedule.sizes.ticks.durations)) if is_uneven else 0
         self._open: dict[tuple[int, Value], deque[int]] = defaultdict(deque)
         self._sent = 0
         self._joined: list[Action] = []

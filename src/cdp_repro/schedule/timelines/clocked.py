@@ -12,12 +12,15 @@ from cdp_repro.schedule.virtual_clock import Turn
 class Clocked(Timeline):
     """A virtual clock says when each worker starts; a training step is a round of it, and each micro-batch an update.
 
-    A tick is 2S slots, in which the fastest worker computes a micro-batch; one that takes d ticks takes d slots for
-    each forward and backward. Micro-batches are numbered as they push. N = S = 2, speeds = [1, 2]:
+    A tick is 2S slots; a worker whose micro-batch takes d ticks takes d slots for each forward and backward.
+    Micro-batches are numbered as they push. N = S = 2, speeds = [1, 2]:
 
         slot      0  1  2  3  4  5  6  7
         worker 0  F0    F1       B1    B0
         worker 1  F0 F1 B1 B0 F0 F1 B1 B0
+
+    Where messages take time, a worker is idle before each micro-batch for as long as its pull and its push take: all
+    computing is drawn later by one message, so that it ends as its push arrives.
     """
 
     name = "clocked"
@@ -32,18 +35,18 @@ class Clocked(Timeline):
     def forward(self, i: int, j: int) -> int:
         """Return the first of the slots that it takes."""
         turn = self._turn(i)
-        return self._tick * turn.begin + (turn.end - turn.begin) * j
+        return self._tick * turn.end - turn.computing * (2 * self.sizes.stages - j)
 
     def backward(self, i: int, j: int) -> int:
         """Return the last of the slots that it takes."""
         turn = self._turn(i)
-        return self._tick * turn.begin + (turn.end - turn.begin) * (2 * self.sizes.stages - j) - 1
+        return self._tick * turn.end - turn.computing * j - 1
 
     @cached_property
     def lanes(self) -> Lanes:
         """The workers in the order in which they push."""
         turns = self.sizes.round.turns
-        durations = tuple(turn.end - turn.begin for turn in turns)
+        durations = tuple(turn.computing for turn in turns)
         return Lanes(self.sizes.lanes, tuple(turn.worker for turn in turns), durations)
 
     @property

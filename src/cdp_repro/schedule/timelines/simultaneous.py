@@ -49,7 +49,7 @@ class Simultaneous(Timeline):
     @cached_property
     def _order(self) -> list[tuple[int, int]]:
         """The slots for a forward, and the number, of each worker."""
-        return sorted((ticks, worker) for worker, (ticks,) in enumerate(self.sizes.durations))
+        return sorted((ticks, worker) for worker, (ticks,) in enumerate(self.sizes.ticks.durations))
 
     @cached_property
     def _durations(self) -> tuple[int, ...]:
