@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import bench  # noqa: E402 - found by the path above
 import readme  # noqa: E402
 
+from cdp_repro.schedule.schedule import MODES  # noqa: E402
+
 TEXT = (ROOT / "README.md").read_text()
 COMMANDS = [block for path in readme.WITH_COMMANDS for block in readme.blocks(path.read_text())]
 
@@ -44,6 +46,11 @@ def folder(tmp_path_factory):
 def test_the_readme_is_short_and_shows_six_commands():
     assert TEXT.count("\n") <= 170
     assert len([*readme.blocks(TEXT)]) == 6
+
+
+def test_the_readme_names_each_mode():
+    rows = TEXT[TEXT.index("## Schedules") : TEXT.index("## Results")]
+    assert set(MODES) <= set(re.findall(r"`(\w+)`", rows))
 
 
 def test_every_page_with_commands_is_run():
