@@ -6,7 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -30,28 +30,10 @@ from cdp_repro.engine.tracing import Tracer, as_plain, from_plain
 from cdp_repro.models.chain import joined
 from cdp_repro.schedule import Program, RankProgram, Schedule, Value
 from cdp_repro.schedule.forward_only import is_pipelined
+from cdp_repro.schedule.schedule import Choices
 from cdp_repro.schedule.summation import strategy_of
 from cdp_repro.schedule.values import PARAMETERS, buffers
 from cdp_repro.trace import Trace
-
-
-class Choices(TypedDict, total=False):
-    """Fields of `Spec` that `Engine` takes by name; there is what each means."""
-
-    slot_order: str
-    accumulate: int
-    replicas: int
-    ranks: int | None
-    servers: int | None
-    speeds: Sequence[int] | None
-    jitter: int | None
-    message_time: float | None
-    slack: int | None
-    micro_batches: int | None
-    slices: int | None
-    sources: Sequence[Sequence[int]] | None
-    pipeline_schedule: str
-    collectives: bool
 
 
 class Engine:
@@ -78,6 +60,7 @@ class Engine:
             torch.distributed group as the schedule has ranks, each of which builds the same engine and takes part in
             every call.
         workers: N, micro-batches that are under way at once; default: the number of stages.
+        slot_order: how a device orders the actions of a slot, "paper" or "backward_first".
         device: where the stages are moved.
         seed: of what the stages draw in training (dropout), with step, micro-batch and stage.
         learning_rate_factor: step -> factor on the optimizer's learning rate in the update (or updates) of that
@@ -89,8 +72,9 @@ class Engine:
             by itself.
         autocast: makes the context in which forwards run, e.g. `lambda: torch.autocast("cpu", torch.bfloat16)`.
         traced_steps: training steps, from the first on, whose actions and live activation bytes are recorded.
-        program: runs in place of the one that mode, placement, workers and `choices` give, which then say nothing.
-        choices: the other fields of `Spec`: accumulate, replicas, slot_order, sources, ...
+        program: runs in place of the one that mode, placement, workers, slot_order and `choices` give, which then say
+            nothing.
+        choices: the other fields of `Spec`: accumulate, replicas, sources, ...
 
     Raises:
         ValueError: stages that are no list of modules, sizes that do not fit, parameters that are shared by two stages
@@ -107,6 +91,7 @@ class Engine:
         placement: str = "single_device",
         *,
         workers: int | None = None,
+        slot_order: str = "paper",
         device: torch.device | str = "cpu",
         seed: int = 0,
         learning_rate_factor: Callable[[int], float] = lambda _: 1.0,
@@ -121,8 +106,8 @@ class Engine:
         refuse_shared_parameters(stages)
         count = len(stages)
         if program is None:
-            schedule = Schedule.build(mode, count if workers is None else workers, count, placement, **choices)
-            program = Program(schedule)
+            together = count if workers is None else workers
+            program = Program(Schedule.build(mode, together, count, placement, slot_order, **choices))
         self.schedule = program.schedule
         if self.schedule.stages != count:
             raise ValueError(f"the program is for {self.schedule.stages} stages, not for {count}: give as many")

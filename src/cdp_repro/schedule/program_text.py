@@ -31,7 +31,7 @@ from typing import Any
 from cdp_repro.schedule.actions import Action, Slot
 from cdp_repro.schedule.check import ScheduleError
 from cdp_repro.schedule.program import Piece, Program, Run, overlap
-from cdp_repro.schedule.schedule import Schedule, Spec
+from cdp_repro.schedule.schedule import Schedule, Spec, frozen
 
 FIRST_LINE = "cdp-repro program, format 1"
 _GRADIENT_BYTES = "gradient_bytes"
@@ -219,17 +219,8 @@ def _schedule(header: dict[str, Any]) -> Schedule:
     if missing:
         raise ScheduleError(f"the header lacks {', '.join(missing)}")
     sizes = header.pop(_GRADIENT_BYTES, [])
-    mode = header["mode"]
     try:
-        named = mode if isinstance(mode, str) else tuple(tuple(row) for row in mode)
-        speeds, sources = header.get("speeds"), header.get("sources")
-        known = {
-            **header,
-            "mode": named,
-            "speeds": None if speeds is None else tuple(speeds),
-            "sources": None if sources is None else tuple(map(tuple, sources)),
-        }
-        return Schedule.of(Spec(**known), sizes)
+        return Schedule.of(Spec(**{name: frozen(value) for name, value in header.items()}), sizes)
     except (TypeError, ValueError) as error:
         raise ScheduleError(f"the header does not describe a schedule: {error}") from None
 

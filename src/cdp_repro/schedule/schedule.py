@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, TypedDict, Unpack
 
 from cdp_repro.schedule.branches import chain
 from cdp_repro.schedule.placements import (
@@ -225,6 +226,30 @@ class Spec:
         return self.sizes.micro_batches * self.stages
 
 
+class Choices(TypedDict, total=False):
+    """The fields of `Spec` that have a default, but for its placement and slot order, as people write them."""
+
+    accumulate: int
+    replicas: int
+    ranks: int | None
+    servers: int | None
+    speeds: Sequence[int] | None
+    jitter: int | None
+    message_time: float | None
+    slack: int | None
+    micro_batches: int | None
+    slices: int | None
+    sources: Sequence[Sequence[int]] | None
+    pipeline_schedule: str
+    collectives: bool
+
+
+def frozen(value: Any) -> Any:
+    """Return a value as `Spec` has it: sequences as tuples."""
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+    return tuple(map(frozen, value)) if is_sequence else value
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A timeline, a rule and a placement that fit together. `Program` makes the actions of all ranks from it."""
@@ -245,34 +270,13 @@ class Schedule:
         placement: str = "single_device",
         slot_order: str = "paper",
         *,
-        accumulate: int = 1,
-        replicas: int = 1,
-        ranks: int | None = None,
-        servers: int | None = None,
-        speeds: Sequence[int] | None = None,
-        jitter: int | None = None,
-        message_time: float | None = None,
-        slack: int | None = None,
-        micro_batches: int | None = None,
-        slices: int | None = None,
-        sources: Sequence[Sequence[int]] | None = None,
-        pipeline_schedule: str = "one_f_one_b",
-        collectives: bool = False,
         gradient_bytes: Sequence[int] = (),
+        **choices: Unpack[Choices],
     ) -> Schedule:
         """Return the schedule of a `Spec` with these values; `stages` defaults to `workers`."""
-        named = (
-            mode if isinstance(mode, str) else tuple(tuple(row) if isinstance(row, Sequence) else row for row in mode)
-        )
-        return cls.of(
-            Spec(
-                named, workers, workers if stages is None else stages, placement, slot_order, accumulate, replicas,
-                ranks, servers, None if speeds is None else tuple(speeds), jitter, message_time, slack,
-                micro_batches, slices, None if sources is None else tuple(map(tuple, sources)), pipeline_schedule,
-                collectives,
-            ),
-            gradient_bytes,
-        )  # fmt: skip
+        others = {name: frozen(value) for name, value in choices.items()}
+        count = workers if stages is None else stages
+        return cls.of(Spec(frozen(mode), workers, count, placement, slot_order, **others), gradient_bytes)
 
     @classmethod
     def of(cls, spec: Spec, gradient_bytes: Sequence[int] = ()) -> Schedule:
