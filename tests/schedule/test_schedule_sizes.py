@@ -45,13 +45,17 @@ def test_each_slice_of_each_part_of_the_samples_is_one_micro_batch(n, k, r, slic
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ((0, 1), "stages=0: at least 1"), ((1, 0), "workers=0: at least 1"), ((1, 1, 0), "accumulate=0: at least 1"),
-        ((1, 1, 1, 0), "replicas=0: at least 1"),
-        ((1, 1, 1, 1, 1, 1, False, False, (), None, None, 0), "slices=0: at least 1"),
-        ((6, 2, 1, 1, 4), "ranks=4 do not share stages=6 equally: use ranks=1, 2, 3, 6"),
-        ((6, 2, 1, 1, 0), "use ranks=1, 2, 3, 6"),
+        ({"stages": 0}, "stages=0: at least 1"),
+        ({"workers": 0}, "workers=0: at least 1"),
+        ({"accumulate": 0}, "accumulate=0: at least 1"),
+        ({"replicas": 0}, "replicas=0: at least 1"),
+        ({"slices": 0}, "slices=0: at least 1"),
+        ({"pipeline_ranks": 4}, "ranks=4 do not share stages=6 equally: use ranks=1, 2, 3, 6"),
+        ({"pipeline_ranks": 0}, "use ranks=1, 2, 3, 6"),
+        ({"message_time": 11}, "message_time=11: use a number from 0 to 10 .* such as message_time=1"),
+        ({"speeds": (1, 7), "message_time": 0.1}, "at most 60 for a micro-batch"),
     ],
-)  # fmt: skip
+)
 def test_refusals_name_a_value_that_works(values, said):
     with pytest.raises(ValueError, match=said):
-        Sizes(*values).check()
+        Sizes(**{"stages": 6, "workers": 2, **values}).check()

@@ -199,16 +199,24 @@ class Spec:
     def sizes(self) -> Sizes:
         """The five numbers."""
         pipeline_ranks = 1 if self.placement != "pipeline" else self.workers if self.ranks is None else self.ranks
-        each = self.chosen_mode.updates_each
-        servers = 1 if self.servers is None else self.servers
         slack = (DEFAULT_SLACK if self.slack is None else self.slack) if self.chosen_mode.is_bounded else None
         return Sizes(
-            self.stages, self.workers, self.accumulate, self.replicas, pipeline_ranks, servers, each,
-            self.chosen_mode.pushes, tuple(self.speeds or ()), self.jitter,
-            self.message_time or 0, slack,
-            self.chosen_mode.slices(self.slices), self.micro_batches,
-            () if self.sources is None or self.sources == chain(self.stages) else self.sources,
-        )  # fmt: skip
+            stages=self.stages,
+            workers=self.workers,
+            accumulate=self.accumulate,
+            replicas=self.replicas,
+            pipeline_ranks=pipeline_ranks,
+            servers=1 if self.servers is None else self.servers,
+            updates_each=self.chosen_mode.updates_each,
+            pushes=self.chosen_mode.pushes,
+            speeds=tuple(self.speeds or ()),
+            jitter=self.jitter,
+            message_time=self.message_time or 0,
+            slack=slack,
+            slices=self.chosen_mode.slices(self.slices),
+            chosen_turns=self.micro_batches,
+            branches=() if self.sources is None or self.sources == chain(self.stages) else self.sources,
+        )
 
     def on(self, placement: str) -> Spec:
         """Return the same on another placement, without the sizes that this one alone has."""
