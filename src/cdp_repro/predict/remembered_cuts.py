@@ -23,6 +23,7 @@ from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.versions import code_hash
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.stage_cut import StageCut
+from cdp_repro.schedule.garbage import without_collection
 
 _CODE = ("models", "engine", "predict", "config", "schedule")
 """The parts of the package that a cut depends on."""
@@ -40,9 +41,11 @@ def stage_cut(config: RunConfig) -> StageCut:
     if path is not None:
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # none yet, or a damaged one
             return _from_json(path.read_text())
-    from cdp_repro.predict.cutting import cut_model  # here: torch takes seconds
+    with without_collection():
+        from cdp_repro.predict.cutting import cut_model  # here: torch takes seconds
 
-    return remember(config, cut_model(config))
+        measured = cut_model(config)
+    return remember(config, measured)
 
 
 def remember(config: RunConfig, measured: StageCut) -> StageCut:

@@ -18,14 +18,13 @@ to the largest staleness differ; all later ones are the last of these, with shif
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.check import Checker, ScheduleError, State
+from cdp_repro.schedule.garbage import without_collection
 from cdp_repro.schedule.generate import generate
 from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.roles import Roles
@@ -186,7 +185,7 @@ class Program:
         The pattern repeats from the first step that begins and ends in the same state, but for a shift of one training
         step, and whose versions are not clipped at 0. So it is looked for in longer and longer runs.
         """
-        with _no_collection():
+        with without_collection():
             return self._repeating(first_step)
 
     def _repeating(self, first_step: int) -> Run:
@@ -261,21 +260,6 @@ class _CheckedRun:
         seen = 4 * self._program.schedule.stages
         for place in range(len(self._slots), min(end, len(slots))):
             self._slots.append(self._checker.slot(slots[place], slots[place + 1 : place + 1 + seen]))
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python from searching for cycles among millions of actions, which have none: half of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            if not gc.get_freeze_count():  # else a user has frozen objects, which would be thawed
-                gc.freeze()
-                gc.unfreeze()  # the new objects count as old now: the next search leaves them out
-            gc.enable()
 
 
 def overlap(schedule: Schedule) -> int:
