@@ -1,0 +1,14 @@
+"""Clipping by the norm of the mean gradient; what concerns methods against delay too is in `test_engine_delay.py`."""
+
+from __future__ import annotations
+
+from small_runs import flat, make_batches, make_engine, same
+
+
+def test_sums_that_the_second_part_of_a_backward_completes_are_clipped():
+    """`zero_bubble` clips by the same norm as `gpipe`, of which it is another order."""
+    batches = make_batches(3, 2)
+    parallel, split = (make_engine(mode, "single_device", 2, 2, clip_norm=0.01) for mode in ("gpipe", "zero_bubble"))
+    losses = [[result.losses for result in engine.run(batches)] for engine in (parallel, split)]
+    assert losses[0] == losses[1]
+    same(flat(parallel.state_dict()), flat(split.state_dict()))
