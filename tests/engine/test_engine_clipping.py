@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from small_runs import flat, make_batches, make_engine, same
+from ranks import run_ranks
+from small_runs import check_same, flat, make_batches, make_engine, same, train, train_each
 
 
 def test_sums_that_the_second_part_of_a_backward_completes_are_clipped():
@@ -12,3 +13,9 @@ def test_sums_that_the_second_part_of_a_backward_completes_are_clipped():
     losses = [[result.losses for result in engine.run(batches)] for engine in (parallel, split)]
     assert losses[0] == losses[1]
     same(flat(parallel.state_dict()), flat(split.state_dict()))
+
+
+def test_ranks_tell_each_other_what_those_parts_complete(tmp_path):
+    case, choices = ("zero_bubble", "pipeline", 2, 2, (2, 1)), {"clip_norm": 0.01}
+    found = run_ranks(train_each, 2, [(case, choices)], folder=tmp_path)
+    check_same([each[0] for each in found], train("zero_bubble", "single_device", *case[2:], **choices))
