@@ -11,13 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
+from cdp_repro.schedule.schedule import MODES
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import bench  # noqa: E402 - found by the path above
 import readme  # noqa: E402
-
-from cdp_repro.schedule.schedule import MODES  # noqa: E402
 
 TEXT = (ROOT / "README.md").read_text()
 COMMANDS = [block for path in readme.WITH_COMMANDS for block in readme.blocks(path.read_text())]

@@ -152,7 +152,7 @@ class Executor:
         begin = self._tracer.now() if traced else 0.0
         with profiler.record_function(action.label) if profiler._is_profiler_enabled else nullcontext():
             executed = self._handlers[action.op](action)
-        if self._clipping is not None and (action.op.gives_gradients or action.op is Op.ADD):
+        if self._clipping is not None and action.op.sums_gradients:
             for value in action.writes:
                 if value.kind == GRADIENTS:
                     self._clipping.enter(value, self.values[value])

@@ -28,12 +28,15 @@ class Op(StrEnum):
     """Whether the action is a forward or a backward, or a part of one, which takes a slot of its rank."""
     gives_gradients: bool
     """Whether the action gives the gradients of a stage's parameters for one micro-batch."""
+    sums_gradients: bool
+    """Whether the action can complete a sum of gradients on its rank: it gives some, or adds those of others."""
     is_message: bool
     """Whether the action is one end of a message."""
 
     def __init__(self, letter: str) -> None:
         self.is_compute = letter in "FBIW"
         self.gives_gradients = letter in "BW"
+        self.sums_gradients = letter in "BWA"
         self.is_message = letter in "SR"
 
 

@@ -8,7 +8,6 @@ its own norm.
 
 from __future__ import annotations
 
-from cdp_repro.schedule.actions import Op
 from cdp_repro.schedule.program import Program
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.values import GRADIENTS, PARAMETERS, Value
@@ -37,7 +36,7 @@ def knows_norms_in_time(program: Program) -> bool:
                     if len(here) < schedule.stages:
                         return False
             for value in action.writes:
-                step = completed_step(value, schedule) if action.op.gives_gradients or action.op is Op.ADD else None
+                step = completed_step(value, schedule) if action.op.sums_gradients else None
                 if step is not None and teller(schedule, step, value.stage) == action.rank:
                     told.setdefault(step, {})[value.stage] = slot.number, action.rank
     return True

@@ -4,8 +4,9 @@
     period    step F              replayed with shifted numbers for every later step
     drain     after any step      what is left to do when no further step comes
 
-Where ranks send, the piece of a step ends one slot before the next step begins: what a rank sends in that slot depends
-on whether another step comes. Else it ends where the next step begins. With P slots a step, and ranks that send:
+Where ranks send sums or lent parameters, the piece of a step ends one slot before the next step begins: what a rank
+sends in that slot depends on whether another step comes. Else it ends where the next step begins. With P slots a step,
+and ranks that send those:
 
     slots     0 ......... P-2 | P-1 ........ 2P-2 | 2P-1 ....... 3P-2 | ...
               piece of step 0 | piece of step 1   | piece of step 2   | ...
