@@ -105,3 +105,23 @@ def test_a_check_of_the_report_imports_no_torch(called, tmp_path):
     assert code == 0
     assert SLOW & modules <= {"matplotlib", "scipy", "numpy", "PIL"}
     assert not {"scipy.stats", "matplotlib.pyplot"} & modules
+
+
+_CONSOLE_SCRIPT = """
+import atexit, sys
+from cdp_repro.cli import entry
+atexit.register(print, "taken apart")
+sys.exit(entry.plan())
+"""
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [(["--help"], 0), (["workers=0"], 2)])
+def test_a_plan_ends_without_taking_python_apart_and_loses_no_words(arguments, expected):
+    """Freeing torch's modules takes about a second, and a plan leaves nothing open."""
+    script = [sys.executable, "-c", _CONSOLE_SCRIPT, *arguments]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == expected
+    said = done.stderr if expected else done.stdout
+    assert "workers" in said
+    assert said.endswith("\n")
+    assert "taken apart" not in done.stdout
