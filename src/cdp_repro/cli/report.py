@@ -12,6 +12,7 @@ from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError
 from cdp_repro.config.paths import typed_path
 from cdp_repro.observe.text import table as text_table
+from cdp_repro.schedule.garbage import without_collection
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.collecting import collect
 from cdp_repro.studies.rows import ROWS, Row, write_row
@@ -87,7 +88,8 @@ def _files(options: dict[str, str], draws: bool) -> dict[Path, bytes]:
     from cdp_repro.report.build import build, drawn, marked, undrawn  # here: libraries that draw and test take seconds
 
     root = Path(typed_path(options["root"])) if "root" in options else results.resolve().parent
-    return build(results, marked(root), drawn if draws else undrawn)
+    with without_collection():
+        return build(results, marked(root), drawn if draws else undrawn)
 
 
 def _build(options: dict[str, str], words: list[str]) -> int:  # noqa: ARG001 - commands have one form

@@ -203,7 +203,7 @@ def _of_choices(choices: tuple[str, ...]) -> RunConfig:
     tree = deepcopy(_default_tree())
     tree.update({group: _file(group, name) for group, name in {**beside, **chosen}.items()})
     OmegaConf.set_struct(tree, False)  # an experiment may name values that a choice beside it lacks
-    return _typed_tree(OmegaConf.merge(tree, experiment))
+    return _typed_tree(OmegaConf.unsafe_merge(tree, experiment))  # the tree is a copy already
 
 
 def _typed_tree(values: Any) -> RunConfig:
