@@ -59,7 +59,10 @@ def test_systems_that_cannot_have_the_sizes_are_left_out():
 def test_a_system_that_needs_more_blocks_than_the_model_has_is_left_out_and_named():
     config, found = compared("workers=4", "model.depth=5")
     assert ("interleaved", "pipeline") not in found and ("chimera", "pipeline") in found
-    assert "interleaved is left out: mlp has too few blocks" in systems_text([*found.values()], config)
+    shown = systems_text([*found.values()], config)
+    assert "interleaved is left out: mlp has 6 blocks for its 8 stages\n" in shown
+    assert "terapipe is left out: samples without tokens cannot be cut into 2 slices" in shown
+    assert shown.count("is left out") == 2
 
 
 def test_a_run_is_explored_beside_all_systems_or_alone_where_they_cannot_have_its_sizes():

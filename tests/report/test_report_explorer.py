@@ -11,7 +11,7 @@ from browser import BROWSER, NO_BROWSER, chromium
 from cdp_repro.config import ConfigError
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import simulate_slots
-from cdp_repro.predict.system_specs import fitting_specs
+from cdp_repro.predict.system_specs import CommonSizes
 from cdp_repro.report import explorer as module
 from cdp_repro.report.explorer import MOST_BYTES, explorer
 from cdp_repro.schedule import Action, Program, Schedule
@@ -21,7 +21,7 @@ ONE_DEVICE = Schedule.build("cdp_v2", 3)
 
 
 def systems(ranks):
-    schedules = [Schedule.build("cdp_v2", ranks), *map(Schedule.of, fitting_specs(ranks, tokens=4))]
+    schedules = [Schedule.build("cdp_v2", ranks), *map(Schedule.of, CommonSizes(ranks, tokens=4).specs())]
     return [(schedule, StageCosts.equal(schedule.stages, 4096, 1024)) for schedule in schedules]
 
 

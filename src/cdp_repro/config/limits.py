@@ -296,7 +296,7 @@ def _wrong_with_baseline(config: RunConfig) -> Iterable[str]:
         yield f"baseline={config.baseline} trains by data parallelism, not by mode={config.mode.name}: use mode=dp"
     if config.placement.name != "single_device":
         yield f"baseline={config.baseline} places its stages itself: drop placement={config.placement.name}"
-    if config.is_branched:
+    if config.branches:
         yield f"baseline={config.baseline} runs a chain, which model={config.model.name} is not: use model=resnet8"
     if config.collectives:
         yield f"baseline={config.baseline} uses the library's collectives in any case: drop collectives=true"

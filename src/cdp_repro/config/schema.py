@@ -5,7 +5,7 @@ Hydra composes it (`compose`), `loading` checks it; past the entry point nobody 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,9 @@ from cdp_repro.schedule.branches import Sources, two_towers
 
 if TYPE_CHECKING:
     import torch
+
+BRANCHES: Mapping[str, Callable[[int], Sources]] = {"two_towers": two_towers}
+"""By model: the function from a number of stages to what each reads. All others are chains."""
 
 
 @dataclass
@@ -366,12 +369,12 @@ class RunConfig:
         Raises:
             ValueError: the branches cannot share the stages.
         """
-        return two_towers(self.stage_count) if self.is_branched else None
+        return self.branches(self.stage_count) if self.branches else None
 
     @property
-    def is_branched(self) -> bool:
-        """Whether the model has branches that join."""
-        return self.model.name == "two_towers"
+    def branches(self) -> Callable[[int], Sources] | None:
+        """Which of so many stages read which, where the model has branches that join; None: a chain."""
+        return BRANCHES.get(self.model.name)
 
     def schedule(self, gradient_bytes: Sequence[int] = ()) -> Schedule:
         """Return the schedule of the run; with the bytes of each stage's gradients, as it sends them.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 
 from cdp_repro.schedule import MODES, Schedule, Spec
-from cdp_repro.schedule.branches import two_towers
+from cdp_repro.schedule.branches import Sources
 
 SYSTEMS = (
     ("dp", "replicated"), ("cdp_v1", "replicated"), ("cdp_v2", "replicated"),
@@ -15,28 +17,42 @@ SYSTEMS = (
     ("zero_bubble", "pipeline"), ("terapipe", "pipeline"), ("chimera", "pipeline"), ("pipedream_2bw", "pipeline"),
     ("cdp_v2", "pipeline"), ("pipedream", "pipeline"), ("ampnet", "pipeline"),
 )  # fmt: skip
-"""Mode and placement. On a pipeline `cdp_v1` is `pipedream_2bw`."""
+"""Mode and placement of all that compute on as many ranks. On a pipeline `cdp_v1` is `pipedream_2bw`."""
 
 CHUNKS = 2
 """Stages a rank of the interleaved pipeline; all others have one."""
 
 
-def fitting_specs(ranks: int, accumulate: int = 1, tokens: int = 0, is_branched: bool = False) -> Iterator[Spec]:
-    """Yield the systems that can have these sizes: `ranks` ranks, `ranks` x `accumulate` micro-batches a mini-batch.
+@dataclass(frozen=True)
+class CommonSizes:
+    """What all systems that are compared have: so many ranks, and `ranks` x `accumulate` micro-batches a mini-batch."""
 
-    `tokens` are those of a sequence that a causal model reads; 0 if samples cannot be cut along tokens. `is_branched`
-    says whether the model has two towers.
-    """
-    for mode, placement in SYSTEMS:
+    ranks: int
+    accumulate: int = 1
+    tokens: int = 0
+    """Of a sequence that a causal model reads; 0 if samples cannot be cut along tokens."""
+    branches: Callable[[int], Sources] | None = None
+    """Which of so many stages read which; None: a chain."""
+
+    def spec(self, mode: str, placement: str) -> Spec:
+        """Return a system of these sizes.
+
+        Raises:
+            ValueError: it cannot have them, such as an odd number of ranks for Chimera.
+        """
         slices = MODES[mode].slices(None)
-        if slices > 1 and (not tokens or tokens % slices):
-            continue
-        stages = ranks * CHUNKS if mode == "interleaved" else ranks
-        each = MODES[mode].updates_each or MODES[mode].pushes
-        try:
-            sources = two_towers(stages) if is_branched else None
-            spec = Spec(mode, ranks, stages, placement, accumulate=1 if each else accumulate, sources=sources)
-            Schedule.of(spec)
-        except ValueError:  # such as an odd number of ranks for Chimera
-            continue
-        yield spec
+        if slices > 1 and (not self.tokens or self.tokens % slices):
+            read = f"of {self.tokens} tokens" if self.tokens else "without tokens"
+            raise ValueError(f"samples {read} cannot be cut into {slices} slices: use dataset=text model=gpt")
+        stages = self.ranks * CHUNKS if mode == "interleaved" else self.ranks
+        accumulate = 1 if MODES[mode].updates_each or MODES[mode].pushes else self.accumulate
+        sources = self.branches(stages) if self.branches else None
+        spec = Spec(mode, self.ranks, stages, placement, accumulate=accumulate, sources=sources)
+        Schedule.of(spec)
+        return spec
+
+    def specs(self) -> Iterator[Spec]:
+        """Yield all systems that can have these sizes."""
+        for mode, placement in SYSTEMS:
+            with suppress(ValueError):
+                yield self.spec(mode, placement)

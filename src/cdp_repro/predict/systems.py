@@ -21,7 +21,7 @@ from cdp_repro.predict.pricing.quote import cluster_of
 from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.simulate import simulate_slots, version_bytes
 from cdp_repro.predict.stage_cut import StageCut
-from cdp_repro.predict.system_specs import CHUNKS, fitting_specs
+from cdp_repro.predict.system_specs import CHUNKS, SYSTEMS, CommonSizes
 from cdp_repro.predict.training_state import optimizer_states
 from cdp_repro.schedule import Program, Schedule, Slot, Spec
 
@@ -72,6 +72,34 @@ def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, StageCut]]:
     Raises:
         ConfigError: sizes that do not fit together, with values that work.
     """
+    common, whole = _common_sizes(config)
+    usual = stage_cut(whole)
+    for spec in common.specs():
+        if spec.stages <= _blocks(usual):
+            cut = usual if _has_the_cut_of(spec, whole) else stage_cut(_config_of(spec, whole))
+            yield Schedule.of(spec, cut.costs.gradient_bytes), cut
+
+
+def left_out(config: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each system that `systems_of` leaves out."""
+    common, whole = _common_sizes(config)
+    blocks = _blocks(stage_cut(whole))
+    for mode, placement in SYSTEMS:
+        try:
+            stages = common.spec(mode, placement).stages
+        except ValueError as error:
+            yield f"{mode} is left out: {error}"
+        else:
+            if stages > blocks:
+                yield f"{mode} is left out: {config.model.name} has {blocks} blocks for its {stages} stages"
+
+
+def _blocks(cut: StageCut) -> int:
+    return sum(map(len, cut.block_names))
+
+
+def _common_sizes(config: RunConfig) -> tuple[CommonSizes, RunConfig]:
+    """Return the sizes that all systems are to have, and the run of data parallelism that has them."""
     ranks, micro_batches = config.ranks or config.workers, config.workers * config.accumulate
     if config.replicas > 1:
         raise ConfigError(
@@ -99,13 +127,8 @@ def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, StageCut]]:
         slack=None,
         slices=None,
     ).reading_whole()
-    usual = stage_cut(whole)
-    blocks = sum(map(len, usual.block_names))
     tokens = config.model.context if config.task.is_text else 0
-    for spec in fitting_specs(ranks, whole.accumulate, tokens, config.is_branched):
-        if spec.stages <= blocks:
-            cut = usual if _has_the_cut_of(spec, whole) else stage_cut(_config_of(spec, whole))
-            yield Schedule.of(spec, cut.costs.gradient_bytes), cut
+    return CommonSizes(ranks, whole.accumulate, tokens, config.branches), whole
 
 
 def _has_the_cut_of(spec: Spec, config: RunConfig) -> bool:
@@ -193,13 +216,11 @@ def systems_text(systems: Sequence[System], config: RunConfig) -> str:
         f"{config.batch_size // micro_batches} samples\n"
         "idle: share of the slots of all ranks; activations, parameters (all versions): the rank that has most;\n"
         "messages: of all ranks; sent: by a rank; staleness: updates that a forward misses, mean over all\n"
-        + (
-            f"interleaved has {CHUNKS} stages a rank, all others one"
-            if any(each.mode == "interleaved" for each in systems)
-            else f"interleaved is left out: {config.model.name} has too few blocks for {CHUNKS} stages a rank"
-        )
     )
-    return f"{notes}\n\n{table(rows)}\n"
+    if any(each.mode == "interleaved" for each in systems):
+        notes += f"interleaved has {CHUNKS} stages a rank, all others one\n"
+    notes += "".join(f"{sentence}\n" for sentence in left_out(config))
+    return f"{notes}\n{table(rows)}\n"
 
 
 def write_systems(systems: Sequence[System], folder: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from cdp_repro.config import ConfigError
 from cdp_repro.observe.text import format_bytes
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import held_bytes, simulate_slots, version_bytes
-from cdp_repro.predict.system_specs import CHUNKS, fitting_specs
+from cdp_repro.predict.system_specs import CHUNKS, CommonSizes
 from cdp_repro.report.template import filled, web_file
 from cdp_repro.schedule import Program, Schedule, Slot
 from cdp_repro.trace import Trace
@@ -85,7 +85,7 @@ def explorer_of_equal_layers(ranks: int) -> str:
 
     page, _ = explorer(
         f"{layers} equal layers of {format_bytes(_LAYER_BYTES)}, N = {ranks}",
-        ((Schedule.of(spec), costs(spec.stages)) for spec in fitting_specs(ranks)),
+        ((Schedule.of(spec), costs(spec.stages)) for spec in CommonSizes(ranks).specs()),
     )
     return page
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from cdp_repro.baselines import BASELINES
-from cdp_repro.predict.system_specs import fitting_specs
+from cdp_repro.predict.system_specs import CommonSizes
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Schedule
 from cdp_repro.schedule.virtual_clock import Round, ticks_of
 from cdp_repro.studies.cost_settings import EXECUTED_WORKERS, PLACEMENT_NAMES
@@ -86,7 +86,7 @@ def _systems() -> tuple[Cell, ...]:
     Those whose micro-batches are steps of their own have mini-batches of one. So many traced steps fill any of them.
     """
     found: list[Cell] = []
-    for spec in fitting_specs(SYSTEM_RANKS, SYSTEM_MICRO_BATCHES // SYSTEM_RANKS):
+    for spec in CommonSizes(SYSTEM_RANKS, SYSTEM_MICRO_BATCHES // SYSTEM_RANKS).specs():
         size = f"workers={spec.workers} stages={spec.stages} accumulate={spec.accumulate}"
         batch = 12 * Schedule.of(spec).micro_batches
         run = f"model=mlp model.depth=7 batch_size={batch} epochs=1 traced_steps=12"

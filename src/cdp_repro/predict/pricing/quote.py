@@ -139,7 +139,7 @@ def _jobs(config: RunConfig) -> dict[str, Spec]:
         and not config.micro_batches
         and config.replicas == config.accumulate == 1
         and config.stage_count == config.workers
-        and not config.is_branched
+        and not config.branches
     ):
         chosen = replace(chosen, ranks=None)
         jobs["dp torch_gpipe"] = replace(_job(chosen, "dp", "pipeline"), pipeline_schedule="gpipe")
