@@ -25,10 +25,13 @@ class ModeConfig:
     """Timeline and update rule."""
 
     name: str = "cdp_v2"
-    """Set by mode=...: `dp`, `cdp_v1`, `cdp_v2`, `accumulation` (of gradients, one worker after the other) or
-    `matrix`."""
+    """Set by mode=...: `dp` (all micro-batches at once), `accumulation` (one after the other), `cdp_v1`, `cdp_v2` (one
+    by one in a cycle; reads one step late, or as fresh as can be), `matrix` (the same, with a staleness of yours);
+    pipelines that flush: `naive`, `gpipe`, `one_f_one_b`, `interleaved`, `zero_bubble`, `chimera`, `terapipe`; that do
+    not: `pipedream`, `pipedream_2bw`, `ampnet`; workers that push to servers when they are done: `ssp`, `async`.
+    docs/systems.md explains each."""
     staleness: list[list[int]] | None = None
-    """Of `matrix`: staleness d(i, j) in training steps, a row a worker, a column a stage."""
+    """Of `matrix`: staleness d(i, j) in training steps, a row for each of the k N micro-batches, a column a stage."""
 
 
 @dataclass
@@ -133,7 +136,8 @@ class DelayConfig:
     """Set by delay=...: `none`, `error_feedback` (steps are corrected by the change from the last one), `prediction`
     (stale reads see parameters moved on by the last step) or `compensation` (gradients corrected to first order)."""
     strength: float | None = None
-    """Of `error_feedback`: c, unless set the share of a stage's reads that are stale. Of `compensation`: lambda."""
+    """Of `error_feedback`: its factor, unless set the share of a stage's reads that are stale. Of `compensation`:
+    lambda."""
 
 
 @dataclass
@@ -194,8 +198,8 @@ class RunConfig:
     slack: int | None = None
     """s, of mode=ssp: pushes by which a worker may be ahead of the slowest one when it starts; unless set: 3."""
     micro_batches: int | None = None
-    """M, without replicas, of pipelines (placement=pipeline or single_device), where it need be no multiple of
-    `workers`; unless set: `accumulate` x `workers`."""
+    """In place of `accumulate` x `workers`, of pipelines (placement=pipeline or single_device), where it need be no
+    multiple of `workers`; times `slices` and `replicas` it is M."""
     slices: int | None = None
     """L, of mode=terapipe: micro-batches that a sequence is cut into along its tokens, a divisor of `model.context`;
     unless set: 2."""

@@ -73,17 +73,17 @@ class _Remembering(Uncorrected):
 
 
 class ErrorFeedback(_Remembering):
-    """theta[t+1] = theta[t] - (u_t + c (u_t - u_{t-1})), with no step before the first: u_{-1} = 0.
+    """theta[t+1] = theta[t] - (u_t + a (u_t - u_{t-1})), with no step before the first: u_{-1} = 0.
 
-    The corrections add up: the parameters are those of the plain steps, moved on by c times the last one.
-    Source: "One-Step Gradient Delay is Not a Barrier", arXiv 2606.30634, for a delay of one step everywhere (c = 1).
+    The corrections add up: the parameters are those of the plain steps, moved on by a times the last one.
+    Source: "One-Step Gradient Delay is Not a Barrier", arXiv 2606.30634, for a delay of one step everywhere (a = 1).
     """
 
     name = "error_feedback"
 
     def __init__(self, staleness: Sequence[int], strength: float | None = None) -> None:
-        """`strength` is c; unless given it is the share of the stage's reads that are stale: (ceil((S-j)/c')-1)/M for
-        `cdp_v2` with c' stages a worker, 1 for `cdp_v1`, 0 for `dp`."""
+        """`strength` is a; unless given it is the share of the stage's reads that are stale: (ceil((S-j)/c)-1)/M for
+        `cdp_v2` with S = cN, 1 for `cdp_v1`, 0 for `dp`."""
         super().__init__(staleness)
         self._strength = _share(staleness, 1) if strength is None else strength
         self.kept_steps = int(self._strength != 0)

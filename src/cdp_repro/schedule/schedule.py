@@ -165,7 +165,7 @@ class Spec:
     slack: int | None = None
     """Pushes by which a worker may be ahead of the slowest one when it starts, of `ssp` only; None: 3."""
     micro_batches: int | None = None
-    """M / R, of pipelines; None: k N, times L where there are slices."""
+    """M / (R L), of pipelines; None: k N."""
     slices: int | None = None
     """L: micro-batches that sequences are cut into along their tokens, of `terapipe` only; None: 2."""
     sources: tuple[tuple[int, ...], ...] | None = None
