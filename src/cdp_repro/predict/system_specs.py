@@ -41,9 +41,11 @@ class CommonSizes:
             ValueError: it cannot have them, such as an odd number of ranks for Chimera.
         """
         slices = MODES[mode].slices(None)
-        if slices > 1 and (not self.tokens or self.tokens % slices):
-            read = f"of {self.tokens} tokens" if self.tokens else "without tokens"
-            raise ValueError(f"samples {read} cannot be cut into {slices} slices: use dataset=text model=gpt")
+        if slices > 1 and not self.tokens:
+            raise ValueError(f"samples without tokens cannot be cut into {slices} slices: use dataset=text model=gpt")
+        if self.tokens % slices:
+            works = self.tokens + slices - self.tokens % slices
+            raise ValueError(f"{self.tokens} tokens cannot be cut into {slices} slices: use model.context={works}")
         stages = self.ranks * CHUNKS if mode == "interleaved" else self.ranks
         accumulate = 1 if MODES[mode].updates_each or MODES[mode].pushes else self.accumulate
         sources = self.branches(stages) if self.branches else None
