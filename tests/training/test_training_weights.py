@@ -22,7 +22,7 @@ from cdp_repro.models.registry import build_model, original_tensors
 from cdp_repro.observe.run_directory import RunDirectoryError
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.training.assembly import load_data
-from cdp_repro.training.checkpoint import CheckpointError
+from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
 from cdp_repro.training.equivalence import verify
 from cdp_repro.training.run import train
 from cdp_repro.training.weights import export, start_from_file
@@ -45,6 +45,19 @@ def plain_gpt(tokens: int) -> nn.Module:
     sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
     config = transformers.GPT2Config(vocab_size=tokens, **sizes, activation_function="gelu", tie_word_embeddings=False)
     return transformers.GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_the_newest_version_goes_out_where_a_step_has_several_updates(tmp_path, mode):
+    config = compose_config(["dataset=digits", "model=mlp", f"mode={mode}", "workers=2", "speeds=[1,2]",
+                             "batch_size=66", "epochs=1", "wandb=disabled", "traced_steps=0"])  # fmt: skip
+    train(config, tmp_path / "run", ["test"])
+    export(tmp_path / "run", tmp_path / "weights.pt")
+    stages = CheckpointStore(tmp_path / "run" / "checkpoints").load().tensors["engine"]["stages"]
+    newest = {name: tensor for stage in stages for name, tensor in stage["versions"][max(stage["versions"])].items()}
+    found = torch.load(tmp_path / "weights.pt")
+    assert found.keys() == newest.keys()
+    assert all(torch.equal(found[name], newest[name]) for name in found)
 
 
 def plain_vit() -> nn.Module:

@@ -80,7 +80,8 @@ def weights_of(config: RunConfig, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """
     held: dict[str, Tensor] = {}
     for stage in checkpoint.tensors["engine"]["stages"]:
-        held |= {**stage["versions"][checkpoint.step], **average(stage["buffers"])}
+        versions = stage["versions"]  # they count updates, of which a step may have several
+        held |= {**versions[max(versions)], **average(stage["buffers"])}
     with torch.device("meta"):
         keys = [*model_of(config).state_dict()]  # of the buffers only those that the model stores
     if missing := [key for key in keys if key not in held]:
