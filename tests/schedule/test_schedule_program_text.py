@@ -110,6 +110,12 @@ def test_line_ends_of_windows_are_refused():
         (FIRST_LINE, "a program", "line 1: a program begins with the line"),
         ("workers = 2", "worker = 2", "line 3: the header has no 'worker'"),
         ("workers = 2", "workers = two", "line 3: 'two' is no JSON value"),
+        ("workers = 2", "workers = 2.0", "line 3: 2.0 is no value of workers: it is of the type int, in JSON"),
+        ("workers = 2", "workers = null", "line 3: null is no value of workers"),
+        ("workers = 2", "workers = true", "line 3: true is no value of workers"),
+        ('mode = "cdp_v2"', "mode = 5", "line 2: 5 is no value of mode"),
+        ("ranks = null", 'ranks = "1"', 'line 9: "1" is no value of ranks'),
+        ("gradient_bytes = []", 'gradient_bytes = ["a"]', "is no value of gradient_bytes"),
         ("workers = 2\n", "", "the header lacks workers"),
         ("workers = 2", "workers = 3", "the header does not describe a schedule: stages=2 is not a multiple"),
         ("accumulate = 1", "accumulate = 0", "accumulate=0: at least 1 is needed"),
@@ -125,6 +131,15 @@ def test_a_broken_file_names_the_line_and_the_reason(old, new, said):
     text = write_program(program(placement="replicated"))
     assert old in text
     assert said in refused(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(("kept", "found"), [(0, "[]"), (1, "[0]")])
+def test_a_file_that_lacks_runs_is_refused(kept, found):
+    text = write_program(program(placement="replicated"))
+    parts = text.split("run from step ")
+    assert len(parts) == 3
+    said = refused("run from step ".join(parts[: kept + 1]))
+    assert f"the file has runs from the steps {found}" in said and "needs those from [0, 1]" in said
 
 
 def test_a_period_that_cannot_be_repeated_is_refused():

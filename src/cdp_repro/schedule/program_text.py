@@ -26,7 +26,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from cdp_repro.schedule.actions import Action, Slot
 from cdp_repro.schedule.check import ScheduleError
@@ -137,7 +138,10 @@ class _Reader:
                 self._sections[place].lines.append(_action(number, line, rank))
         schedule = _schedule(header)
         self._refuse_other_ranks(schedule)
-        return schedule, {step: self._run(step, schedule) for step in sorted({step for step, _, _ in self._sections})}
+        found, needed = sorted({step for step, _, _ in self._sections}), [*range(schedule.rule.longest + 1)]
+        if found != needed:
+            raise ScheduleError(f"the file has runs from the steps {found}: {schedule} needs those from {needed}")
+        return schedule, {step: self._run(step, schedule) for step in found}
 
     def _meaningful(self) -> Iterator[tuple[int, str]]:
         """Yield the lines after the first that say something, with their numbers."""
@@ -208,9 +212,23 @@ def _entry(number: int, line: str) -> dict[str, Any]:
     if name not in known:
         raise _broken(number, f"the header has no {name!r}: it has {', '.join(known)}")
     try:
-        return {name: json.loads(value)}
+        found = frozen(json.loads(value))
     except ValueError:
         raise _broken(number, f'{value!r} is no JSON value of {name}, such as 4 or "zero"') from None
+    kind = tuple[int, ...] if name == _GRADIENT_BYTES else get_type_hints(Spec)[name]
+    if not _is_of(found, kind):
+        said = kind.__name__ if isinstance(kind, type) else kind
+        raise _broken(number, f"{value} is no value of {name}: it is of the type {said}, in JSON")
+    return {name: found}
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    """Return whether a value is of a type: of a plain one, of a tuple of one, or of one of several."""
+    if isinstance(kind, UnionType):
+        return any(_is_of(value, each) for each in get_args(kind))
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_of(each, get_args(kind)[0]) for each in value)
+    return type(value) is kind or (kind is float and type(value) is int)
 
 
 def _schedule(header: dict[str, Any]) -> Schedule:
@@ -220,8 +238,8 @@ def _schedule(header: dict[str, Any]) -> Schedule:
         raise ScheduleError(f"the header lacks {', '.join(missing)}")
     sizes = header.pop(_GRADIENT_BYTES, [])
     try:
-        return Schedule.of(Spec(**{name: frozen(value) for name, value in header.items()}), sizes)
-    except (TypeError, ValueError) as error:
+        return Schedule.of(Spec(**header), sizes)
+    except ValueError as error:
         raise ScheduleError(f"the header does not describe a schedule: {error}") from None
 
 
