@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from ranks import run_ranks
 from small_runs import check_same, flat, make_batches, make_engine, same, train, train_each
 
@@ -19,3 +20,9 @@ def test_ranks_tell_each_other_what_those_parts_complete(tmp_path):
     case, choices = ("zero_bubble", "pipeline", 2, 2, (2, 1)), {"clip_norm": 0.01}
     found = run_ranks(train_each, 2, [(case, choices)], folder=tmp_path)
     check_same([each[0] for each in found], train("zero_bubble", "single_device", *case[2:], **choices))
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan"), float("inf")])
+def test_a_norm_that_is_no_bound_is_refused(limit):
+    with pytest.raises(ValueError, match="use a finite number above 0"):
+        make_engine("dp", "single_device", 2, 2, clip_norm=limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -96,8 +97,10 @@ def clipping(limit: float, program: Program, team: Team) -> Clipping:
     """Return the clipping that a program can serve: global where no new version is read before, else by stage.
 
     Raises:
-        ValueError: it is global, and the program completes a sum too late.
+        ValueError: the limit is no number above 0; or it is global, and the program completes a sum too late.
     """
+    if not 0 < limit < math.inf:
+        raise ValueError(f"clip_norm={limit}: use a finite number above 0, such as clip_norm=1.0")
     if not clips_globally(program.schedule):
         return Clipping(limit)
     if not knows_norms_in_time(program):
