@@ -203,6 +203,7 @@ def test_presets_hold_the_set_up_of_the_paper(name):
             "model.context=20 is not divisible by slices=3: use slices=2",
         ),
         (["mode=ssp", "slack=-1"], "slack=-1: must be a finite number, 0 or more"),
+        (["mode=ssp", "speeds=[1,1,1,2]", "slack=100000"], "do not stand alike again within 20000 pushes"),
         (["mode=dp", "jitter=2"], "jitter=2 is for mode=ssp or async; mode=dp has none"),
         (["mode=cdp_v1", "speeds=[1,1,1,2]"], "speeds=[1, 1, 1, 2] is for mode=dp or ssp or async"),
         (["mode=dp", "speeds=[1,1,1,2]", "placement=zero"], "use placement=single_device or parameter_server"),

@@ -203,6 +203,8 @@ class Sizes:
             raise ValueError(f"slack={self.slack}: use slack=0 (all wait for the slowest worker) or more")
         if (self.speeds or self.pushes) and self.replicas > 1:
             raise ValueError(f"replicas={self.replicas}: workers with speeds of their own have none; use replicas=1")
+        if self.pushes:
+            _ = self.round  # raises where the order of pushes repeats too late
 
     def _check_message_time(self) -> None:
         even = replace(self, jitter=None)
