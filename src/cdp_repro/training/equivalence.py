@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +89,7 @@ def _with_dropout(config: RunConfig) -> RunConfig:
 
 
 def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcome:
-    with process_group(config.torch_device, config.processes, config.timeout_seconds):
+    with _one_thread(), process_group(config.torch_device, config.processes, config.timeout_seconds):
         dataset = load_data(config)
         cut = cut_model(config, blocks_per_stage)
         start_from_file(config, cut.stages)
@@ -109,6 +110,17 @@ def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcom
                 losses += [result.losses for result in engine.run(batches)]
             stages = engine.state_dict().get("stages", [])
         return Outcome(losses, [{path: tensor.cpu() for path, tensor in _tensors(stage)} for stage in stages])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute with one thread: kernels cut their sums by threads, and a rank has fewer of them than one device."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
