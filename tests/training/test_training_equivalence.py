@@ -1,0 +1,22 @@
+"""Equivalence of a placement with one device; its command is tested in `tests/cli/test_cli_verify.py`."""
+
+from __future__ import annotations
+
+import torch
+
+from cdp_repro.config.compose import compose_config
+from cdp_repro.training.equivalence import verify
+
+
+def test_threads_of_one_device_change_nothing(monkeypatch):
+    """Kernels cut sums by threads, and ranks have fewer of them than one device."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = compose_config(["dataset=digits", "model=mlp", "model.hidden=17", "workers=2", "batch_size=14",
+                             "placement=replicated", "precision=fp64", "device=cpu"])  # fmt: skip
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert verify(config, steps=2).agrees
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
