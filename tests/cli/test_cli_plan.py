@@ -121,7 +121,7 @@ def test_a_pipeline_of_fewer_ranks_than_stages(capsys):
     assert "6 workers x 8, pipeline" in out
     slots = [int(number) for line in re.findall(r"^slot +(\d.*)$", out, re.MULTILINE) for number in line.split()]
     assert slots == list(range(2 * (6 * 4 + 4))), "each rank computes 24 times a step, and idles in 4 slots"
-    assert re.search(r"^dp +paper .* 24$", out, re.MULTILINE), "an activation and a gradient a micro-batch, two steps"
+    assert re.search(r"^dp +paper .* 12$", out, re.MULTILINE), "an activation and a gradient a micro-batch"
 
 
 def test_accumulation_and_ranks_that_do_not_fit(capsys):
@@ -144,3 +144,24 @@ def test_replicas_have_rows_of_their_own(capsys):
     assert [row[1] for row in rows] == ["0", "1", "2", "3"]
     assert rows[0][2:] == rows[1][2:], "replicas of a worker run in the same slots"
     assert len(rows[2]) == len(rows[3])
+
+
+@pytest.mark.parametrize(
+    ("choices", "head", "kept", "messages"),
+    [
+        (("mode=pipedream", "placement=pipeline"), "mini-batch 64 = 1 micro-batch x 64, pipeline", 4, 6),
+        (
+            ("mode=ssp", "placement=parameter_server", "speeds=[1,1,1,2]", "slack=2", "batch_size=48"),
+            "mini-batch 48 = 4 pushes of 4 workers x 12, parameter_server", 4, 48,
+        ),
+        (("mode=gpipe", "micro_batches=6", "batch_size=60"), "mini-batch 60 = 6 micro-batches x 10", 1, 0),
+        (("mode=matrix", f"mode.staleness={[[9] * 4] * 4}"), "mini-batch 64 = 4 workers x 16", 10, 0),
+    ],
+)  # fmt: skip
+def test_a_plan_knows_what_comes_after_the_steps_that_it_draws(capsys, choices, head, kept, messages):
+    shown = shown_by(capsys, "model=mlp", *choices)
+    assert head in shown
+    cells = next(line for line in shown.splitlines() if re.match(r"(pipedream|ssp|gpipe|matrix) +paper", line)).split()
+    assert int(cells[-4]) == kept
+    assert int(cells[-1]) == messages
+    assert ("a step of dp has 4 such micro-batches, one of pipedream 1" in shown) == ("mode=pipedream" in choices)

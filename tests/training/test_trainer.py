@@ -93,6 +93,12 @@ def test_the_measured_peak_of_dp_is_the_simulated_one(tmp_path, tiny):
     assert summary["memory/activation_peak_bytes_total"] == summary["memory/activation_peak_bytes_simulated_dp"]
 
 
+def test_a_pipeline_that_fills_for_more_than_three_steps_is_measured_until_it_is_full(tmp_path, tiny):
+    summary = run(tmp_path / "run", *tiny, "mode=pipedream", "model=mlp")
+    assert summary["memory/versions_kept"] == 4
+    assert summary["memory/activation_peak_bytes_total"] == summary["memory/activation_peak_bytes_simulated"]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_stopped_in_mid_epoch_resumes_bitwise(tmp_path, tiny, mode, monkeypatch):
     run(tmp_path / "whole", *tiny, mode)

@@ -50,6 +50,8 @@ class Baseline(ABC):
     """
 
     name: ClassVar[str]
+    traced_steps: ClassVar[int] = 0
+    """A library's steps are not recorded."""
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ _MINIMA = {
          "cluster.devices_per_host", "cluster.bandwidth_bytes_per_second"), 1,
     ),
     **dict.fromkeys(
-        ("seed", "traced_steps", "optim.lr", "optim.weight_decay", "optim.warmup_epochs", "optim.gamma",
+        ("seed", "optim.lr", "optim.weight_decay", "optim.warmup_epochs", "optim.gamma",
          "dataset.loader_workers", "cluster.latency_seconds"), 0,
     ),
 }  # fmt: skip
@@ -65,6 +65,7 @@ _LARGEST_INPUT = 2**31
 
 _OPTIONAL_MINIMA = {
     "stages": 1, "ranks": 1, "servers": 1, "jitter": 0, "message_time": 0, "slack": 0, "slices": 1, "micro_batches": 1,
+    "traced_steps": 0,
     "delay.strength": 0,
     "cluster.between_hosts_latency_seconds": 0, "cluster.between_hosts_bandwidth_bytes_per_second": 1,
     "cluster.flops_per_second": 1,

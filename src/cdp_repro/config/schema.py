@@ -231,8 +231,9 @@ class RunConfig:
     """`cpu`, `cuda`, or `auto`: cuda if there is one."""
     run_dir: str | None = None
     """Directory of the run, new or empty; unless set: a new one under runs/."""
-    traced_steps: int = 3
-    """Training steps at the start whose actions and activation bytes are recorded; 0 records nothing."""
+    traced_steps: int | None = None
+    """Training steps at the start whose actions and activation bytes are recorded; 0 records nothing. Unless set: until
+    the timeline repeats itself, 3 at least."""
     evaluate_every_epochs: int = 1
     """The last epoch is always evaluated."""
     evaluation_batch_size: int = 256

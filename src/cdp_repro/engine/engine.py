@@ -71,7 +71,8 @@ class Engine:
             new version before all gradients are there, as in "dp" and "cdp_v1"; else, as in "cdp_v2", of each stage
             by itself.
         autocast: makes the context in which forwards run, e.g. `lambda: torch.autocast("cpu", torch.bfloat16)`.
-        traced_steps: training steps, from the first on, whose actions and live activation bytes are recorded.
+        traced_steps: training steps, from the first on, whose actions and live activation bytes are recorded; None:
+            until the timeline repeats itself, 3 at least.
         program: runs in place of the one that mode, placement, workers, slot_order and `choices` give, which then say
             nothing.
         choices: the other fields of `Spec`: accumulate, replicas, sources, ...
@@ -98,7 +99,7 @@ class Engine:
         delay: DelayFactory = Uncorrected,
         clip_norm: float | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-        traced_steps: int = 0,
+        traced_steps: int | None = 0,
         program: Program | None = None,
         **choices: Unpack[Choices],
     ) -> None:
@@ -136,7 +137,8 @@ class Engine:
             StageCompute(stage, loss_fn if number == count - 1 else None, autocast, self.schedule.rule.stashes)
             for number, stage in enumerate(self._stages)
         ]
-        self._tracer = Tracer(self.schedule, self.team, self._device, traced_steps)
+        self.traced_steps = max(3, program.steady_step + 1) if traced_steps is None else traced_steps
+        self._tracer = Tracer(self.schedule, self.team, self._device, self.traced_steps)
         self._executor = Executor(
             RankProgram(program, self.team.rank),
             self._states,

@@ -10,7 +10,7 @@ from pathlib import Path
 from cdp_repro.config import RunConfig
 from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.remembered_cuts import stage_cut
-from cdp_repro.predict.simulate import simulate_slots, version_bytes
+from cdp_repro.predict.simulate import SlotTotals, simulate_slots, simulate_totals, version_bytes
 from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.predict.training_state import training_state
 from cdp_repro.schedule import SLOT_ORDERS, Program, Schedule, Slot
@@ -30,7 +30,33 @@ class Forecast:
 
     program: Program
     slots: Sequence[Slot]
+    """Of the first training steps, which are drawn; with the drain."""
     trace: Trace
+    """Of the same slots."""
+    totals: Sequence[SlotTotals]
+    """Of a run with all that a run can have: fill, steps that repeat, and drain."""
+
+    @property
+    def activation_peak_bytes(self) -> int:
+        """Largest sum over ranks of live activation bytes."""
+        return max(total.activation_bytes for total in self.totals)
+
+    @property
+    def versions_kept(self) -> int:
+        """Largest number of parameter versions of one stage that are alive on one rank."""
+        return max(total.versions_kept for total in self.totals)
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of all parameter versions that are alive on one rank, at most."""
+        return max(total.state_bytes_per_device for total in self.totals)
+
+    @property
+    def messages_per_step(self) -> int:
+        """Messages of all ranks in a training step, once the timeline repeats itself."""
+        length = self.program.schedule.slots_per_step
+        begin = self.program.steady_step * length
+        return sum(total.messages for total in self.totals[begin : begin + length])
 
 
 @dataclass(frozen=True)
@@ -75,19 +101,16 @@ def make_plan(config: RunConfig) -> Plan:
 def _forecast(schedule: Schedule, cut: StageCut) -> Forecast:
     program = Program(schedule)
     slots = program.slots(STEPS * -(-schedule.sizes.lanes // schedule.micro_batches))
-    return Forecast(program, slots, simulate_slots(schedule, cut.costs, slots))
+    totals = [*simulate_totals(schedule, cut.costs, program.complete_run)]
+    return Forecast(program, slots, simulate_slots(schedule, cut.costs, slots), totals)
 
 
 def plan_text(plan: Plan, width: int) -> str:
     """Return the whole plan as text that is at most `width` characters wide where it can be."""
     config = plan.config
-    workers = f"{config.workers} workers" + (f" x {config.accumulate} accumulated" if config.accumulate > 1 else "")
-    if config.micro_batches:
-        workers = f"{config.micro_batches} micro-batches"
-    workers += f" x {config.replicas} replicas" if config.replicas > 1 else ""
     head = (
         f"{config.model.name}, {config.task.shape_text(config.input_shape)}, mini-batch {config.batch_size} = "
-        f"{workers} x {config.micro_batch_shape[0]}, {config.placement.name}"
+        f"{_parts_of_mini_batch(config)} x {config.micro_batch_shape[0]}, {config.placement.name}"
     )
     parts = [head, _stage_table(plan)]
     if config.step_micro_batches <= SHOWN_WORKERS:
@@ -98,6 +121,20 @@ def plan_text(plan: Plan, width: int) -> str:
     else:
         parts.append(f"timelines and memory per slot of {config.workers} workers are too large for text: --out=FOLDER")
     return "\n\n".join([*parts, _comparison(plan)]) + "\n"
+
+
+def _parts_of_mini_batch(config: RunConfig) -> str:
+    """Say what a mini-batch is cut into along its samples."""
+    if config.pushes:
+        return f"{config.sample_parts} pushes of {config.workers} workers"
+    if config.updates_each:
+        parts = "1 micro-batch"
+    elif config.micro_batches:
+        parts = f"{config.micro_batches} micro-batches"
+    else:
+        accumulated = f" x {config.accumulate} accumulated" if config.accumulate > 1 else ""
+        parts = f"{config.workers} workers{accumulated}"
+    return parts + (f" x {config.replicas} replicas" if config.replicas > 1 else "")
 
 
 def _stage_table(plan: Plan) -> str:
@@ -134,28 +171,27 @@ def _memory_table(plan: Plan) -> str:
 
 def _comparison(plan: Plan) -> str:
     """The line that decides: peak of each forecast, as a share of data parallelism's."""
-    baseline = plan.forecasts["dp"].trace.activation_peak_bytes_total
-    rows = [("mode", "slot order", "activation peak", "/ dp", "versions kept", "their bytes", "messages")]
+    baseline = plan.forecasts["dp"].activation_peak_bytes
+    rows = [("mode", "slot order", "activation peak", "/ dp", "versions kept", "their bytes", "messages a step")]
     for forecast in [*plan.forecasts.values(), plan.other_order]:
-        schedule, trace = forecast.program.schedule, forecast.trace
-        size = version_bytes(schedule, plan.cut.costs)
-        kept = max(
-            sum(number * size(record.rank, stage) for stage, number in enumerate(record.versions))
-            for record in trace.records
-        )
+        schedule, peak = forecast.program.schedule, forecast.activation_peak_bytes
         rows.append(
             (
                 schedule.mode,
                 schedule.spec.slot_order,
-                format_bytes(trace.activation_peak_bytes_total),
-                f"{trace.activation_peak_bytes_total / baseline:.3f}",
-                str(trace.versions_kept),
-                format_bytes(kept),
-                str(len(trace.messages)),
+                format_bytes(peak),
+                f"{peak / baseline:.3f}",
+                str(forecast.versions_kept),
+                format_bytes(forecast.version_bytes),
+                str(forecast.messages_per_step),
             )
         )
     shown, state = table(rows), _state(plan)
-    if plan.other_order.program.schedule.timeline.name != "cyclic":
+    parallel, chosen = (forecast.program.schedule for forecast in (plan.forecasts["dp"], plan.chosen))
+    if chosen.sizes.updates_each:
+        more = f"a step of dp has {parallel.micro_batches} such micro-batches, one of {chosen.mode} "
+        return f"{shown}\n{more}{chosen.micro_batches}\n{state}"
+    if chosen.timeline.name != "cyclic":
         return f"{shown}\n{state}"
     n = plan.config.workers
     return f"{shown}\nequal stages would give (N+1)/2N = {(n + 1) / (2 * n):.3f} in paper order\n{state}"

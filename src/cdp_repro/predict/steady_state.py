@@ -9,10 +9,6 @@ from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import held_bytes, simulate_totals
 from cdp_repro.schedule import Program
 
-SIMULATED_STEPS = {"cyclic": 4}
-"""Training steps of a simulation by timeline, 2 for others: the last repeats itself. In the cyclic timeline the
-pipeline is full in the third, and the way of its gradient sums ends in the fourth."""
-
 _PEAKS = {
     "activation_bytes_per_device": "activation_bytes_per_device",
     "activation_bytes_total": "activation_bytes",
@@ -30,12 +26,11 @@ def simulated(setting: Setting, workers: int, costs: StageCosts, optimizer_state
     Peaks are those of all slots; what is sent and how long ranks idle is of the last training step.
     """
     schedule = setting.schedule(workers, costs.gradient_bytes)
-    length = schedule.slots_per_step
-    begin = (SIMULATED_STEPS.get(schedule.timeline.name, 2) - 1) * length
-    full = Program(schedule).slots(begin // length + 2)[: begin + length]
+    program, length = Program(schedule), schedule.slots_per_step
+    begin = program.steady_step * length
     peaks = dict.fromkeys(_PEAKS, 0.0)
     sent, computing = Counter[int](), 0
-    for slot in simulate_totals(schedule, costs, full):
+    for slot in simulate_totals(schedule, costs, program.until_it_repeats()):
         for quantity, name in _PEAKS.items():
             peaks[quantity] = max(peaks[quantity], getattr(slot, name))
         if slot.slot >= begin:

@@ -156,12 +156,11 @@ def explored(config: RunConfig) -> Iterator[tuple[Schedule, StageCosts]]:
 def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int) -> System:
     """Return what a mini-batch of so many micro-batches costs on one system, without seconds."""
     updates = micro_batches // schedule.sizes.sample_parts
-    warm = schedule.rule.longest + 2
-    steps = -(-warm // updates) * updates + updates
     program = Program(schedule)
-    slots = program.slots(steps + updates)[: steps * schedule.slots_per_step]  # what comes next is not the drain
-    trace, size = simulate_slots(schedule, costs, slots), version_bytes(schedule, costs)
-    last = range((steps - updates) * schedule.slots_per_step, steps * schedule.slots_per_step)
+    trace = simulate_slots(schedule, costs, program.until_it_repeats(updates))
+    size = version_bytes(schedule, costs)
+    first = program.steady_step * schedule.slots_per_step
+    last = range(first, first + updates * schedule.slots_per_step)
     return System(
         schedule.mode,
         schedule.spec.placement,

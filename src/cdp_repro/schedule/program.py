@@ -94,7 +94,7 @@ class Program:
     @cached_property
     def edges(self) -> list[Edge]:
         """The directed edges over which ranks send, in all runs, whatever their length."""
-        return edges(self._longest_new_run, self.roles.after(1))
+        return edges(self.complete_run, self.roles.after(1))
 
     @cached_property
     def communicators(self) -> tuple[Communicator, ...]:
@@ -103,7 +103,7 @@ class Program:
         Raises:
             ScheduleError: no communicators would do, which a program that the passes made never needs to fear.
         """
-        slots = self._longest_new_run
+        slots = self.complete_run
         found = communicators(slots, self.schedule.ranks, self.roles.after(1))
         stuck = blocked_on_nccl(slots, self.schedule.ranks, found)
         if stuck is not None:
@@ -111,10 +111,20 @@ class Program:
         return found
 
     @property
-    def _longest_new_run(self) -> list[Slot]:
-        """A run with all that a run can have: fill, the period twice, and the drain."""
+    def steady_step(self) -> int:
+        """F: the first training step of a run from step 0 that all later ones repeat."""
         run, _ = self.run_from(0)
-        return self.slots(len(run.fill) + 2)
+        return len(run.fill)
+
+    def until_it_repeats(self, steps: int = 1) -> list[Slot]:
+        """Return the slots of a run from step 0 up to the end of step F, or of so many that repeat, without a drain."""
+        last = self.steady_step + steps
+        return self.slots(last + 1)[: last * self.schedule.slots_per_step]
+
+    @property
+    def complete_run(self) -> list[Slot]:
+        """A run with all that a run can have: fill, the period twice, and the drain."""
+        return self.slots(self.steady_step + 2)
 
     def run_from(self, step: int) -> tuple[Run, int]:
         """Return the run that begins at `step`, and by how many training steps its numbers are to be shifted."""

@@ -28,7 +28,7 @@ from cdp_repro.observe.wandb_mirror import WandbMirror, previous_run_id
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.cutting import CutModel, cut_model
 from cdp_repro.predict.remembered_cuts import remember
-from cdp_repro.predict.simulate import simulate, version_bytes
+from cdp_repro.predict.simulate import simulate_totals, version_bytes
 from cdp_repro.schedule import Program, Schedule
 from cdp_repro.trace import Trace
 from cdp_repro.training.assembly import build_engine, load_data
@@ -284,7 +284,8 @@ class _Run:
 
 
 def _simulated_peak(schedule: Schedule, costs: StageCosts) -> int:
-    return simulate(Program(schedule), costs, steps=2).activation_peak_bytes_total
+    totals = simulate_totals(schedule, costs, Program(schedule).complete_run)
+    return max(total.activation_bytes for total in totals)
 
 
 @contextmanager

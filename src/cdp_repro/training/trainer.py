@@ -193,7 +193,7 @@ class Trainer:
                 continue  # other ranks do not know all losses; after a loss that is not finite none is of interest
             loss = statistics.fmean(result.losses)
             now = time.perf_counter()
-            if result.step > max(step, self._config.traced_steps):  # neither metered nor with a loader's start
+            if result.step > max(step, self._engine.traced_steps):  # neither metered nor with a loader's start
                 self._step_seconds.append(now - begin)
             begin = now
             if math.isfinite(loss):
