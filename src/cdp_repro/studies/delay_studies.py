@@ -96,6 +96,20 @@ CIFAR10 = Benchmark(
     margin=0.3,
     seeds=tuple(range(5)),
     tuning_epochs=5,
+    rates={
+        "mode=dp": 0.8,
+        "mode=cdp_v1": 0.2,
+        "mode=cdp_v1 optim.nesterov=true": 0.2,
+        "mode=cdp_v1 delay=error_feedback": 0.2,
+        "mode=cdp_v1 delay=prediction": 0.4,
+        "mode=cdp_v2": 0.4,
+        "mode=cdp_v2 optim.nesterov=true": 0.4,
+        "mode=cdp_v2 delay=error_feedback": 0.4,
+        "mode=cdp_v2 delay=prediction": 0.4,
+        "mode=cdp_v2 accumulate=2": 0.4,
+        "mode=cdp_v2 accumulate=4": 0.4,
+        "mode=cdp_v1 delay=compensation": 0.2,
+    },
 )
 
 TEXT = Benchmark(
