@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -475,3 +476,31 @@ def test_a_refused_state_changes_nothing():
     after = engine.state_dict()
     for mine, theirs in zip(after["stages"], before["stages"], strict=True):
         assert mine["versions"].keys() == theirs["versions"].keys()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"loss_fn": None}, r"loss_fn is a NoneType, not a function: give torch\.nn\.functional\.cross_entropy"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, r"optimizer is a SGD, not a function: give lambda"),
+        ({"optimizer": lambda _: None}, r"made a NoneType, not an optimizer of torch: each stage has one of its own"),
+        ({"optimizer": lambda p: sgd(p[:1])}, r"made one of 1 parameters, not of the 2 given"),
+        (
+            {"delay": "error_feedback"},
+            r"delay is a str, not a function: give ErrorFeedback of cdp_repro\.engine\.delay",
+        ),
+        ({"learning_rate_factor": lambda _: -1.0}, r"learning_rate_factor gave -1\.0: must be finite, 0 or more"),
+        ({"learning_rate_factor": lambda _: math.nan}, r"learning_rate_factor gave nan"),
+        ({"loss_fn": lambda *pair: F.cross_entropy(*pair).detach()}, r"a loss that has no gradient: leave out detach"),
+        (
+            {"stages": [nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))]},
+            r"changes its input in place, .*: use inplace=False in the layer that comes first",
+        ),
+    ],
+)
+def test_what_cannot_train_is_refused_with_what_can(given, said):
+    usual = {"stages": [nn.Linear(4, 4), nn.Linear(4, 4)], "loss_fn": F.cross_entropy, "optimizer": sgd}
+    batch = torch.randn(4, 4), torch.randint(0, 4, (4,))
+    with pytest.raises(ValueError, match=said):
+        for _ in Engine(**(usual | given)).run([batch] * 2):
+            pass

@@ -10,6 +10,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cdp_repro.config.errors import ConfigError, nearest
+from cdp_repro.config.fitting import sizes_that_fit
 from cdp_repro.config.keys import SCHEDULE_KEYS, defaults, example_of, leaves, nested
 from cdp_repro.config.limits import inconsistent, out_of_range
 from cdp_repro.config.schema import RunConfig
@@ -25,12 +26,20 @@ def load_config(composed: DictConfig, check_device: bool = True) -> RunConfig:
     excessive = dict(out_of_range(config))
     problems += excessive.values()
     if not {*wrong, *excessive} & SCHEDULE_KEYS:
-        problems += inconsistent(config)
+        problems += _with_sizes_that_fit(config, [*inconsistent(config)])
     if check_device and config.device == "cuda" and not _finds_cuda():
         problems.append("device=cuda: torch finds no CUDA device on this machine; use device=cpu (or device=auto)")
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _with_sizes_that_fit(config: RunConfig, problems: list[str]) -> list[str]:
+    """Return the problems; the last with sizes that fit together, unless the problems name them or sizes are right."""
+    works = sizes_that_fit(config) if problems else None
+    if works is None or any(works in problem for problem in problems):
+        return problems
+    return [*problems[:-1], f"{problems[-1]}; with the other values, {works} would fit"]
 
 
 def _finds_cuda() -> bool:

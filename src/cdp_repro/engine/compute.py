@@ -170,16 +170,12 @@ class StageCompute:
             stack.enter_context(self._binding.bound(version.tensors, buffers))
             if prefix is not None:
                 stack.enter_context(prefix.known_to(self._causal))
-            output = self._module(*inputs)
+            output = self._output_of(inputs)
             if prefix is not None:
                 prefix.advance(self._causal, inputs[0].shape[1])
-            if not isinstance(output, Tensor):
-                raise TypeError(f"a stage must return one tensor, the next stage's input; got {type(output).__name__}")
             if self._loss_fn is not None:
                 assert targets is not None
-                output = self._loss_fn(output, targets)
-                if output.ndim:
-                    raise ValueError(f"loss_fn must return a scalar, the mean over the micro-batch; got {output.shape}")
+                output = _loss_of(self._loss_fn, output, targets)
         if not self._has_run:
             self._has_run = True
             self._refuse_reentrant_checkpointing(version, buffers_before, inputs, output)
@@ -187,6 +183,21 @@ class StageCompute:
         if meter is not None and self._loss_fn is None:
             meter.hold(output)
         return output.detach(), SavedForward(version, leaves, edge, buffers_before, loan, prefix)
+
+    def _output_of(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return what the module gives, as it stands in place."""
+        try:
+            output = self._module(*inputs)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+            raise ValueError(
+                "a stage changes its input in place, which is the output of the stage before: use inplace=False in the "
+                "layer that comes first, or put it at the end of the stage before"
+            ) from error
+        if not isinstance(output, Tensor):
+            raise TypeError(f"a stage must return one tensor, the next stage's input; got {type(output).__name__}")
+        return output
 
     def _refuse_reentrant_checkpointing(
         self, version: Version, buffers: Mapping[str, Tensor], inputs: Sequence[Tensor], output: Tensor
@@ -244,6 +255,18 @@ class StageCompute:
             if parameter.grad is not None:
                 sums[name], parameter.grad = parameter.grad, None
         return saved.take_gradients()
+
+
+def _loss_of(loss_fn: LossFn, output: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of a micro-batch: a scalar that depends on the output."""
+    loss = loss_fn(output, targets)
+    if loss.ndim:
+        raise ValueError(f"loss_fn must return a scalar, the mean over the micro-batch; got {loss.shape}")
+    if output.requires_grad and not loss.requires_grad:
+        raise ValueError(
+            "loss_fn returned a loss that has no gradient: leave out detach(), item() and torch.no_grad() in it"
+        )
+    return loss
 
 
 def _saving(meter: ActivationMeter | None, loan: Loan | None) -> AbstractContextManager[object]:

@@ -104,6 +104,7 @@ class Engine:
         **choices: Unpack[Choices],
     ) -> None:
         check_stages(stages)
+        _check_functions(loss_fn=loss_fn, optimizer=optimizer, delay=delay, learning_rate_factor=learning_rate_factor)
         refuse_shared_parameters(stages)
         count = len(stages)
         if program is None:
@@ -539,6 +540,21 @@ def check_stages(stages: Sequence[nn.Module]) -> None:
                 f"stage {number} is a {type(stage).__name__}, not a module: call it in the forward of an nn.Module of "
                 "its own, or of the stage before it"
             )
+
+
+_FUNCTIONS = {
+    "loss_fn": "torch.nn.functional.cross_entropy",
+    "optimizer": "lambda parameters: torch.optim.SGD(parameters, lr=0.1), which makes one for each stage",
+    "delay": "ErrorFeedback of cdp_repro.engine.delay",
+    "learning_rate_factor": "lambda step: 0.1 ** (step // 1000)",
+}
+"""Of each argument that is to be called an example."""
+
+
+def _check_functions(**given: object) -> None:
+    for name, function in given.items():
+        if not callable(function):
+            raise ValueError(f"{name} is a {type(function).__name__}, not a function: give {_FUNCTIONS[name]}")
 
 
 def refuse_shared_parameters(stages: Sequence[nn.Module]) -> None:

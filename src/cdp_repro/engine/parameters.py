@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from cdp_repro.engine.messages import TensorLayout
 from cdp_repro.engine.seal import Seal
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+_FACTORY = "each stage has one of its own, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
 
 
 class StageState:
@@ -36,7 +39,7 @@ class StageState:
         """`delay` makes up for the stale reads of the stage."""
         self._parameters = dict(parameters)
         trainable = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
-        self._optimizer = optimizer(trainable) if trainable else None
+        self._optimizer = _made(optimizer, trainable) if trainable else None
         self._base_rates = [group["lr"] for group in self._groups]
         self._rates = self._rates_now()
         self._refuse_other_rates()
@@ -121,6 +124,8 @@ class StageState:
             if not in_place:
                 parameter.data = parameter.data.clone()  # the optimizer writes here; the old version stays as it is
         if self._optimizer is not None:
+            if not 0 <= learning_rate_factor < math.inf:
+                raise ValueError(f"learning_rate_factor gave {learning_rate_factor}: must be finite, 0 or more")
             for group, base_rate in zip(self._groups, self._base_rates, strict=True):
                 group["lr"] = base_rate * learning_rate_factor
             self._rates = self._rates_now()
@@ -253,3 +258,16 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
         if isinstance(value, Tensor) and value.shape == parameter.shape
     )
     return sum(value.nbytes for value in kept)
+
+
+def _made(optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of a stage; raise ValueError unless it is one of just these parameters."""
+    made = optimizer(list(parameters))
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(f"optimizer made a {type(made).__name__}, not an optimizer of torch: {_FACTORY}")
+    found = {id(parameter) for group in made.param_groups for parameter in group["params"]}
+    if found != {id(parameter) for parameter in parameters}:
+        raise ValueError(
+            f"optimizer made one of {len(found)} parameters, not of the {len(parameters)} given: {_FACTORY}"
+        )
+    return made

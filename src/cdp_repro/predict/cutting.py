@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from cdp_repro.config import ConfigError, RunConfig
+from cdp_repro.config.fitting import sizes_that_fit
 from cdp_repro.config.numerics import autocast, loss_fn, parameter_dtype
 from cdp_repro.models import ModelError, build_model, cut
 from cdp_repro.models.chain import Branched, hidden_matrices, segments
-from cdp_repro.predict.partition import partition_branches
+from cdp_repro.predict.partition import StagesError, partition_branches
 from cdp_repro.predict.profiling import profile_stages, time_stages
 from cdp_repro.predict.stage_cut import StageCut
 
@@ -38,12 +39,13 @@ def cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None = None) 
         if isinstance(error, (ConfigError, ModelError)):
             raise
         size = config.micro_batch_shape[0]
-        raise ConfigError(
-            [
-                f"model={config.model.name} cannot be cut into {config.stage_count} stages, or not train on a "
-                f"micro-batch of {size}: {error}"
-            ]
-        ) from error
+        said = (
+            f"model={config.model.name} cannot be cut into {config.stage_count} stages, or not train on a "
+            f"micro-batch of {size}: {error}"
+        )
+        if isinstance(error, StagesError) and (works := sizes_that_fit(config, error.most)):
+            said += f"; with the other values, {works} would fit"
+        raise ConfigError([said]) from error
 
 
 def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None) -> CutModel:

@@ -9,6 +9,14 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 
+class StagesError(ValueError):
+    """A number of stages that blocks cannot be cut into; `most` can."""
+
+    def __init__(self, message: str, most: int) -> None:
+        super().__init__(message)
+        self.most = most
+
+
 def partition(costs: Sequence[float], stages: int) -> list[range]:
     """Cut blocks 0..n-1 into `stages` non-empty contiguous runs such that the costliest run is as cheap as possible.
 
@@ -29,9 +37,10 @@ def partition(costs: Sequence[float], stages: int) -> list[range]:
     """
     blocks = len(costs)
     if not 1 <= stages <= blocks:
-        raise ValueError(
+        raise StagesError(
             f"{blocks} blocks cannot be cut into stages={stages}: every stage needs a block of its own; "
-            + (f"use stages between 1 and {blocks}" if blocks else "give at least one block")
+            + (f"use stages between 1 and {blocks}" if blocks else "give at least one block"),
+            blocks,
         )
     prefix = list(accumulate(_whole_numbers(costs), initial=0))
     bound, _ = _best_cuts(prefix, stages, limit=prefix[-1], weigh=lambda cost: cost, join=max)
@@ -50,9 +59,10 @@ def partition_branches(costs: Sequence[float], branches: Sequence[int], stages: 
     share, rest = divmod(stages, len(branches))
     if rest or not share or share > min(branches):
         most = min(branches) * len(branches)
-        raise ValueError(
+        raise StagesError(
             f"branches of {', '.join(map(str, branches))} blocks cannot have equal shares of stages={stages}: use a "
-            f"multiple of {len(branches)}, at most stages={most}"
+            f"multiple of {len(branches)}, at most stages={most}",
+            most,
         )
     found: list[range] = []
     for start, stop in pairwise(accumulate(branches, initial=0)):

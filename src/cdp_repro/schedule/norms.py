@@ -8,8 +8,10 @@ its own norm.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cdp_repro.schedule.program import Program
-from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.schedule import Schedule, Spec
 from cdp_repro.schedule.values import GRADIENTS, PARAMETERS, Value
 
 
@@ -56,8 +58,26 @@ def teller(schedule: Schedule, step: int, stage: int) -> int:
 
 
 def refusal(schedule: Schedule) -> str:
-    """Return why a schedule cannot clip, with what works."""
-    return (
-        f"clip_norm with mode={schedule.mode} clips by the norm over all stages, but {schedule} adds some gradients "
-        "only after a new version is read: use placement=pipeline, or mode=cdp_v2, which clips each stage by itself"
+    """Return why a schedule cannot clip by the norm over all stages, with what can clip on the same sizes."""
+    why = "adds some gradients only after a new version is read"
+    first = ""
+    if schedule.spec.collectives:
+        why, first = "adds them by collectives, after which no rank in particular has a whole sum", "collectives=false "
+    plain = replace(schedule.spec, collectives=False)
+    ways = {
+        first: plain,
+        f"{first}placement=pipeline": replace(plain, placement="pipeline"),
+        f"{first}mode=cdp_v2, which clips each stage by itself": plain.in_mode("cdp_v2"),
+    }
+    works = [] if schedule.sizes.pushes else [way.strip() for way, spec in ways.items() if way and _can_clip(spec)]
+    return f"clip_norm with mode={schedule.mode} clips by the norm over all stages, but {schedule} {why}: use " + (
+        ", or ".join(works) or "no clip_norm"
     )
+
+
+def _can_clip(spec: Spec) -> bool:
+    try:
+        schedule = Schedule.of(spec)
+    except ValueError:
+        return False
+    return not clips_globally(schedule) or knows_norms_in_time(Program(schedule))

@@ -292,8 +292,17 @@ class Trainer:
         raise DivergedError(
             f"the loss of training step {step} is {loss} (workers: {losses}); "
             f"the state is saved in {self._diverged.latest()}, the last good checkpoint is {good}. "
-            f"Try a smaller optim.lr than {self._config.optim.lr} or a longer optim.warmup_epochs than "
-            f"{self._config.optim.warmup_epochs}"
+            f"{self._advice(step)}"
+        )
+
+    def _advice(self, step: int) -> str:
+        """Return what a user can do about a loss of this training step that is not finite."""
+        if step == 0:
+            weights = self._config.model.weights
+            return "No update has been made yet: look at " + ("the data" if weights is None else f"the file {weights}")
+        optim, delay = self._config.optim, self._config.delay
+        return f"Try a smaller optim.lr than {optim.lr} or a longer optim.warmup_epochs than {optim.warmup_epochs}" + (
+            "" if delay.name == "none" else f", or another delay than {delay.name}"
         )
 
     def _stop_damaged(self) -> None:
