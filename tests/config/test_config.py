@@ -153,6 +153,8 @@ def test_presets_hold_the_set_up_of_the_paper(name):
             ["dataset.image_size=100000"],
             "batch_size=64 samples of 1x100000x100000 are 640,000,000,000 values, more than",
         ),
+        (["dataset.image_size=32"], "dataset.image_size=32, but that of digits is 8: use dataset.image_size=8"),
+        (["dataset=imagenet", "dataset.channels=1"], "that of imagenet is 3: use dataset.channels=3"),
         (["optim.momentum=2"], "optim.momentum=2.0: must be at least 0 and below 1"),
         (["model=mlp", "model.depth=100000"], "model.depth=100000: must be at most 1000"),
         (["timeout_seconds=99999999999"], "timeout_seconds=99999999999: must be at most 2147483647"),

@@ -27,7 +27,7 @@ from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError, arg
 from cdp_repro.schedule import Action
 from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
 from cdp_repro.training.run import train
-from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer, _refuse_foreign
+from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer, refuse_foreign
 
 MODES = ("mode=dp", "mode=cdp_v1", "mode=cdp_v2", "mode=[[1,2,1,1],[1,1,3,1],[1,1,1,1],[2,1,1,0]]")
 
@@ -286,14 +286,17 @@ def test_a_checkpoint_of_another_configuration_or_other_data_is_refused(tmp_path
     with pytest.raises(CheckpointError, match=r"optim.lr is 0.1 in the checkpoint, 0.2 in the run"):
         resume(tmp_path / "run")
     assert not (tmp_path / "run" / "summary.json").exists()
+    (tmp_path / "run" / "config.yaml").write_text(config.replace("workers: 4", "workers: 2"))
+    with pytest.raises(CheckpointError, match=r"workers is 4 in the checkpoint, 2 in the run"):
+        resume(tmp_path / "run")  # of stages that the checkpoint's cut does not fit
 
 
 def test_a_checkpoint_of_a_version_with_fewer_settings_is_of_the_same_run():
     now = RunConfig().to_dict()
     before = {key: value for key, value in now.items() if key not in ("partition", "collectives")}
-    _refuse_foreign({"config": before, "data": {}}, {"config": now, "data": {}})
+    refuse_foreign({"config": before, "data": {}}, {"config": now, "data": {}})
     with pytest.raises(CheckpointError, match="partition is flops in the checkpoint, time in the run"):
-        _refuse_foreign({"config": before, "data": {}}, {"config": {**now, "partition": "time"}, "data": {}})
+        refuse_foreign({"config": before, "data": {}}, {"config": {**now, "partition": "time"}, "data": {}})
 
 
 def test_a_damaged_checkpoint_is_refused_and_harms_nothing(tmp_path, tiny):

@@ -13,6 +13,7 @@ from cdp_repro.cli.command_line import Command, CommandLine
 from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
+from cdp_repro.config.keys import defaults
 from cdp_repro.config.paths import typed_path
 from cdp_repro.config.schema import ClusterConfig
 from cdp_repro.observe.atomic_file import replace_file
@@ -78,6 +79,9 @@ def _output(line: CommandLine, option: str) -> Path | None:
     kind = "folder" if option == "out" else "file"
     if not text:
         raise ConfigError([f"--{option}= names no {kind}: give --{option}={kind.upper()}"])
+    key, is_pair, _ = text.partition("=")
+    if is_pair and (line.source.is_group(key) or key in defaults()):
+        raise ConfigError([f"--{option} took {text} for the name of a {kind}: give --{option}={kind.upper()} {text}"])
     path, wrong = Path(typed_path(text)), ""
     if option == "out":
         wrong = "is a file" if path.exists() and not path.is_dir() else ""

@@ -10,6 +10,7 @@ from typing import Any
 from cdp_repro.baselines import BASELINES
 from cdp_repro.config.errors import nearest
 from cdp_repro.config.schema import RunConfig
+from cdp_repro.config.task import FIXED_SHAPES
 from cdp_repro.schedule import MODES, PIPELINE_SCHEDULES, PLACEMENTS, SLOT_ORDERS, Program
 from cdp_repro.schedule.norms import clips_globally, knows_norms_in_time, refusal
 from cdp_repro.schedule.sizes import check_divisible
@@ -131,6 +132,7 @@ def inconsistent(config: RunConfig) -> Iterable[str]:
             check(config)
         except ValueError as error:
             yield str(error)
+    yield from _wrong_with_dataset(config)
     yield from _wrong_with_optimizer(config)
     yield from _wrong_with_delay(config)
     yield from _wrong_with_text(config)
@@ -218,6 +220,12 @@ def _wrong_with_cluster(config: RunConfig) -> Iterable[str]:
                 f"cluster.{name}={seconds}: must be {stages} finite numbers, 0 or more, one a stage, e.g. "
                 f"{[0.01] * stages}"
             )
+
+
+def _wrong_with_dataset(config: RunConfig) -> Iterable[str]:
+    for name, fixed in FIXED_SHAPES.get(config.dataset.name, {}).items():
+        if (value := getattr(config.dataset, name)) != fixed:
+            yield f"dataset.{name}={value}, but that of {config.dataset.name} is {fixed}: use dataset.{name}={fixed}"
 
 
 def _wrong_with_optimizer(config: RunConfig) -> Iterable[str]:

@@ -62,6 +62,15 @@ TEXT = Task(
 )  # fmt: skip
 
 
+FIXED_SHAPES: Mapping[str, Mapping[str, int]] = {
+    "digits": {"channels": 1, "image_size": 8},
+    "cifar10": {"channels": 3, "image_size": 32},
+    "imagenet": {"channels": 3},
+    "synthetic": {"channels": 3},
+}
+"""What cannot be chosen of the images of a data set, by the names of its settings."""
+
+
 def task_of(dataset: str) -> Task:
     """Return the task of a data set."""
     return TEXT if dataset == "text" else IMAGES

@@ -33,7 +33,7 @@ from cdp_repro.schedule import Program, Schedule
 from cdp_repro.trace import Trace
 from cdp_repro.training.assembly import build_engine, load_data
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer
+from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer, refuse_foreign
 from cdp_repro.training.weights import start_from_file
 
 logger = logging.getLogger("cdp_repro")
@@ -74,6 +74,8 @@ def train(
         if finished is not None:
             logger.info("%s is finished already", run_dir)
             return finished
+        if checkpoint is not None:
+            refuse_foreign(checkpoint.meta, {"config": config.to_dict()})  # of data and engine nothing is known yet
         dataset = load_data(config)
         cut = _same_cut(config, team, _earlier_cut(checkpoint))
         weights = "" if checkpoint else start_from_file(config, cut.stages)

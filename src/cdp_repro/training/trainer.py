@@ -127,7 +127,7 @@ class Trainer:
             self._truncate_metrics(0)
             return
         try:
-            _refuse_foreign(checkpoint.meta, self._facts)
+            refuse_foreign(checkpoint.meta, self._facts)
             self.position = Position(**checkpoint.meta["position"])
             self._earlier_reads = self.position.ledger_reads
             if checkpoint.tensors["engine"]["step"] != checkpoint.step:
@@ -355,11 +355,12 @@ class Trainer:
         return summary
 
 
-def _refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose configuration or data differ from the run's."""
+def refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a checkpoint's configuration or data differ from the run's, where these are given."""
     differing = [
         f"{key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the run"
         for part, by_key in (("config", settings_of), ("data", flat))
+        if part in expected
         for theirs, ours in [(by_key(found.get(part, {})), by_key(expected[part]))]
         for key in sorted({*theirs, *ours})
         if theirs.get(key) != ours.get(key) and key not in NEUTRAL_KEYS
