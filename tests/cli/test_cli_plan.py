@@ -70,6 +70,8 @@ def test_an_explorer_on_request(capsys, tmp_path):
     for arguments, said in (
         (["--html="], "--html= names no file: give --html=FILE"),
         ([f"--html={tmp_path}/none/plan.html"], "none, which is no folder: give the name of a file"),
+        (["-m", "mode=dp,cdp_v2"], "cdp-plan takes one run at a time; cdp-train sweeps over many"),
+        (["--program=x", "mode=dp", "baseline=ddp"], "--program=FILE writes our programs, baseline=ddp runs torch's"),
         (["--html", "model=mlp"], "--html took model=mlp for the name of a file: give --html=FILE model=mlp"),
         (["--out", "optim.lr=1"], "--out took optim.lr=1 for the name of a folder: give --out=FOLDER optim.lr=1"),
         ([f"--program={tmp_path}"], "is a folder: give the name of a file"),

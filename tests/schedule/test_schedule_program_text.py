@@ -117,6 +117,7 @@ def test_line_ends_of_windows_are_refused():
         ("ranks = null", 'ranks = "1"', 'line 9: "1" is no value of ranks'),
         ("gradient_bytes = []", 'gradient_bytes = ["a"]', "is no value of gradient_bytes"),
         ("workers = 2\n", "", "the header lacks workers"),
+        ("gradient_bytes = []", "gradient_bytes = [4,-1]", "gradient_bytes=[4, -1]: give 0 or more"),
         ("workers = 2", "workers = 3", "the header does not describe a schedule: stages=2 is not a multiple"),
         ("accumulate = 1", "accumulate = 0", "accumulate=0: at least 1 is needed"),
         ("fill 0", "fill 7", "it needs 0, 1, .. without a gap"),

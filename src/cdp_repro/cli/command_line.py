@@ -80,7 +80,10 @@ class Command:
             given, unknown = _parser(known).parse_known_intermixed_args(arguments)
             if unknown:
                 names = [name for each in known for name in each]
-                write_error(f"unknown option {unknown[0]}{nearest(unknown[0], names)}\n\n{self.usage}")
+                hint = nearest(unknown[0], names)
+                if unknown[0] in ("-m", "--multirun"):
+                    hint = f": {self.name} takes one run at a time; cdp-train sweeps over many"
+                write_error(f"unknown option {unknown[0]}{hint}\n\n{self.usage}")
                 result.code = 2
             elif given.help:
                 write_out(help_text(self.usage + HYDRA_USAGE.format(name=self.name)))

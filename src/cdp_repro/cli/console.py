@@ -21,9 +21,10 @@ from cdp_repro.config.paths import typed_path
 from cdp_repro.launch import LaunchError, RankFailedError, StalledError
 from cdp_repro.observe.run_directory import RunDirectoryError
 from cdp_repro.schedule import ScheduleError
+from cdp_repro.schedule.by_name import EntryError
 from cdp_repro.studies.rows import RowError
 
-_LIGHT_MISTAKES = (ConfigError, ScheduleError, RunDirectoryError, LaunchError, RowError)
+_LIGHT_MISTAKES = (ConfigError, ScheduleError, EntryError, RunDirectoryError, LaunchError, RowError)
 """The errors that refuse what the user asked and whose modules import no torch."""
 
 

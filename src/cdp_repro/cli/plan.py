@@ -53,6 +53,10 @@ def _run(line: CommandLine) -> int:
         raise ConfigError(["--program=FILE writes the program of one run, price=true prices many: leave one out"])
     if page and config.price:
         raise ConfigError(["--html=FILE shows what runs, price=true how long it takes: leave one out"])
+    if program and config.baseline:
+        raise ConfigError(
+            [f"--program=FILE writes our programs, baseline={config.baseline} runs torch's: leave one out"]
+        )
     if program and line.flags:
         raise ConfigError(["--program=FILE writes the program of one run, --systems shows many: leave one out"])
     answer = _systems if line.flags else _quote if config.price else _plan

@@ -26,6 +26,7 @@ from cdp_repro.config import ConfigError, RunConfig, load_config
 from cdp_repro.config.errors import nearest
 from cdp_repro.config.keys import EXAMPLES, leaves, nested
 from cdp_repro.config.paths import quoted_for_hydra
+from cdp_repro.schedule.by_name import is_entered
 
 TREE = "cdp_repro.config.hydra_tree"
 """The package with our YAML files."""
@@ -322,6 +323,10 @@ def _examined(overrides: Sequence[str], source: Source) -> tuple[list[str], list
     return composable, [*problems.values()], tree if composable == groups else None
 
 
+INSTALLED = {"mode": "modes", "placement": "placements", "model": "models", "dataset": "datasets"}
+"""By group the entry points in which packages enter more choices."""
+
+
 def _parsed_forms(overrides: Sequence[str], source: Source) -> list[Override]:
     return [form for override in _parsed(overrides) for form in _forms(override, source)]
 
@@ -347,14 +352,22 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
 
 
 def _forms(override: Override, source: Source) -> list[Override]:
-    """Write out the short forms: `mode=[[1,1],[1,0]]` gives a matrix, `model=NAME` may name one of timm's models."""
+    """Write out the short forms.
+
+    `mode=[[1,1],[1,0]]` gives a matrix, `model=NAME` may name one of timm's models, and what is chosen may be of an
+    installed package.
+    """
     key, value = override.key_or_group, override.value()
     if override.is_add() and key in GROUPS:
         (chosen,) = _parsed([_text(override).removeprefix("+")])  # it has a place already, so that `+` chooses, too
         return _forms(chosen, source)
     if key == "mode" and isinstance(value, list):
         return _parsed(["mode=matrix", f"mode.staleness={override.get_value_string()}"])
-    if key == "model" and isinstance(value, str) and value not in source.choices(key) and _is_timm_model(value):
+    if key not in INSTALLED or not isinstance(value, str) or value in source.choices(key):
+        return [override]
+    if is_entered(INSTALLED[key], value):
+        return _parsed([f"{key}=installed", f"{key}.name={value}"])
+    if key == "model" and _is_timm_model(value):
         return _parsed(["model=timm", f"model.name={value}"])
     return [override]
 
@@ -376,6 +389,7 @@ def _unknown_choice(override: Override, source: Source) -> str | None:
     group, choice = override.key_or_group, override.value()
     if not source.is_group(group) or choice is None or choice in (choices := source.choices(group)):
         return None  # no choice at all: `~group` and `group=null`
+    choices = [each for each in choices if each != "installed"]  # which its names are short for
     similar = [*choices, *_timm_model_names()] if group == "model" else choices
     return f"unknown {group} {str(choice)!r}: choose {', '.join(choices)}{nearest(str(choice), similar)}"
 
@@ -401,7 +415,7 @@ def _unknown_key(override: Override, source: Source, known: Sequence[str], missi
         return "resume=RUN_DIRECTORY stands alone, with cdp-train (restart=true may stand beside it)"
     if key == "restart":
         return "restart=true needs resume=RUN_DIRECTORY beside it, with cdp-train"
-    if group in GROUPS and rest == "name" and not (group == "model" and "model.name" in missing):
+    if group in GROUPS and rest == "name" and key not in missing:
         return f"{key} is set by {group}=..., with what belongs to it"
     if source.is_group(key) or any(leaf == key or leaf.startswith(f"{key}.") for leaf in known):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -17,13 +17,13 @@ from cdp_repro.schedule.sizes import check_divisible
 
 PARTITIONS = ("flops", "parameters", "activations", "time")
 
-_CHOICES = {
-    "mode.name": (*MODES, "matrix"),
+_CHOICES: dict[str, Collection[str | None]] = {
+    "mode.name": MODES,
+    "placement.name": PLACEMENTS,
     "optim.name": ("sgd", "adamw", "nadamw", "muon"),
     "delay.name": ("none", "error_feedback", "prediction", "compensation"),  # engine.delay.DELAYS, which needs torch
     "dataset.tokens": ("bytes", "characters"),
     "optim.schedule": ("constant", "step", "cosine"),
-    "placement.name": tuple(PLACEMENTS),
     "baseline": (None, *BASELINES),
     "pipeline_schedule": PIPELINE_SCHEDULES,
     "partition": PARTITIONS,
@@ -84,7 +84,7 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
     """Yield each key whose value is out of range, with a sentence that says so."""
     for key, choices in _CHOICES.items():
         value = _value(config, key)
-        if value not in choices:
+        if value not in choices and (key, value) != ("mode.name", "matrix"):
             names = [str(choice) for choice in choices if choice is not None]
             yield key, f"{key}={value}: choose {', '.join(names)}{nearest(str(value), names)}"
     for key, minimum in _MINIMA.items():

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 
 from cdp_repro.data.dataset import Dataset, DatasetError, MiniBatch
 from cdp_repro.data.order import steps_per_epoch
+from cdp_repro.schedule.by_name import ByName
 
 __all__ = ["DATASETS", "Dataset", "DatasetError", "MiniBatch", "load_dataset", "steps_per_epoch"]
+
+_ENTERED: ByName[Callable[[str | None], Dataset]] = ByName("datasets", {})
+"""Of installed packages: from `root` to the data set."""
 
 DATASETS = ("digits", "cifar10", "imagenet", "synthetic", "text")
 
@@ -27,10 +32,10 @@ def load_dataset(
     context: int = 128,
     tokens: str = "bytes",
 ) -> Dataset:
-    """Load one of `DATASETS`.
+    """Load one of `DATASETS`, or one that an installed package has entered.
 
     Args:
-        name: one of `DATASETS`.
+        name: its name.
         root: folder of `cifar10` (default `data`) or of `imagenet` (default `data/imagenet`); file or folder of `text`
             (default: sources of Python's library).
         image_size: height and width in pixels of `imagenet` (default 224) and `synthetic` (default 32).
@@ -74,5 +79,7 @@ def load_dataset(
         from cdp_repro.data.text_dataset import load_text
 
         return load_text(None if root is None else Path(root), context=context, tokens=tokens)
+    if name in _ENTERED:
+        return _ENTERED[name](root)
     nearest = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.0)[0]
     raise ValueError(f"unknown dataset {name!r}; did you mean {nearest!r}? Known: {', '.join(DATASETS)}")

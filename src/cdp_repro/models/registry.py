@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,10 @@ from cdp_repro.models.resnet import build_small_resnet, build_torchvision_resnet
 from cdp_repro.models.spec import ModelError, ModelSpec
 from cdp_repro.models.timm_models import build_timm_model, is_timm_model, timm_model_names, timm_name
 from cdp_repro.models.two_towers import build_two_towers
+from cdp_repro.schedule.by_name import ByName, is_entered
 
-_BUILDERS: Mapping[str, Callable[[ModelSpec], nn.Sequential]] = MappingProxyType(
+_BUILDERS: ByName[Callable[[ModelSpec], nn.Sequential]] = ByName(
+    "models",
     {
         "mlp": build_mlp,
         "gpt": build_gpt,
@@ -27,7 +28,7 @@ _BUILDERS: Mapping[str, Callable[[ModelSpec], nn.Sequential]] = MappingProxyType
         "resnet50": partial(build_torchvision_resnet, name="resnet50"),
         "vit_b_16": partial(build_timm_model, name="vit_base_patch16_224"),
         "two_towers": build_two_towers,
-    }
+    },
 )
 
 BUILTIN_MODELS = tuple(_BUILDERS)
@@ -54,7 +55,8 @@ def build_model(
     were. Under `torch.device("meta")` the model is built on the meta device: shapes without weights.
 
     Args:
-        name: one of `BUILTIN_MODELS`, or any timm model that exposes `blocks` and is a plain chain around them.
+        name: one of `BUILTIN_MODELS`, what an installed package has entered, or any timm model that exposes `blocks`
+            and is a plain chain around them.
         input_shape: (channels, height, width) of one image, in pixels; for `gpt` (tokens,) of a sequence. ResNets get
             the stem of the CIFAR-10 set-up of the CDP paper up to 64 px (3x3, stride 1, no max-pool) and torchvision's
             above.
@@ -75,11 +77,12 @@ def build_model(
         ModelError: unknown name (with the nearest ones), a timm model that cannot be cut, sizes that do not fit.
     """
     spec = ModelSpec(input_shape, classes, hidden, depth, dropout, width, heads)
-    builder = _BUILDERS.get(name)
-    if builder is None:
-        if not is_timm_model(name):
-            raise ModelError(_unknown(name))
+    if name in _BUILDERS:
+        builder = _BUILDERS[name]
+    elif is_timm_model(name):
         builder = partial(build_timm_model, name=name)
+    else:
+        raise ModelError(_unknown(name))
     if len(input_shape) == 1 and name != "gpt":
         raise ModelError(f"{name} reads images, not sequences of {input_shape[0]} tokens: use model=gpt")
     device = "meta" if torch.get_default_device().type == "meta" else "cpu"
@@ -101,10 +104,10 @@ def original_tensors(model: str, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 def original_name(model: str, key: str) -> str:
     """Return the name that a tensor of the model `model` has in torchvision's, timm's or transformers' own.
 
-    ResNet-8 and -20 are not in torchvision; their tensors are named as if they were. `mlp` and `two_towers` have our
-    names.
+    ResNet-8 and -20 are not in torchvision; their tensors are named as if they were. `mlp`, `two_towers` and models of
+    the user's have no other names.
     """
-    if model in ("mlp", "two_towers"):
+    if model in ("mlp", "two_towers") or is_entered("models", model):
         return key
     if model == "gpt":
         return transformers_name(key)

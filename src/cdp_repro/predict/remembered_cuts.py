@@ -23,6 +23,7 @@ from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.versions import code_hash
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.stage_cut import StageCut
+from cdp_repro.schedule.by_name import is_entered
 from cdp_repro.schedule.garbage import without_collection
 
 _CODE = ("models", "engine", "predict", "config", "schedule")
@@ -63,8 +64,11 @@ def remember(config: RunConfig, measured: StageCut) -> StageCut:
 
 
 def _path_of(config: RunConfig) -> Path | None:
-    """Return the file of a cut; None for one by measured time, which is another on another day, and without a home."""
-    if config.partition == "time":
+    """Return the file of a cut; None without a home, and for one that another day may change.
+
+    That is a cut by measured time, and one of an installed package's model, whose code is not in the hash.
+    """
+    if config.partition == "time" or is_entered("models", config.model.name):
         return None
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:

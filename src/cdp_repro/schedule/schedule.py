@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, TypedDict, Unpack
 
 from cdp_repro.schedule.branches import chain
+from cdp_repro.schedule.by_name import ByName
 from cdp_repro.schedule.placements import (
     ModelParallel,
     ParameterServer,
@@ -54,25 +55,31 @@ CHOOSING_PLACEMENTS = ("single_device", "pipeline")
 COLLECTIVE_PLACEMENTS = ("replicated", "zero")
 """Where each worker is a rank, so that a collective of all ranks is one of all workers."""
 
-TIMELINES: dict[str, type[Timeline]] = {
-    timeline.name: timeline
-    for timeline in (
-        Simultaneous,
-        Sequential,
-        Cyclic,
-        GPipe,
-        OneForwardOneBackward,
-        TeraPipe,
-        Interleaved,
-        ZeroBubble,
-        Chimera,
-        Clocked,
-    )
-}
-PLACEMENTS: dict[str, type[Placement]] = {
-    placement.name: placement
-    for placement in (SingleDevice, Replicated, Zero, ModelParallel, Pipeline, ParameterServer)
-}
+TIMELINES: ByName[type[Timeline]] = ByName(
+    "timelines",
+    {
+        timeline.name: timeline
+        for timeline in (
+            Simultaneous,
+            Sequential,
+            Cyclic,
+            GPipe,
+            OneForwardOneBackward,
+            TeraPipe,
+            Interleaved,
+            ZeroBubble,
+            Chimera,
+            Clocked,
+        )
+    },
+)
+PLACEMENTS: ByName[type[Placement]] = ByName(
+    "placements",
+    {
+        placement.name: placement
+        for placement in (SingleDevice, Replicated, Zero, ModelParallel, Pipeline, ParameterServer)
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -99,24 +106,27 @@ class Mode:
         return DEFAULT_SLICES if chosen is None else chosen
 
 
-MODES: dict[str, Mode] = {
-    "dp": Mode("simultaneous", Fresh),
-    "cdp_v1": Mode("cyclic", UniformDelay),
-    "cdp_v2": Mode("cyclic", Freshest),
-    "accumulation": Mode("sequential", Fresh),
-    "naive": Mode("sequential", Fresh),
-    "gpipe": Mode("gpipe", Fresh),
-    "one_f_one_b": Mode("one_f_one_b", Fresh),
-    "interleaved": Mode("interleaved", Fresh),
-    "zero_bubble": Mode("zero_bubble", Fresh),
-    "terapipe": Mode("terapipe", Fresh),
-    "chimera": Mode("chimera", Fresh),
-    "pipedream": Mode("cyclic", Freshest, updates_each=True),
-    "pipedream_2bw": Mode("cyclic", UniformDelay),
-    "ampnet": Mode("cyclic", NoStashing, updates_each=True),
-    "ssp": Mode("clocked", Clock, is_bounded=True),
-    "async": Mode("clocked", Clock),
-}
+MODES: ByName[Mode] = ByName(
+    "modes",
+    {
+        "dp": Mode("simultaneous", Fresh),
+        "cdp_v1": Mode("cyclic", UniformDelay),
+        "cdp_v2": Mode("cyclic", Freshest),
+        "accumulation": Mode("sequential", Fresh),
+        "naive": Mode("sequential", Fresh),
+        "gpipe": Mode("gpipe", Fresh),
+        "one_f_one_b": Mode("one_f_one_b", Fresh),
+        "interleaved": Mode("interleaved", Fresh),
+        "zero_bubble": Mode("zero_bubble", Fresh),
+        "terapipe": Mode("terapipe", Fresh),
+        "chimera": Mode("chimera", Fresh),
+        "pipedream": Mode("cyclic", Freshest, updates_each=True),
+        "pipedream_2bw": Mode("cyclic", UniformDelay),
+        "ampnet": Mode("cyclic", NoStashing, updates_each=True),
+        "ssp": Mode("clocked", Clock, is_bounded=True),
+        "async": Mode("clocked", Clock),
+    },
+)
 """By name, the paper's first. Some are one thing under the names of two literatures."""
 
 
@@ -294,7 +304,7 @@ class Schedule:
             ValueError: values out of range, or that do not fit together, with values that work.
         """
         for name, value, choices in (
-            ("placement", spec.placement, tuple(PLACEMENTS)),
+            ("placement", spec.placement, PLACEMENTS),
             ("slot_order", spec.slot_order, SLOT_ORDERS),
             ("pipeline_schedule", spec.pipeline_schedule, PIPELINE_SCHEDULES),
         ):
@@ -340,6 +350,8 @@ class Schedule:
         """
         if gradient_bytes and len(gradient_bytes) != self.stages:
             raise ValueError(f"gradient_bytes has {len(gradient_bytes)} entries: give {self.stages}, one a stage")
+        if any(size < 0 for size in gradient_bytes):
+            raise ValueError(f"gradient_bytes={[*gradient_bytes]}: give 0 or more, one number a stage")
         return replace(self, gradient_bytes=tuple(gradient_bytes))
 
     def __str__(self) -> str:

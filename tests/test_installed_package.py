@@ -1,0 +1,106 @@
+"""A package of the user's that enters a model, a data set, a timeline and a mode: commands and all ranks find them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENTRY_POINTS = """
+[cdp_repro.models]
+my_net = my_package:build
+[cdp_repro.datasets]
+my_data = my_package:load
+[cdp_repro.timelines]
+slow = my_package:Slow
+[cdp_repro.modes]
+slow = my_package:SLOW
+broken = my_package:missing
+"""
+
+CODE = """
+from collections import OrderedDict
+
+import torch
+from torch import nn
+
+from cdp_repro.data.in_memory import InMemoryDataset, Split
+from cdp_repro.schedule.rules import UniformDelay
+from cdp_repro.schedule.schedule import Mode
+from cdp_repro.schedule.timelines import Cyclic
+
+
+class Slow(Cyclic):
+    name = "slow"
+
+
+SLOW = Mode("slow", UniformDelay)
+
+
+def build(spec):
+    channels, height, width = spec.input_shape
+    return nn.Sequential(OrderedDict(
+        first=nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, spec.hidden)),
+        second=nn.Sequential(nn.ReLU(), nn.Linear(spec.hidden, spec.classes)),
+    ))
+
+
+def load(root):
+    images = torch.arange(48 * 2 * 9).reshape(48, 2, 3, 3).remainder(256).to(torch.uint8)
+    split = Split(images, torch.arange(48) % 4)
+    return InMemoryDataset(
+        name="my_data", description=f"stripes from {root}", classes=4, train=split, test=split,
+        statistics=((0.5, 0.5), (0.2, 0.2)), augmentation=None,
+    )
+"""
+
+RUN = (
+    "model=my_net", "model.hidden=5", "mode=slow", "dataset=my_data", "dataset.channels=2", "dataset.image_size=3",
+    "dataset.classes=4", "dataset.root=here", "workers=2", "batch_size=16",
+)  # fmt: skip
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder with the package and what an installer writes beside it."""
+    info = tmp_path / "site" / "my_package-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    (info.parent / "my_package.py").write_text(CODE)
+    return info.parent
+
+
+def run(site: Path, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, "-m", f"cdp_repro.cli.{command}", *arguments], cwd=site.parent, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_it_is_trained_on_ranks_exported_and_verified(site):
+    settings = (*RUN, "placement=replicated", "epochs=1", "wandb=disabled", "run_dir=mine")
+    done = run(site, "train", *settings)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((site.parent / "mine" / "summary.json").read_text())
+    assert (summary["ranks"], summary["ledger/reads"], summary["memory/versions_kept"]) == (2, 3 * 2 * 2 * 2, 2)
+    assert "my_net on stripes from here, slow, N = 2 workers" in done.stderr
+    exported = run(site, "export", "mine", "mine.safetensors")
+    assert f"{18 * 5 + 5 + 5 * 4 + 4} numbers in 4 tensors" in exported.stdout
+    assert "they agree bitwise" in run(site, "verify", *RUN, "placement=pipeline").stdout
+
+
+def test_a_plan_names_what_is_missing_and_what_cannot_be_imported(site):
+    planned = run(site, "plan", *RUN)
+    assert "timeline of slow" in planned.stdout, planned.stderr
+    unsized = run(site, "plan", "dataset=my_data")
+    assert (unsized.returncode, "dataset.classes has no value yet: give one" in unsized.stderr) == (2, True)
+    broken = run(site, "plan", "mode=broken")
+    assert broken.returncode == 2
+    assert "cdp_repro.modes 'broken', which an installed package has entered as my_package:missing" in broken.stderr
+    assert "AttributeError" in broken.stderr and "Traceback" not in broken.stderr
