@@ -54,8 +54,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "bench"
 ROUNDS = 16
 STEPS_PER_ROUND = 4
-"""Training steps one after the other, as a training has them: a run of the engine begins and drains its timeline, which a
-training does once between checkpoints, and the first step after another contender's finds its memory cold."""
+"""Training steps one after the other, as a training has them: a run of the engine begins and drains its timeline, which
+a training does once between checkpoints, and the first step after another contender's finds its memory cold."""
 OVERHEAD_WORKERS, OVERHEAD_MICRO_BATCH = 4, 16
 PROGRAM_WORKERS = (4, 16, 64, 256)
 MOST_FORWARDS = 400_000
