@@ -180,6 +180,8 @@ def test_hydras_folders_say_where_runs_go(capsys):
         assert "names no new folder: give one, e.g. run_dir=runs/my-run" in refused(capsys, nothing)
     assert "name two folders" in refused(capsys, "run_dir=a", "hydra.run.dir=b")
     assert "name two folders" in refused(capsys, "-m", "seed=0,1", "run_dir=a", "hydra.sweep.dir=b")
+    assert "all cells are one: a sweep gives a value twice" in refused(capsys, "-m", "seed=0,0")
+    assert "two cells are the same (seed=0)" in refused(capsys, "-m", "seed=0,1,0")
     for sweep in ([], ["-m", "seed=0,1", "hydra.sweep.dir=x"]):
         said = refused(capsys, *sweep, "hydra.launcher.n_jobs=2", "hydra/launcher=joblib")
         assert said.count("has no effect") == 2 and "hydra.run.dir, hydra.sweep.dir" in said

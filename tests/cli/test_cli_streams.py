@@ -64,5 +64,5 @@ def test_a_run_whose_summary_is_lost_says_where_it_is(tiny, tmp_path):
 
 def test_a_current_folder_that_is_gone_is_told(tmp_path):
     done = shell(f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone && PROGRAM", "plan")
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert "error: the current folder does not exist any more: change to another one" in done.stderr

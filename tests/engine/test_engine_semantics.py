@@ -504,3 +504,18 @@ def test_what_cannot_train_is_refused_with_what_can(given, said):
     with pytest.raises(ValueError, match=said):
         for _ in Engine(**(usual | given)).run([batch] * 2):
             pass
+
+
+class FrozenBatchNorm(nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> FrozenBatchNorm:  # noqa: ARG002 - whatever is asked
+        return super().train(False)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, FrozenBatchNorm])
+def test_a_layer_that_keeps_itself_in_eval_mode_stays_frozen(norm):
+    stages = [nn.Sequential(nn.Linear(4, 4), norm(4)), nn.Linear(4, 4)]
+    engine = Engine(stages, F.cross_entropy, sgd)
+    for _ in engine.run([(torch.randn(8, 4), torch.randint(0, 4, (8,)))] * 2):
+        pass
+    counted = engine.model().state_dict()["0.1.num_batches_tracked"]
+    assert bool(counted) == (norm is nn.BatchNorm1d)

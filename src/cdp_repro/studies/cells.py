@@ -60,7 +60,8 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
         name = ",".join(text for text in texts if text not in fixed).replace("/", "-") or "single"
         directory = root / name
         if directory in found:
-            problems[f"two cells are the same ({name}): a sweep gives a value twice"] = None
+            which = "all cells are one" if name == "single" else f"two cells are the same ({name})"
+            problems[f"{which}: a sweep gives a value twice"] = None
         try:
             config = compose_config(texts, check_device, source)
         except ConfigError as error:

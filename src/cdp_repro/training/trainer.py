@@ -357,14 +357,18 @@ class Trainer:
 
 def refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a checkpoint's configuration or data differ from the run's, where these are given."""
-    differing = [
-        f"{key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the run"
-        for part, by_key in (("config", settings_of), ("data", flat))
-        if part in expected
-        for theirs, ours in [(by_key(found.get(part, {})), by_key(expected[part]))]
-        for key in sorted({*theirs, *ours})
-        if theirs.get(key) != ours.get(key) and key not in NEUTRAL_KEYS
-    ]
+    differing: list[str] = []
+    for part, by_key in (("config", settings_of), ("data", flat)):
+        kept = found.get(part, {})
+        if not isinstance(kept, Mapping):
+            raise CheckpointError(f"the checkpoint does not fit this run: its {part} is {kept!r}, no values by name")
+        if part in expected:
+            theirs, ours = by_key(kept), by_key(expected[part])
+            differing += [
+                f"{key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the run"
+                for key in sorted({*theirs, *ours})
+                if theirs.get(key) != ours.get(key) and key not in NEUTRAL_KEYS
+            ]
     if differing:
         raise CheckpointError(
             "the checkpoint is of another run: " + "; ".join(differing) + ". Resume the run that it belongs to"
