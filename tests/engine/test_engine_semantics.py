@@ -507,7 +507,7 @@ def test_what_cannot_train_is_refused_with_what_can(given, said):
 
 
 class FrozenBatchNorm(nn.BatchNorm1d):
-    def train(self, mode: bool = True) -> FrozenBatchNorm:  # noqa: ARG002 - whatever is asked
+    def train(self, mode: bool = True) -> FrozenBatchNorm:  # whatever is asked
         return super().train(False)
 
 
