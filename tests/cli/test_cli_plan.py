@@ -169,3 +169,9 @@ def test_a_plan_knows_what_comes_after_the_steps_that_it_draws(capsys, choices, 
     assert int(cells[-4]) == kept
     assert int(cells[-1]) == messages
     assert ("a step of dp has 4 such micro-batches, one of pipedream 1" in shown) == ("mode=pipedream" in choices)
+
+
+def test_a_row_of_a_pipeline_is_no_rank_and_the_plan_says_so(capsys):
+    said = "; a row follows micro-batches through the ranks)"
+    assert said in shown_by(capsys, "model=mlp", "mode=gpipe", "placement=pipeline")
+    assert said not in shown_by(capsys, "model=mlp", "mode=cdp_v2", "placement=replicated")

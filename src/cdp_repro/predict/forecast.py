@@ -116,7 +116,8 @@ def plan_text(plan: Plan, width: int) -> str:
     if config.step_micro_batches <= SHOWN_WORKERS:
         for name, forecast in plan.forecasts.items():
             grid = text_grid(forecast.slots, forecast.program.schedule.timeline.lanes, width)
-            parts.append(f"timeline of {name} (F2v1 = forward of stage 2 with parameter version 1)\n\n{grid}")
+            rows = "; a row follows micro-batches through the ranks" if config.placement.name == "pipeline" else ""
+            parts.append(f"timeline of {name} (F2v1 = forward of stage 2 with parameter version 1{rows})\n\n{grid}")
         parts.append(_memory_table(plan))
     else:
         parts.append(f"timelines and memory per slot of {config.workers} workers are too large for text: --out=FOLDER")
