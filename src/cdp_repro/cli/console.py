@@ -98,9 +98,15 @@ def console_logging() -> None:
 _LABEL_WIDTH = 37
 
 
+_INSTALLED = (
+    "installed: what a package of yours has entered in its pyproject.toml, chosen by its own name, as in mode=NAME"
+)
+
+
 def help_text(usage: str) -> str:
     """Return the usage, the choices of each group, and every value with its default and meaning."""
     groups = "\n".join(f"  {group:<11} {' | '.join(OURS.choices(group))}" for group in GROUPS)
+    groups += f"\n\n  {_INSTALLED}"
     return f"{usage}\nGroups (group=choice):\n{groups}\n\nValues (key=value):\n{_values(compose_config([]))}"
 
 
