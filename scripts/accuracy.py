@@ -14,10 +14,8 @@ import sys
 from cdp_repro.cli.sweep import main
 from cdp_repro.studies.catalog import STUDIES
 
+KINDS = ("accuracy", "tuning", "delay-tuning", "delay-finals", "delay", "late-systems")
+
 if __name__ == "__main__":
-    names = [
-        study.name
-        for study in STUDIES.values()
-        if study.kind in ("accuracy", "tuning", "delay-tuning", "delay", "late-systems") and "paper" not in study.name
-    ]
+    names = [study.name for study in STUDIES.values() if study.kind in KINDS and "paper" not in study.name]
     sys.exit(main(names, sys.argv[1:], script=__file__))

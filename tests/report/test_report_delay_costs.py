@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
+from pathlib import Path
 
 import pytest
 from report_rows import row_of
 
 from cdp_repro.report import delay_costs
 from cdp_repro.report.claims import FAILS, HOLDS, PARTLY, UNKNOWN, claims
-from cdp_repro.report.delay_costs import delay_table, delay_tuning_table, method_of, setting_of, verdicts, winners
+from cdp_repro.report.delay_costs import best_rates, delay_table, delay_tuning_table, method_of, setting_of, verdicts
 from cdp_repro.report.groups import grouped
 from cdp_repro.studies.delay_studies import CIFAR10, FRESH_SEEDS, TEXT, TUNING_SEED
+from cdp_repro.studies.rows import read_rows
+
+ROWS = Path(__file__).resolve().parents[2] / "results" / "rows"
 
 SETTINGS = (
     "mode=dp",
@@ -20,18 +25,19 @@ SETTINGS = (
     "mode=cdp_v1 optim.nesterov=true",
 )
 SMALL = replace(
-    CIFAR10, base="dataset=digits epochs=2", settings=SETTINGS, grid=(0.1, 0.2, 0.4), seeds=(0, 1, 2),
-    rates=dict.fromkeys(SETTINGS, 0.2), best=SETTINGS[1:3],
+    CIFAR10, base="dataset=digits epochs=2", settings=SETTINGS, grid=(0.05, 0.1, 0.2, 0.4), seeds=(0, 1, 2),
+    finalists=dict.fromkeys(SETTINGS, (0.1, 0.2)), rates=dict.fromkeys(SETTINGS, 0.2), best=SETTINGS[1:3],
 )  # fmt: skip
-TUNING, DELAY, VERDICT = SMALL.studies()
+TUNING, FINALS, DELAY, VERDICT = SMALL.studies()
 STATE = {"memory/optimizer_bytes_per_device": 2**20, "memory/delay_bytes_per_device": 2**21}
 
 
-def tuned(losses, study=TUNING):
-    """Groups of the tuning; `losses` by setting, in the order of the grid."""
+def tuned(study, losses):
+    """Groups of a tuning or its finals; `losses` by setting, in the order of the rates; None has not run."""
+    flat = [loss for of_setting in losses for loss in of_setting]
     rows = [
-        row_of(cell, TUNING_SEED, study.name, **{"train/loss": losses[number // 3][number % 3]})
-        for number, cell in enumerate(study.cells) if losses[number // 3][number % 3] is not None
+        row_of(cell, TUNING_SEED, study.name, **({"diverged": True} if loss == inf else {"train/loss": loss}))
+        for cell, loss in zip(study.cells, flat, strict=True) if loss is not None
     ]  # fmt: skip
     return grouped(rows, study.varied)
 
@@ -47,7 +53,7 @@ def compared(study, top1):
 
 @pytest.fixture
 def known(monkeypatch):
-    monkeypatch.setattr(delay_costs, "STUDIES", {study.name: study for study in (TUNING, DELAY, VERDICT)})
+    monkeypatch.setattr(delay_costs, "STUDIES", {study.name: study for study in (TUNING, FINALS, DELAY, VERDICT)})
 
 
 def test_every_setting_has_the_same_grid_once_on_a_seed_of_its_own():
@@ -58,7 +64,10 @@ def test_every_setting_has_the_same_grid_once_on_a_seed_of_its_own():
             assert cell.seeds == (TUNING_SEED,)
             rates.setdefault(setting_of(cell.settings), []).append(cell.settings["optim.lr"])
         assert {tuple(each) for each in rates.values()} == {benchmark.grid} and len(rates) == len(benchmark.settings)
-        used = {seed for other in others for cell in other.cells for seed in cell.seeds}
+        for finals in (other for other in others if other.kind == "delay-finals"):
+            assert {cell.seeds for cell in finals.cells} == {(TUNING_SEED,)}
+            assert len(finals.cells) == 2 * len(benchmark.settings), "two of each setting, none is favoured"
+        used = {seed for other in others if other.kind == "delay" for cell in other.cells for seed in cell.seeds}
         assert TUNING_SEED not in used and not {*FRESH_SEEDS} & {*benchmark.seeds}
 
 
@@ -79,20 +88,47 @@ def test_the_settings_are_those_that_the_literature_names():
     assert {("dp", "muon"), ("cdp_v1", "muon"), ("cdp_v1", "muon + error_feedback")} <= text
 
 
-def test_the_winner_has_the_lowest_loss_and_none_wins_at_the_edge_or_before_all_have_run():
-    groups = tuned([(1.0, 0.9, 1.1), (0.8, 0.9, 1.0), (1.0, 0.9, None), (1.0, 0.95, 0.95)])
-    cells = [cell.settings for cell in TUNING.cells[::3]]
-    found = winners(groups, TUNING)
-    assert found == {setting_of(cells[0]): 0.2, setting_of(cells[1]): None, setting_of(cells[3]): 0.2}
+@pytest.mark.parametrize("benchmark", [CIFAR10, TEXT], ids=lambda benchmark: benchmark.name)
+def test_what_goes_on_is_what_the_committed_rows_chose(benchmark):
+    tuning, *later = benchmark.studies()
+    keys = [setting_of(cell.settings) for cell in tuning.cells[:: len(benchmark.grid)]]
+    entered = [benchmark.finalists, {setting: (rate,) for setting, rate in benchmark.rates.items()}]
+    for study, chosen in zip([tuning, *later], entered, strict=False):
+        if chosen:
+            found = best_rates(grouped(read_rows(ROWS / study.name), study.varied), study)
+            by_setting = dict(zip(benchmark.settings, (tuple(sorted(found[key])) for key in keys), strict=True))
+            assert by_setting == {setting: tuple(sorted(rates)) for setting, rates in chosen.items()}
+
+
+def test_the_best_have_the_lowest_loss_and_none_goes_on_from_the_edge_or_before_all_have_run():
+    groups = tuned(TUNING, [(2.0, 1.0, 0.9, 1.1), (0.9, 0.8, 1.0, 1.1), (2.0, 1.0, 0.9, None), (2, 0.95, 0.95, 1)])
+    cells = [cell.settings for cell in TUNING.cells[::4]]
+    found = best_rates(groups, TUNING)
+    assert found == {setting_of(cells[0]): (0.2, 0.1), setting_of(cells[1]): (), setting_of(cells[3]): (0.1, 0.2)}
     table = delay_tuning_table(groups, TUNING)
     said = {(row[0], row[1], row[2]): row[-1] for row in table.rows}
-    assert said["dp", "sgd", "0.2"] == "yes" and said["dp", "sgd", "0.1"] == ""
-    assert said["cdp_v1", "sgd + prediction", "0.1"] == "at the edge: extend the grid"
+    assert [said["dp", "sgd", rate] for rate in ("0.05", "0.1", "0.2", "0.4")] == ["", "yes", "yes", ""]
+    assert said["cdp_v1", "sgd + prediction", "0.05"] == "at the edge: extend the grid"
     assert table.rows[-1][3].startswith("not run: `cdp-train dataset=digits epochs=2 mode=cdp_v2 delay=compensation")
-    assert table.rows[-1][3].endswith("seed=100`")
+    assert table.rows[-1][3].endswith("seed=100`") and "The 2 lowest training losses" in table.notes[0]
 
 
-GOOD = [(1.0, 0.9, 1.1)] * 4
+def test_the_winner_is_that_of_the_finals_which_have_no_edge():
+    groups = tuned(FINALS, [(1.0, 0.9), (0.9, 1.0), (1.0, None), (1.0, 0.9)])
+    cells = [cell.settings for cell in FINALS.cells[::2]]
+    assert best_rates(groups, FINALS) == {
+        setting_of(cells[0]): (0.2,), setting_of(cells[1]): (0.1,), setting_of(cells[3]): (0.2,)
+    }  # fmt: skip
+    table = delay_tuning_table(groups, FINALS)
+    assert [row[-1] for row in table.rows[:4]] == [
+        "yes",
+        "",
+        "",
+        "yes",
+    ] and "The lowest training loss wins" in table.notes[0]
+
+
+GOOD = [(1.0, 0.9)] * 4
 
 
 def test_verdicts_come_from_fresh_seeds_and_tuned_rates_alone(known):
@@ -100,12 +136,12 @@ def test_verdicts_come_from_fresh_seeds_and_tuned_rates_alone(known):
         return 90 + 0.1 * (seed % 3) - (0, 0.05, 1.0, 0)[number] + 0.01 * ((seed + number) % 2)
 
     groups = compared(VERDICT, top1)
-    table = delay_table(groups, VERDICT, tuned(GOOD))
+    table = delay_table(groups, VERDICT, tuned(FINALS, GOOD))
     assert [row[5] for row in table.rows] == ["", "equivalent", "worse"]
     assert [row[1] for row in table.rows] == ["sgd", "sgd + prediction", "sgd + compensation"]
     assert table.rows[1][6] == "1.00 + 2.00" and "less than 0.3 points" in " ".join(table.notes)
     assert [row[5] for row in delay_table(groups, VERDICT, ()).rows] == ["", "", ""], "rates that nobody has chosen"
-    explored = delay_table(compared(DELAY, top1), DELAY, tuned(GOOD))
+    explored = delay_table(compared(DELAY, top1), DELAY, tuned(FINALS, GOOD))
     assert {row[5] for row in explored.rows} == {""} and "No verdict from here" in " ".join(explored.notes)
 
 
@@ -144,16 +180,7 @@ def test_a_text_study_is_judged_by_nats_of_which_fewer_are_better(known, monkeyp
 
 
 def test_a_rate_that_diverges_is_told_and_never_wins(known):
-    rows = [
-        row_of(
-            cell,
-            TUNING_SEED,
-            TUNING.name,
-            **({"diverged": True} if number % 3 == 2 else {"train/loss": 1.0 - number % 3 / 2}),
-        )
-        for number, cell in enumerate(TUNING.cells)
-    ]
-    groups = grouped(rows, TUNING.varied)
-    assert set(winners(groups, TUNING).values()) == {0.2}, "the middle of the grid, as the largest rate diverges"
+    groups = tuned(TUNING, [(1.5, 1.0, 0.5, inf)] * len(SETTINGS))
+    assert set(best_rates(groups, TUNING).values()) == {(0.2, 0.1)}, "not the largest rate, which diverges"
     table = delay_tuning_table(groups, TUNING)
     assert [row[3] for row in table.rows if row[2] == "0.4"] == ["diverged"] * len(SETTINGS)

@@ -152,7 +152,7 @@ class Report:
         ]  # fmt: skip
         return found + [
             delay_tuning_table(groups, STUDIES[name])
-            for name, groups in begun.items() if STUDIES[name].kind == "delay-tuning"
+            for name, groups in begun.items() if STUDIES[name].kind in ("delay-finals", "delay-tuning")
         ]  # fmt: skip
 
     def _cost_notes(self, workers: int) -> list[str]:

@@ -38,21 +38,24 @@ def method_of(settings: Mapping[str, Any]) -> str:
     return f"{settings['optim.name']}{nesterov}{delay}{more}"
 
 
-def winners(groups: Sequence[Group], study: Study) -> dict[Setting, float | None]:
-    """Return, for each setting that has run on the whole grid, the learning rate with the lowest training loss.
+def best_rates(groups: Sequence[Group], study: Study) -> dict[Setting, tuple[float, ...]]:
+    """Return, for each setting that a tuning has run at all its learning rates, those with the lowest training loss.
 
-    None: it lies at the edge of the grid, so that a better one may lie beyond.
+    As many as the tuning passes on, best first. None of them if one lies at the edge of the grid, as a better one may
+    lie beyond.
     """
     losses = _losses(groups)
     grids: dict[Setting, set[float]] = {}
     for cell in study.cells:
         grids.setdefault(setting_of(cell.settings), set()).add(cell.settings["optim.lr"])
     complete = {setting: losses[setting] for setting, grid in grids.items() if losses.get(setting, {}).keys() >= grid}
-    best = {setting: _lowest(by_rate) for setting, by_rate in complete.items()}
-    return {
-        setting: None if rate in (min(complete[setting]), max(complete[setting])) else rate
-        for setting, rate in best.items()
-    }
+    found = {setting: _lowest(by_rate, study.passes_on) for setting, by_rate in complete.items()}
+    return {setting: () if _is_at_edge(study, rates, grids[setting]) else rates for setting, rates in found.items()}
+
+
+def _is_at_edge(study: Study, rates: Sequence[float], grid: set[float]) -> bool:
+    """Return whether a better rate may lie beyond the grid; the finals have no grid, only the best of one."""
+    return study.kind == "delay-tuning" and not {min(grid), max(grid)}.isdisjoint(rates)
 
 
 def _losses(groups: Sequence[Group]) -> dict[Setting, dict[float, float]]:
@@ -68,19 +71,19 @@ def loss_of(group: Group) -> float:
     return math.inf if any(DIVERGED in row.summary for row in group.rows) else group.sample(_LOSS).mean
 
 
-def _lowest(by_rate: Mapping[float, float]) -> float:
-    return min(sorted(by_rate), key=by_rate.__getitem__)
+def _lowest(by_rate: Mapping[float, float], count: int) -> tuple[float, ...]:
+    return tuple(sorted(sorted(by_rate), key=by_rate.__getitem__)[:count])
 
 
 def delay_tuning_table(groups: Sequence[Group], study: Study) -> Table:
-    """Return the training loss of each setting at each learning rate, and which one wins."""
-    chosen, losses = winners(groups, study), _losses(groups)
+    """Return the training loss of each setting at each learning rate, and which of them the next study takes."""
+    chosen, losses = best_rates(groups, study), _losses(groups)
     present = {row.cell for group in groups for row in group.rows}
     rows = []
     for group in sorted(groups, key=lambda group: (setting_of(group.config), group.config["optim.lr"])):
         setting, rate = setting_of(group.config), group.config["optim.lr"]
-        is_best = setting in chosen and rate == _lowest(losses[setting])
-        said = "yes" if chosen.get(setting) == rate else _AT_EDGE
+        is_best = setting in chosen and rate in _lowest(losses[setting], study.passes_on)
+        said = "yes" if rate in chosen.get(setting, ()) else _AT_EDGE
         loss = group.sample(_LOSS).text(4) if math.isfinite(loss_of(group)) else DIVERGED
         rows.append([group.mode, method_of(group.config), f"{rate:g}", loss, said if is_best else ""])
     rows += [
@@ -88,13 +91,22 @@ def delay_tuning_table(groups: Sequence[Group], study: Study) -> Table:
          f"not run: `{cell.command(cell.seeds[0])}`", ""]
         for cell in study.cells if cell.hash not in present
     ]  # fmt: skip
-    notes = [
-        "The lowest training loss wins; the test set has no say. Every setting has the same learning rates and one run "
-        f"of each, on seed {study.cells[0].seeds[0]}, which no other table uses; nothing is chosen before that.",
-    ]
     evidence = provenance([row for group in groups for row in group.rows])
     columns = ("mode", "method", "lr", "train loss", "chosen")
-    return Table(study.name.replace("-", "_"), study.title, columns, rows, notes, evidence)
+    return Table(study.name.replace("-", "_"), study.title, columns, rows, [_rule_of_choice(study)], evidence)
+
+
+def _rule_of_choice(study: Study) -> str:
+    alike = f"one run of each, on seed {study.cells[0].seeds[0]}, which no other table uses"
+    if study.kind == "delay-finals":
+        return (
+            "The lowest training loss wins; the test set has no say. Every setting has as many learning rates, the "
+            f"best of its short runs, and {alike}."
+        )
+    return (
+        f"The {study.passes_on} lowest training losses of each setting go on to runs of full length; the test set has "
+        f"no say. Every setting has the same learning rates and {alike}; nothing is chosen before that."
+    )
 
 
 def against_data_parallelism(groups: Sequence[Group], group: Group, margin: float) -> Equivalence | None:
@@ -123,11 +135,11 @@ def delay_table(groups: Sequence[Group], study: Study, tuning: Sequence[Group]) 
     `tuning` are the groups of the study that chose the learning rates.
     """
     task = task_of(study.cells[0].settings["dataset.name"])
-    chosen = winners(tuning, STUDIES[study.tuning]) if study.tuning in STUDIES else {}
+    chosen = best_rates(tuning, STUDIES[study.tuning]) if study.tuning in STUDIES else {}
     rows = []
     for group in groups:
         found = against_data_parallelism(groups, group, study.margin or 0.0)
-        is_tuned = chosen.get(setting_of(group.config)) == group.config["optim.lr"]
+        is_tuned = chosen.get(setting_of(group.config)) == (group.config["optim.lr"],)
         rows.append(
             [
                 group.mode,

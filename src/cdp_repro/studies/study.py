@@ -50,8 +50,8 @@ class Study:
 
     name: str
     kind: str
-    """The part of the report it is for: `accuracy`, `tuning`, `delay`, `delay-tuning`, `late-systems`,
-    `memory`, `costs`, `systems`."""
+    """The part of the report it is for: `accuracy`, `tuning`, `delay`, `delay-tuning`, `delay-finals`,
+    `late-systems`, `memory`, `costs`, `systems`."""
     title: str
     cells: tuple[Cell, ...]
     reference: str | None = None
@@ -62,11 +62,13 @@ class Study:
     """Of a verdict of equivalence, in the unit of the differences; None: the study gives none."""
     tuning: str | None = None
     """The study that chose the learning rates of this one, setting by setting."""
+    passes_on: int = 1
+    """How many learning rates of each setting a tuning passes on to the study after it."""
 
     @property
     def counts_divergence(self) -> bool:
         """Whether a run that diverges is a result: it says that a learning rate is too large."""
-        return self.kind == "delay-tuning"
+        return self.kind in ("delay-tuning", "delay-finals")
 
     def runs(self) -> Iterator[tuple[Cell, int]]:
         """Yield every cell with every seed, seed by seed, so that a part of them makes a table of few seeds."""
