@@ -62,7 +62,9 @@ def test_a_system_that_needs_more_blocks_than_the_model_has_is_left_out_and_name
     shown = systems_text([*found.values()], config)
     assert "interleaved is left out: mlp has 6 blocks for its 8 stages\n" in shown
     assert "terapipe is left out: samples without tokens cannot be cut into 2 slices" in shown
-    assert shown.count("is left out") == 2
+    assert "model_parallel is left out: the ranks of 4 workers are 16 in dp, 10 in cdp_v1, 10 in cdp_v2\n" in shown
+    assert "single_device is left out: the ranks of 4 workers are 1 in accumulation\n" in shown
+    assert shown.count("is left out") == 4
 
 
 def test_a_run_is_explored_beside_all_systems_or_alone_where_they_cannot_have_its_sizes():

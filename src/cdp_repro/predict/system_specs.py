@@ -19,6 +19,9 @@ SYSTEMS = (
 )  # fmt: skip
 """Mode and placement of all that compute on as many ranks. On a pipeline `cdp_v1` is `pipedream_2bw`."""
 
+ON_OTHER_RANKS = {"model_parallel": ("dp", "cdp_v1", "cdp_v2"), "single_device": ("accumulation",)}
+"""Placements on which as many workers compute on more or fewer ranks, so that they are not compared; with modes."""
+
 CHUNKS = 2
 """Stages a rank of the interleaved pipeline; all others have one."""
 

@@ -21,7 +21,7 @@ from cdp_repro.predict.pricing.quote import cluster_of
 from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.simulate import simulate_slots, version_bytes
 from cdp_repro.predict.stage_cut import StageCut
-from cdp_repro.predict.system_specs import CHUNKS, SYSTEMS, CommonSizes
+from cdp_repro.predict.system_specs import CHUNKS, ON_OTHER_RANKS, SYSTEMS, CommonSizes
 from cdp_repro.predict.training_state import optimizer_states
 from cdp_repro.schedule import Program, Schedule, Slot, Spec
 
@@ -81,7 +81,7 @@ def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, StageCut]]:
 
 
 def left_out(config: RunConfig) -> Iterator[str]:
-    """Yield a sentence for each system that `systems_of` leaves out."""
+    """Yield a sentence for each system or placement that `systems_of` leaves out."""
     common, whole = _common_sizes(config)
     blocks = _blocks(stage_cut(whole))
     for mode, placement in SYSTEMS:
@@ -92,6 +92,9 @@ def left_out(config: RunConfig) -> Iterator[str]:
         else:
             if stages > blocks:
                 yield f"{mode} is left out: {config.model.name} has {blocks} blocks for its {stages} stages"
+    for placement, modes in ON_OTHER_RANKS.items():
+        counts = [f"{Schedule.of(common.spec(mode, placement)).ranks} in {mode}" for mode in modes]
+        yield f"{placement} is left out: the ranks of {common.ranks} workers are {', '.join(counts)}"
 
 
 def _blocks(cut: StageCut) -> int:
