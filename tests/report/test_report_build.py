@@ -120,7 +120,7 @@ def test_documents_are_renewed_between_their_marks(results, tmp_path):
     )
     assert files[other].decode().count("| not measured yet |") == 4
     readme.write_text("<!-- report:speed -->\n<!-- /report -->")
-    with pytest.raises(RowError, match=r"README\.md asks for a table 'speed': there are claims, accuracy"):
+    with pytest.raises(RowError, match=r"README\.md asks for 'speed': there are claims, accuracy"):
         build(results, marked(tmp_path))
 
 

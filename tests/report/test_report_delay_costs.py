@@ -1,7 +1,8 @@
-"""What delay costs: winners of the tuning, differences, verdicts, and the claim that rests on them."""
+"""What delay costs: how rates are tuned, when a difference is a verdict, and the claim that rests on it."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -9,12 +10,16 @@ from pathlib import Path
 import pytest
 from report_rows import row_of
 
-from cdp_repro.report import delay_costs
+from cdp_repro.report import delay_costs, standing, tuning
 from cdp_repro.report.claims import FAILS, HOLDS, PARTLY, UNKNOWN, claims
-from cdp_repro.report.delay_costs import best_rates, delay_table, delay_tuning_table, method_of, setting_of, verdicts
+from cdp_repro.report.delay_advice import advice
+from cdp_repro.report.delay_costs import delay_table, read_times
 from cdp_repro.report.groups import grouped
+from cdp_repro.report.standing import best_of_each_mode, standings
+from cdp_repro.report.tuning import method_of, passed_on, setting_of, tuned_rates, tuning_tables
+from cdp_repro.report.two_one_sided import NOT_SETTLED
 from cdp_repro.studies.delay_studies import CIFAR10, FRESH_SEEDS, TEXT, TUNING_SEED
-from cdp_repro.studies.rows import read_rows
+from cdp_repro.studies.rows import RowError, read_rows
 
 ROWS = Path(__file__).resolve().parents[2] / "results" / "rows"
 
@@ -24,15 +29,21 @@ SETTINGS = (
     "mode=cdp_v2 delay=compensation",
     "mode=cdp_v1 optim.nesterov=true",
 )
+GRID = (0.05, 0.1, 0.2, 0.4)
 SMALL = replace(
-    CIFAR10, base="dataset=digits epochs=2", settings=SETTINGS, grid=(0.05, 0.1, 0.2, 0.4), seeds=(0, 1, 2),
-    finalists=dict.fromkeys(SETTINGS, (0.1, 0.2)), rates=dict.fromkeys(SETTINGS, 0.2), best=SETTINGS[1:3],
+    CIFAR10, base="dataset=digits epochs=2", settings=SETTINGS, grid=GRID, seeds=(0, 1, 2),
+    finalists=dict.fromkeys(SETTINGS, GRID), rates=dict.fromkeys(SETTINGS, 0.2), best=SETTINGS[1:3],
 )  # fmt: skip
-TUNING, FINALS, DELAY, VERDICT = SMALL.studies()
 STATE = {"memory/optimizer_bytes_per_device": 2**20, "memory/delay_bytes_per_device": 2**21}
+BEST_AT_02 = (1.2, 1.0, 0.9, 1.1)
 
 
-def tuned(study, losses):
+def studies_of(benchmark):
+    """The four studies of a benchmark, by kind, and with margin "verdict"."""
+    return {("verdict" if each.margin else each.kind): each for each in benchmark.studies()}
+
+
+def tried(study, losses):
     """Groups of a tuning or its finals; `losses` by setting, in the order of the rates; None has not run."""
     flat = [loss for of_setting in losses for loss in of_setting]
     rows = [
@@ -42,18 +53,56 @@ def tuned(study, losses):
     return grouped(rows, study.varied)
 
 
-def compared(study, top1):
-    """Groups of a comparison; `top1(number of the cell, seed)`."""
+def compared(study, top1, keep=lambda number, seed: True, **changed):
+    """Groups of a comparison; `top1(number of the cell, seed)`, None if the run has diverged."""
     rows = [
-        row_of(cell, seed, study.name, top1(number, seed), **STATE)
-        for number, cell in enumerate(study.cells) for seed in cell.seeds
+        row_of(cell, seed, study.name, top1(number, seed) or 0.0, **STATE, **changed,
+               **({} if top1(number, seed) else {"diverged": True}))
+        for number, cell in enumerate(study.cells) for seed in cell.seeds if keep(number, seed)
     ]  # fmt: skip
     return grouped(rows, study.varied)
 
 
+class World:
+    """A benchmark with all of its runs, some of which a test changes."""
+
+    def __init__(self, monkeypatch, benchmark=SMALL):
+        self.studies = studies_of(benchmark)
+        for module in (delay_costs, standing, tuning):
+            monkeypatch.setattr(module, "STUDIES", {each.name: each for each in self.studies.values()})
+        self.groups = {}
+        for kind in ("delay-tuning", "delay-finals"):
+            self.have(kind, tried(self.studies[kind], [BEST_AT_02] * len(benchmark.settings)))
+
+    def have(self, kind, groups):
+        self.groups[self.studies[kind].name] = groups
+
+    def judge(self, *lost, keep=lambda number, seed: True, **changed):
+        """Runs of the verdict whose settings lose so many points; None diverges on some seeds."""
+
+        def top1(number, seed):
+            loss = (0, *lost)[number]
+            if loss is None:
+                return None if seed % 4 == 3 else 90.0
+            return 90 + 0.1 * (seed % 3) - loss + 0.01 * ((seed + number) % 2)
+
+        self.have("verdict", compared(self.studies["verdict"], top1, keep, **changed))
+        return self.standings("verdict")
+
+    def standings(self, kind):
+        return standings(self.studies[kind], self.groups)
+
+    def table(self, kind, times=None):
+        return delay_table(self.studies[kind], self.groups, times or {})
+
+    def claim(self):
+        return claims((), (), (), (), self.standings("verdict"))[2]
+
+
 @pytest.fixture
-def known(monkeypatch):
-    monkeypatch.setattr(delay_costs, "STUDIES", {study.name: study for study in (TUNING, FINALS, DELAY, VERDICT)})
+def world(monkeypatch):
+    monkeypatch.setattr("cdp_repro.report.claims._CLAIMED_DATA", ("digits",))
+    return World(monkeypatch)
 
 
 def test_every_setting_has_the_same_grid_once_on_a_seed_of_its_own():
@@ -66,7 +115,6 @@ def test_every_setting_has_the_same_grid_once_on_a_seed_of_its_own():
         assert {tuple(each) for each in rates.values()} == {benchmark.grid} and len(rates) == len(benchmark.settings)
         for finals in (other for other in others if other.kind == "delay-finals"):
             assert {cell.seeds for cell in finals.cells} == {(TUNING_SEED,)}
-            assert len(finals.cells) == 2 * len(benchmark.settings), "two of each setting, none is favoured"
         used = {seed for other in others if other.kind == "delay" for cell in other.cells for seed in cell.seeds}
         assert TUNING_SEED not in used and not {*FRESH_SEEDS} & {*benchmark.seeds}
 
@@ -90,80 +138,190 @@ def test_the_settings_are_those_that_the_literature_names():
 
 @pytest.mark.parametrize("benchmark", [CIFAR10, TEXT], ids=lambda benchmark: benchmark.name)
 def test_what_goes_on_is_what_the_committed_rows_chose(benchmark):
-    tuning, *later = benchmark.studies()
-    keys = [setting_of(cell.settings) for cell in tuning.cells[:: len(benchmark.grid)]]
-    entered = [benchmark.finalists, {setting: (rate,) for setting, rate in benchmark.rates.items()}]
-    for study, chosen in zip([tuning, *later], entered, strict=False):
-        if chosen:
-            found = best_rates(grouped(read_rows(ROWS / study.name), study.varied), study)
-            by_setting = dict(zip(benchmark.settings, (tuple(sorted(found[key])) for key in keys), strict=True))
-            assert by_setting == {setting: tuple(sorted(rates)) for setting, rates in chosen.items()}
+    studies = studies_of(benchmark)
+    groups = {each.name: grouped(read_rows(ROWS / each.name), each.varied) for each in studies.values()}
+    keys = [setting_of(cell.settings) for cell in studies["delay-tuning"].cells[:: len(benchmark.grid)]]
+    of_setting = dict(zip(benchmark.settings, keys, strict=True))
+    if benchmark.finalists:
+        found = passed_on(groups[studies["delay-tuning"].name], studies["delay-tuning"])
+        for setting, rates in benchmark.finalists.items():
+            assert {*rates[:2]} == {*found[of_setting[setting]]}, setting
+    if benchmark.rates:
+        tuned = tuned_rates(studies["delay-finals"], groups)
+        assert {setting: tuned[of_setting[setting]].rate for setting in benchmark.rates} == benchmark.rates
+    if benchmark.best:
+        best = best_of_each_mode(standings(studies["delay"], groups))
+        assert [of_setting[each] for each in benchmark.best] == [
+            setting_of(each.group.config) for each in best.values()
+        ]
 
 
-def test_the_best_have_the_lowest_loss_and_none_goes_on_from_the_edge_or_before_all_have_run():
-    groups = tuned(TUNING, [(2.0, 1.0, 0.9, 1.1), (0.9, 0.8, 1.0, 1.1), (2.0, 1.0, 0.9, None), (2, 0.95, 0.95, 1)])
-    cells = [cell.settings for cell in TUNING.cells[::4]]
-    found = best_rates(groups, TUNING)
+def test_the_best_of_short_runs_go_on_and_none_from_the_edge_or_before_all_have_run(world):
+    short = world.studies["delay-tuning"]
+    groups = tried(short, [(2.0, 1.0, 0.9, 1.1), (0.9, 0.8, 1.0, 1.1), (2.0, 1.0, 0.9, None), (2, 0.95, 0.95, 1)])
+    cells = [cell.settings for cell in short.cells[::4]]
+    found = passed_on(groups, short)
     assert found == {setting_of(cells[0]): (0.2, 0.1), setting_of(cells[1]): (), setting_of(cells[3]): (0.1, 0.2)}
-    table = delay_tuning_table(groups, TUNING)
-    said = {(row[0], row[1], row[2]): row[-1] for row in table.rows}
-    assert [said["dp", "sgd", rate] for rate in ("0.05", "0.1", "0.2", "0.4")] == ["", "yes", "yes", ""]
-    assert said["cdp_v1", "sgd + prediction", "0.05"] == "at the edge: extend the grid"
-    assert table.rows[-1][3].startswith("not run: `cdp-train dataset=digits epochs=2 mode=cdp_v2 delay=compensation")
-    assert table.rows[-1][3].endswith("seed=100`") and "The 2 lowest training losses" in table.notes[0]
-
-
-def test_the_winner_is_that_of_the_finals_which_have_no_edge():
-    groups = tuned(FINALS, [(1.0, 0.9), (0.9, 1.0), (1.0, None), (1.0, 0.9)])
-    cells = [cell.settings for cell in FINALS.cells[::2]]
-    assert best_rates(groups, FINALS) == {
-        setting_of(cells[0]): (0.2,), setting_of(cells[1]): (0.1,), setting_of(cells[3]): (0.2,)
-    }  # fmt: skip
-    table = delay_tuning_table(groups, FINALS)
-    assert [row[-1] for row in table.rows[:4]] == [
-        "yes",
-        "",
-        "",
-        "yes",
-    ] and "The lowest training loss wins" in table.notes[0]
-
-
-GOOD = [(1.0, 0.9)] * 4
-
-
-def test_verdicts_come_from_fresh_seeds_and_tuned_rates_alone(known):
-    def top1(number, seed):
-        return 90 + 0.1 * (seed % 3) - (0, 0.05, 1.0, 0)[number] + 0.01 * ((seed + number) % 2)
-
-    groups = compared(VERDICT, top1)
-    table = delay_table(groups, VERDICT, tuned(FINALS, GOOD))
-    assert [row[5] for row in table.rows] == ["", "equivalent", "worse"]
-    assert [row[1] for row in table.rows] == ["sgd", "sgd + prediction", "sgd + compensation"]
-    assert table.rows[1][6] == "1.00 + 2.00" and "less than 0.3 points" in " ".join(table.notes)
-    assert [row[5] for row in delay_table(groups, VERDICT, ()).rows] == ["", "", ""], "rates that nobody has chosen"
-    explored = delay_table(compared(DELAY, top1), DELAY, tuned(FINALS, GOOD))
-    assert {row[5] for row in explored.rows} == {""} and "No verdict from here" in " ".join(explored.notes)
+    world.have("delay-tuning", groups)
+    (table,) = tuning_tables([short], world.groups)
+    assert table.columns == ("mode", "method", "lr 0.05", "lr 0.1", "lr 0.2", "lr 0.4", "chosen")
+    assert [row[-1] for row in table.rows] == ["0.1, 0.2", "at the edge: extend the grid", "", "0.1, 0.2"]
+    assert table.rows[2][2:6] == ["2.0000", "1.0000", "0.9000", "not run"]
+    assert f"accuracy.py {short.name}`" in table.notes[0]
 
 
 @pytest.mark.parametrize(
-    ("lost", "verdict"), [((0.0, 0.05), HOLDS), ((0.0, 1.0), PARTLY), ((1.0, 1.0), FAILS), (None, UNKNOWN)]
+    ("full", "rate", "missing"),
+    [
+        ((None, 1.0, 0.9, 1.1), 0.2, ""),
+        ((0.8, 1.0, 0.9, 1.1), None, "0.05 is at the edge of the grid: extend it"),
+        ((None, 0.8, 0.9, 1.1), None, "0.1 is lowest so far; not run at full length: 0.05"),
+        ((None, 1.0, None, None), None, "not run at full length: 0.2"),
+        ((None, inf, inf, None), None, "all rates diverge at full length"),
+        ((None, 1.0, 0.9, inf), 0.2, ""),
+    ],
 )
-def test_the_claim_of_accuracy_rests_on_the_verdicts(known, lost, verdict):
+def test_a_rate_is_chosen_when_it_lies_between_two_that_lose_at_full_length(world, full, rate, missing):
+    finals = world.studies["delay-finals"]
+    world.have("delay-finals", tried(finals, [full, *[BEST_AT_02] * 3]))
+    found = tuned_rates(finals, world.groups)
+    dp = setting_of(finals.cells[0].settings)
+    assert (found.pop(dp), {each.rate for each in found.values()}) == (tuning.TunedRate(rate, missing), {0.2})
+    (table,) = tuning_tables([finals], world.groups)
+    assert [row[-1] for row in table.rows] == [missing or "0.2", "0.2", "0.2", "0.2"]
+
+
+def test_no_rate_is_chosen_that_the_short_runs_did_not_pass_on(world):
+    short, finals = world.studies["delay-tuning"], world.studies["delay-finals"]
+    world.have("delay-tuning", tried(short, [(0.1, 1.0, 0.9, 1.1), (1, 2, 3, None), *[BEST_AT_02] * 2]))
+    world.judge(0, 0)
+    missing = [each.missing for each in tuned_rates(finals, world.groups).values()]
+    assert missing == ["at the edge of the grid: extend it", "the short runs are not complete", "", ""]
+    assert [each.verdict for each in world.standings("verdict")] == ["", ""], "that of dp is not tuned"
+
+
+def test_a_rate_that_diverges_is_told_and_never_wins(world):
+    short = world.studies["delay-tuning"]
+    world.have("delay-tuning", tried(short, [(1.5, 1.0, 0.5, inf)] * len(SETTINGS)))
+    assert set(passed_on(world.groups[short.name], short).values()) == {(0.2, 0.1)}, "not the largest, which diverges"
+    (table,) = tuning_tables([short], world.groups)
+    assert [row[5] for row in table.rows] == ["diverged"] * len(SETTINGS)
+
+
+def test_verdicts_come_from_fresh_seeds_alone_and_the_other_table_chooses(world):
+    world.judge(0.05, 1.0)
+    table = world.table("verdict", {("digits", setting_of(world.studies["verdict"].cells[1].settings)): "1.02"})
+    assert table.columns[5] == "verdict" and [row[5] for row in table.rows] == ["", "equivalent", "worse"]
+    assert [row[1] for row in table.rows] == ["sgd", "sgd + prediction", "sgd + compensation"]
+    assert [row[7] for row in table.rows] == ["", "1.02", ""]
+    assert table.rows[1][6] == "0.00 + 1.00 + 2.00" and "less than 0.3 points" in " ".join(table.notes)
+    delay = world.studies["delay"]
+    world.have("delay", compared(delay, lambda number, seed: 90 + 0.1 * seed + (0, -0.2, -0.4, -0.1)[number]))
+    table = world.table("delay")
+    assert table.columns[5] == "judged on fresh seeds" and "only chooses" in " ".join(table.notes)
+    assert {row[1]: row[5] for row in table.rows} == {
+        "sgd": "", "sgd + prediction": "", "sgd nesterov": "yes", "sgd + compensation": "yes"
+    }  # fmt: skip
+    assert [each.verdict for each in world.standings("delay")] == [""] * 3
+
+
+def test_a_verdict_waits_for_all_runs_of_both_sides_and_says_for_which(world):
+    (first, second) = world.judge(0, 0, keep=lambda number, seed: number != 1 or seed < 18)
+    assert (first.verdict, first.missing, second.verdict) == ("", "8 of 10 runs", "equivalent")
+    assert [row[5] for row in world.table("verdict").rows] == ["", "none yet: 8 of 10 runs", "equivalent"]
+    found = world.judge(0, 0, keep=lambda number, seed: number or seed < 12)
+    assert {(each.verdict, each.missing) for each in found} == {("", "dp: 2 of 10 runs")}
+    assert world.claim().verdict == UNKNOWN
+
+
+def test_runs_on_seeds_that_the_study_does_not_have_are_no_part_of_a_verdict(world):
+    study = world.studies["verdict"]
+    more = replace(study, cells=tuple(replace(cell, seeds=range(20)) for cell in study.cells))
+    world.have("verdict", compared(more, lambda number, seed: 90 + 0.1 * (seed % 3) + 0.01 * number))
+    assert {each.missing for each in world.standings("verdict")} == {"20 of 10 runs"}
+
+
+def test_a_verdict_needs_rates_that_the_tuning_chose_on_both_sides(world):
+    finals = world.studies["delay-finals"]
+    other = (1.2, 0.9, 1.0, None)
+    world.have("delay-finals", tried(finals, [BEST_AT_02, other, *[BEST_AT_02] * 2]))
+    first, second = world.judge(0, 0)
+    assert (first.verdict, first.missing, second.verdict) == ("", "the tuning chose 0.1", "equivalent")
+    assert world.table("verdict").rows[1][2] == "0.2 (the tuning chose 0.1)"
+    world.have("delay-finals", tried(finals, [other, *[BEST_AT_02] * 3]))
+    assert {each.missing for each in world.judge(0, 0)} == {"dp: the tuning chose 0.1"}
+    del world.groups[finals.name]
+    assert {each.missing for each in world.judge(0, 0)} == {"not run at full length: 0.1, 0.2"}
+    assert {each.verdict for each in world.standings("verdict")} == {""} and world.claim().verdict == UNKNOWN
+
+
+def test_a_verdict_needs_one_code_and_one_data_set(world):
+    whole = world.judge(0, 0)
+    group = whole[0].group
+    for name in ("version/code", "dataset/fingerprint"):
+        rows = tuple(replace(row, summary={**row.summary, name: "other"}) for row in group.rows)
+        dp, _, other = world.groups[world.studies["verdict"].name]
+        world.have("verdict", [dp, replace(group, rows=rows), other])
+        first, second = world.standings("verdict")
+        assert (first.missing, second.verdict) == (f"its {name} is another than that of dp", "equivalent")
+        world.judge(0, 0)
+
+
+def test_a_setting_that_diverges_on_a_seed_is_worse_and_one_of_dp_gives_no_verdict(world):
+    first, second = world.judge(None, 0)
+    assert (first.verdict, first.difference.split(", ")[-1], second.verdict) == ("worse", "3 diverged", "equivalent")
+    assert world.table("verdict").rows[1][3].endswith("(7)")
+    rows = [[row if row.seed % 4 else replace(row, summary={**row.summary, "diverged": True}) for row in group.rows]
+            for group in world.groups[world.studies["verdict"].name][:1]]  # fmt: skip
+    _, *others = world.groups[world.studies["verdict"].name]
+    world.have("verdict", [replace(others[0], rows=tuple(rows[0])), *others])
+    assert {each.missing for each in world.standings("verdict")} == {"dp diverged"}
+
+
+@pytest.mark.parametrize(
+    ("lost", "verdict"),
+    [
+        ((0.0, 0.05), HOLDS),
+        ((0.0, 1.0), PARTLY),
+        ((1.0, 1.0), FAILS),
+        ((None, 1.0), FAILS),
+    ],
+)
+def test_the_claim_of_accuracy_rests_on_the_verdicts(world, lost, verdict):
+    world.judge(*lost)
+    claim = world.claim()
+    assert claim.verdict == verdict and "on fresh seeds" in claim.because
+    assert ("cdp_v1 with sgd + prediction equivalent" in claim.because) == (lost[0] == 0)
+
+
+def test_where_nothing_is_settled_the_claim_is_not(world):
     def top1(number, seed):
-        return 90 + 0.1 * (seed % 3) - (0, *lost)[number] + 0.01 * (seed % 2)
+        return 90 + (number > 0) * (0.8 if seed % 2 else -0.9)
 
-    groups = {} if lost is None else {VERDICT.name: compared(VERDICT, top1)}
-    claim = claims((), (), (), (), verdicts(groups))[2]
-    assert claim.verdict == verdict
-    if lost is not None:
-        assert "cdp_v1 with sgd + prediction equivalent" in claim.because or lost[0]
+    world.have("verdict", compared(world.studies["verdict"], top1))
+    assert {each.verdict for each in world.standings("verdict")} == {NOT_SETTLED} == {world.claim().verdict}
 
 
-def test_a_text_study_is_judged_by_nats_of_which_fewer_are_better(known, monkeypatch):
+def test_the_claim_names_both_modes_and_its_data_sets_alone_decide(world, monkeypatch):
+    first, second = world.judge(0, 1.0)
+    assert claims((), (), (), (), [first])[2].verdict == PARTLY, "only one mode was judged"
+    monkeypatch.setattr("cdp_repro.report.claims._CLAIMED_DATA", ("cifar10",))
+    other = claims((), (), (), (), [first, second])[2]
+    assert other.verdict == NOT_SETTLED and "equivalent" in other.because, "evidence that decides nothing"
+
+
+def test_a_text_study_is_judged_by_nats_of_which_fewer_are_better(monkeypatch):
     settings = ("optim=adamw mode=dp", "optim=nadamw mode=cdp_v1", "optim=muon mode=dp", "optim=muon mode=cdp_v1")
-    benchmark = replace(TEXT, settings=settings, rates=dict.fromkeys(settings, 1e-3), best=settings[1:])
-    tuning, _, study = benchmark.studies()
-    monkeypatch.setattr(delay_costs, "STUDIES", {each.name: each for each in (tuning, study)})
+    grid = (5e-4, 1e-3, 2e-3, 4e-3)
+    benchmark = replace(
+        TEXT, settings=settings, grid=grid, finalists=dict.fromkeys(settings, grid),
+        rates=dict.fromkeys(settings, 2e-3), best=(settings[1], settings[3]),
+    )  # fmt: skip
+    world = World(monkeypatch, benchmark)
+    study = world.studies["verdict"]
+    assert [cell.overrides[-4:-1] for cell in study.cells][:2] == [
+        ("epochs=2", "optim=adamw", "mode=dp"), ("epochs=2", "optim=muon", "mode=dp")
+    ], "each optimizer of the best has its data parallelism"  # fmt: skip
     nats = {"nadamw": 1.5, "adamw": 1.4, "muon": 1.3}
     rows = [
         row_of(cell, seed, study.name, **STATE, **{
@@ -172,15 +330,39 @@ def test_a_text_study_is_judged_by_nats_of_which_fewer_are_better(known, monkeyp
         })
         for cell in study.cells for seed in cell.seeds
     ]  # fmt: skip
-    found = {each.group.config["optim.name"]: each for each in verdicts({study.name: grouped(rows, study.varied)})}
+    world.have("verdict", grouped(rows, study.varied))
+    found = {each.group.config["optim.name"]: each for each in world.standings("verdict")}
     assert found["nadamw"].found.difference.mean == pytest.approx(0.1), "against adamw, the first data parallelism"
-    assert found["nadamw"].found.verdict == "worse"
+    assert found["nadamw"].verdict == "worse"
     assert found["muon"].found.difference.mean == pytest.approx(-0.1), "against data parallelism with muon"
-    assert found["muon"].found.verdict == "better"
+    assert found["muon"].verdict == "better"
+    world.have("delay", grouped([replace(row, study=world.studies["delay"].name) for row in rows], study.varied))
+    assert best_of_each_mode(world.standings("delay"))["cdp_v1"].group.config["optim.name"] == "muon", "fewer nats"
 
 
-def test_a_rate_that_diverges_is_told_and_never_wins(known):
-    groups = tuned(TUNING, [(1.5, 1.0, 0.5, inf)] * len(SETTINGS))
-    assert set(best_rates(groups, TUNING).values()) == {(0.2, 0.1)}, "not the largest rate, which diverges"
-    table = delay_tuning_table(groups, TUNING)
-    assert [row[3] for row in table.rows if row[2] == "0.4"] == ["diverged"] * len(SETTINGS)
+def test_the_advice_says_what_fresh_seeds_judged_and_before_that_how_far_the_tuning_is(world):
+    finals = world.studies["delay-finals"]
+    world.have("delay-finals", tried(finals, [BEST_AT_02, (1.2, 1.0, 0.85, 1.1), *[BEST_AT_02] * 2]))
+    said = advice([], [finals], world.groups)
+    assert "No setting has been judged" in said and "`mode=cdp_v1 delay=prediction optim.lr=0.2` 0.850" in said
+    assert "goes on" not in said
+    world.have("delay-finals", tried(finals, [(None, 0.9, 1.0, None), *[BEST_AT_02] * 3]))
+    assert "`mode=dp optim.lr=0.1` 0.900 (tuning goes on)" in advice([], [finals], world.groups)
+    world.have("delay-finals", tried(finals, [BEST_AT_02] * 4))
+    said = advice(world.judge(0, 1.0), [finals], world.groups)
+    assert said.startswith("As accurate as data parallelism is `mode=cdp_v1 delay=prediction optim.lr=0.2`")
+    assert "Less accurate than data parallelism, even at its best, is `mode=cdp_v2 delay=compensation" in said
+    assert advice([], [], {}) == "Not measured yet."
+
+
+def test_times_are_of_the_bench_and_a_damaged_file_is_refused(tmp_path):
+    assert read_times(tmp_path) == {}
+    path = tmp_path / "bench" / "methods.json"
+    path.parent.mkdir()
+    ratio = {"median": 1.023, "quartile_low": 1.0, "quartile_high": 1.05}
+    setting = ["cdp_v1", "sgd", "False", "none", "1"]
+    path.write_text(json.dumps({"rows": [{"dataset": "cifar10", "setting": setting, "over_dp": ratio}]}))
+    assert read_times(tmp_path) == {("cifar10", tuple(setting)): "1.02 (1.00 to 1.05)"}
+    path.write_text('{"rows": [1]}')
+    with pytest.raises(RowError, match=r"methods\.json is damaged .*restore it from git"):
+        read_times(tmp_path)

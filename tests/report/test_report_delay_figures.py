@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 from report_rows import row_of
 
-from cdp_repro.report.delay_figures import differences, rate_caption, rate_curves
+from cdp_repro.report.delay_figures import _near_best, differences, rate_caption, rate_curves
 from cdp_repro.report.groups import grouped
+from cdp_repro.report.standing import standings
 from cdp_repro.studies.delay_studies import CIFAR10, TUNING_SEED
 
 SETTINGS = ("mode=dp", "mode=cdp_v1", "mode=cdp_v1 delay=prediction", "mode=cdp_v2")
@@ -65,7 +67,7 @@ def test_the_caption_says_how_wide_the_range_of_good_rates_is():
 
 def test_differences_are_those_of_paired_seeds_with_their_interval():
     shifts = [(0.0, 1.0, 2.0), (-1.0, 0.0, 1.0), (0.0, 1.5, 1.5), (0.0, 1.0, 2.0)]
-    figure = differences([(DELAY, delay_groups(DELAY, shifts))])
+    figure = differences({"digits": standings(DELAY, {DELAY.name: delay_groups(DELAY, shifts)})})
     (axis,) = figure.axes
     assert [text.get_text() for text in axis.get_yticklabels()] == [
         "cdp_v1, sgd", "cdp_v1, sgd + prediction", "cdp_v2, sgd"
@@ -74,13 +76,18 @@ def test_differences_are_those_of_paired_seeds_with_their_interval():
     assert means == pytest.approx([-1.0, 0.0, 0.0], abs=1e-9)
     (low,), (high,) = (cap.get_xdata() for cap in axis.containers[1].lines[1])
     assert low == pytest.approx(-high) and low < -1, "Student's t with two degrees, of differences 0, 0.5, -0.5"
-    assert axis.get_xlabel() == "test top-1 [%] minus that of dp [points]"
+    assert axis.get_xlabel() == "test top-1 [%] minus that of dp [points], right is better"
     assert not axis.patches, "no margin was stated"
 
 
 def test_the_margin_of_a_study_is_shown():
-    figure = differences([(VERDICT, delay_groups(VERDICT, [(0.0, 0.1, 0.2)] * 3))])
-    (band,) = figure.axes[0].patches
+    both = {study.name: delay_groups(study, [(0.0, 0.1, 0.2)] * 4) for study in (DELAY, VERDICT)}
+    figure = differences({"digits": [*standings(DELAY, both), *standings(VERDICT, both)]})
+    (axis,) = figure.axes
+    (band,) = axis.patches
+    assert [text.get_text() for text in axis.get_yticklabels()][-2:] == [
+        "cdp_v1, sgd + prediction, fresh seeds", "cdp_v2, sgd, fresh seeds"
+    ]  # fmt: skip
     assert [band.get_x(), band.get_x() + band.get_width()] == [-VERDICT.margin, VERDICT.margin]
 
 
@@ -88,4 +95,27 @@ def test_without_anything_to_compare_there_is_no_figure():
     alone = [group for group in tuning_groups() if group.mode == "dp"]
     assert rate_curves({}) is None and rate_curves({"digits": alone}) is None
     alone = [group for group in delay_groups(DELAY, [(0.0, 1.0, 2.0)] * 4) if group.mode == "dp"]
-    assert differences([]) is None and differences([(DELAY, alone)]) is None
+    assert differences({}) is None
+    assert differences({"digits": standings(DELAY, {DELAY.name: alone})}) is None
+
+
+def test_methods_look_the_same_in_all_panels_and_losses_near_the_lowest_fill_the_frame():
+    figure = rate_curves({"digits": tuning_groups(), "more digits": tuning_groups()})
+    looks = {}
+    for axis in figure.axes:
+        for line in axis.lines:
+            looks.setdefault(line.get_label(), set()).add((line.get_color(), str(line.get_linestyle())))
+    assert all(len(look) == 1 for look in looks.values()) and len({*map(str, looks.values())}) == len(looks)
+    assert figure.axes[0].get_ylim() == pytest.approx((0.97, 1.6)), "of the lowest loss, 1.0"
+
+
+@pytest.mark.parametrize(
+    ("curve", "said"),
+    [
+        ({0.1: 1.0, 0.2: 1.5, 0.4: 1.02}, "0.1 alone"),
+        ({0.1: 1.05, 0.2: 1.0, 0.4: 1.02, 0.8: 2.0}, "0.1 to 0.4"),
+        ({0.1: math.inf, 0.2: math.inf}, "none, as all diverge"),
+    ],
+)
+def test_the_range_of_good_rates_is_the_one_around_the_best(curve, said):
+    assert _near_best(curve) == said

@@ -29,7 +29,8 @@ from cdp_repro.report.activation_memory import SHOWN_WORKERS, Case, answer, case
 from cdp_repro.report.bounded_staleness import draw_regret, measured, regret_table
 from cdp_repro.report.claims import HOLDS, Claim, claim_table, claims, verdict_table
 from cdp_repro.report.cost_table import SIMULATED, Line, agreement_table, cost_table, large_lines, large_table, lines
-from cdp_repro.report.delay_costs import delay_table, delay_tuning_table, verdicts
+from cdp_repro.report.delay_advice import advice
+from cdp_repro.report.delay_costs import delay_table, read_times
 from cdp_repro.report.delay_figures import differences, rate_caption, rate_curves
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.explorer import explorer_of_equal_layers
@@ -37,11 +38,14 @@ from cdp_repro.report.groups import Group, grouped
 from cdp_repro.report.late_systems import LateSystem, draw_late_systems, late_systems, late_systems_table
 from cdp_repro.report.page import Finding, Picture, Section, page
 from cdp_repro.report.pipeline_curves import curves, draw_curves, gpipe_table
+from cdp_repro.report.standing import Standing, standings
 from cdp_repro.report.systems_table import systems_table
 from cdp_repro.report.tables import Table
+from cdp_repro.report.tuning import tuning_tables
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.cost_settings import EXECUTED_WORKERS
 from cdp_repro.studies.rows import ROWS, Row, RowError, read_rows
+from cdp_repro.studies.study import Study
 
 _MARKED = re.compile(r"(<!-- report:(?P<name>\w+) -->\n).*?(<!-- /report -->)", re.DOTALL)
 _DATA = "data "
@@ -109,12 +113,23 @@ class Report:
     @cached_property
     def claims(self) -> list[Claim]:
         """The claims of the paper, each with a verdict."""
-        return claims(self.cases, self.lines, self.comparisons, self.rows, verdicts(self.groups))
+        return claims(self.cases, self.lines, self.comparisons, self.rows, self.standings)
 
     @cached_property
-    def verdicts(self) -> Table:
-        """The claims in brief: for documents, not a file of its own."""
-        return verdict_table(self.claims)
+    def advice(self) -> str:
+        """Which setting to use, in one paragraph."""
+        return advice(self.standings, self._begun("delay-finals"), self.groups)
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """What documents show between their marks, by name: tables as Markdown, and the text on delay."""
+        delayed = [f"### {table.title}\n\n{table.markdown()}" for table in self._delay_tables()]
+        return {
+            **{name: table.markdown() for name, table in self.tables.items()},
+            "verdicts": verdict_table(self.claims).markdown(),
+            "advice": f"{self.advice}\n",
+            "delay": "\n".join(delayed),
+        }
 
     @cached_property
     def tables(self) -> dict[str, Table]:
@@ -143,17 +158,23 @@ class Report:
     def _late_tables(self) -> list[Table]:
         return [late_systems_table(self._late, STUDIES[_LATE_STUDY])] if self._late else []
 
+    @cached_property
+    def standings(self) -> list[Standing]:
+        """How each mode with each method stands to data parallelism, in all studies of delay."""
+        return [each for study in self._begun("delay") for each in standings(study, self.groups)]
+
+    def _begun(self, *kinds: str) -> list[Study]:
+        """Return the studies of these kinds that have a run."""
+        return [study for study in STUDIES.values() if study.kind in kinds and study.name in self.groups]
+
     def _delay_tables(self) -> list[Table]:
         """Return those of the studies of delay that have begun: verdicts, differences, and the choice of rates."""
-        begun = {name: groups for name, groups in self.groups.items() if name in STUDIES}
-        found = [
-            delay_table(groups, STUDIES[name], self.groups.get(STUDIES[name].tuning or "", ()))
-            for name, groups in begun.items() if STUDIES[name].kind == "delay"
-        ]  # fmt: skip
-        return found + [
-            delay_tuning_table(groups, STUDIES[name])
-            for name, groups in begun.items() if STUDIES[name].kind in ("delay-finals", "delay-tuning")
-        ]  # fmt: skip
+        compared = sorted(self._begun("delay"), key=lambda study: study.margin is None)
+        times = read_times(self._results)
+        return [
+            *(delay_table(study, self.groups, times) for study in compared),
+            *tuning_tables(self._begun("delay-finals", "delay-tuning"), self.groups),
+        ]
 
     def _cost_notes(self, workers: int) -> list[str]:
         mine = [line for line in self.lines if line.workers == workers]
@@ -244,22 +265,20 @@ class Report:
 
     def _delay_figures(self) -> dict[str, tuple[Callable[[], Figure] | None, Sequence[Row], str]]:
         """Return those of the studies of delay that have begun."""
-        kinds = {
-            kind: [(study, self.groups[study.name]) for study in STUDIES.values()
-                   if study.kind == kind and study.name in self.groups]
-            for kind in ("delay", "delay-tuning")
-        }  # fmt: skip
-        tunings = {study.title.partition(":")[0]: groups for study, groups in kinds["delay-tuning"]}
-        chosen = [pair for pair in kinds["delay"] if pair[0].margin is None]
-        names = {kind: [study.name for study, _ in pairs] for kind, pairs in kinds.items()}
+        tuning, compared = self._begun("delay-tuning", "delay-finals"), self._begun("delay")
+        curves_of = {
+            f"{study.network}, {study.cells[0].settings['epochs']} epochs": self.groups[study.name] for study in tuning
+        }
+        panels: dict[str, list[Standing]] = {}
+        for each in self.standings:
+            panels.setdefault(each.study.network, []).append(each)
         return {
             "rates": (
-                _as_drawn(rate_curves(tunings)), self._rows_of(*names["delay-tuning"]), rate_caption(tunings),
+                _as_drawn(rate_curves(curves_of)), self._rows_of(*(study.name for study in tuning)),
+                rate_caption(curves_of),
             ),
             "differences": (
-                _as_drawn(differences(chosen)), self._rows_of(*(study.name for study, _ in chosen)),
-                "Difference of each setting from data parallelism, each at the learning rate that its tuning chose: "
-                "mean over seeds with its 95 % interval.",
+                _as_drawn(differences(panels)), self._rows_of(*(study.name for study in compared)), _DIFFERENCES,
             ),
         }  # fmt: skip
 
@@ -290,7 +309,11 @@ class Report:
         if delayed := self._delay_tables():
             sections.append(
                 Section(
-                    "delay", "What delay costs", [_DELAY], pictures=pictures("differences", "rates"), tables=delayed
+                    "delay",
+                    "What delay costs",
+                    [_DELAY, self.advice],
+                    pictures=pictures("differences", "rates"),
+                    tables=delayed,
                 )
             )
         return page("Cyclic data parallelism, executed", [_INTRODUCTION], sections)
@@ -363,8 +386,14 @@ _ACCURACY = (
 )
 
 _DELAY = (
-    "Each mode with each method against data parallelism. All were tuned alike, on a seed that no other table uses, "
-    "and the verdicts come from fresh seeds."
+    "Each mode with each method against data parallelism. Every setting has the same learning rates and trials in its "
+    "tuning, on a seed that no comparison uses; but data parallelism is one setting, and each delayed mode is the best "
+    "of several. So the best is judged on fresh seeds."
+)
+_DIFFERENCES = (
+    "Difference of each setting from data parallelism, at the learning rates of the tables: mean over seeds with its "
+    "95 % interval. Circles choose the best of each mode; diamonds judge it on fresh seeds, and the grey band is the "
+    "margin of equivalence that was stated before."
 )
 
 
@@ -425,14 +454,13 @@ def drawn(shown: Shown, form: str) -> bytes:
 
 def _renewed(text: str, name: str, report: Report) -> str:
     """Return a document with the tables between its marks as they are now."""
-    tables = {**report.tables, report.verdicts.name: report.verdicts}
 
-    def table(match: re.Match[str]) -> str:
-        if match["name"] not in tables:
-            raise RowError(f"{name} asks for a table {match['name']!r}: there are {', '.join(tables)}")
-        return f"{match[1]}{tables[match['name']].markdown()}{match[3]}"
+    def shown(match: re.Match[str]) -> str:
+        if match["name"] not in report.texts:
+            raise RowError(f"{name} asks for {match['name']!r}: there are {', '.join(report.texts)}")
+        return f"{match[1]}{report.texts[match['name']]}{match[3]}"
 
-    return _MARKED.sub(table, text)
+    return _MARKED.sub(shown, text)
 
 
 def write(files: Mapping[Path, bytes]) -> list[Path]:

@@ -14,9 +14,9 @@ from cdp_repro.predict.simulate import simulate
 from cdp_repro.report.accuracy import Comparison, difference_text
 from cdp_repro.report.activation_memory import Case
 from cdp_repro.report.cost_table import Line
-from cdp_repro.report.delay_costs import Verdict
+from cdp_repro.report.standing import Standing
 from cdp_repro.report.tables import Table
-from cdp_repro.report.two_one_sided import BETTER, EQUIVALENT, WORSE
+from cdp_repro.report.two_one_sided import BETTER, EQUIVALENT, NOT_SETTLED, WORSE
 from cdp_repro.schedule import Program, Schedule
 from cdp_repro.studies.rows import Row
 
@@ -43,13 +43,13 @@ def claims(
     costs: Sequence[Line],
     accuracy: Sequence[Comparison],
     rows: Sequence[Row],
-    tuned: Sequence[Verdict] = (),
+    standings: Sequence[Standing] = (),
 ) -> list[Claim]:
     """Return all claims, in the order of the paper."""
     return [
         _halved(memory),
         _balanced(costs),
-        _accurate(accuracy, tuned),
+        _accurate(accuracy, standings),
         _fewer_devices(costs),
         _point_to_point(costs),
         _bounded(rows),
@@ -174,35 +174,64 @@ def _busiest_share(mode: str, workers: int) -> float:
     return max(sent.values()) / sum(sent.values())
 
 
-def _accurate(accuracy: Sequence[Comparison], tuned: Sequence[Verdict]) -> Claim:
+def _accurate(accuracy: Sequence[Comparison], standings: Sequence[Standing]) -> Claim:
+    """Judge by the settings that are tuned and judged on fresh seeds; before there are any, by untuned ones."""
     text = "Accuracy equals or betters data parallelism on CIFAR-10 and ImageNet, for CDP-v1 and CDP-v2"
-    ours = [each for each in accuracy if each.group.mode in ("cdp_v1", "cdp_v2") and each.difference
+    ours = [each for each in accuracy if each.group.mode in _CLAIMED_MODES and each.difference
             and each.difference.n > 1]  # fmt: skip
-    if not ours and not tuned:
+    judged = [each for each in standings if each.verdict and each.group.mode in _CLAIMED_MODES]
+    if not ours and not judged:
         return Claim(3, text, UNKNOWN, "")
-    claimed = [each for each in ours if each.group.config["dataset.name"] in ("cifar10", "imagenet")] or ours
-    worse = [each for each in claimed if each.difference and each.difference.high < 0]
-    shown = "; ".join(
-        f"{each.study} {each.group.config['model.name']} {each.group.mode}: {difference_text(each.difference)} points"
-        for each in ours
-    )
-    because = [f"Top-1 minus data parallelism's, 95 % interval, number of seeds: {shown}."] if shown else []
-    verdict = FAILS if len(worse) == len(claimed) else PARTLY
-    differences = ", ".join(f"{each.group.mode} {each.difference.mean:+.2f}" for each in claimed if each.difference)
-    brief = f"{differences} points of top-1 on {claimed[0].group.config['dataset.name']}" if claimed else ""
-    if tuned:  # a verdict on a learning rate is none on the method
-        found = {each.found.verdict for each in tuned}
-        verdict = HOLDS if found <= {EQUIVALENT, BETTER} else FAILS if found == {WORSE} else PARTLY
-        shown = brief = "; ".join(each.text for each in tuned)
-        because = [
-            f"Each with a learning rate and a method of its own, on fresh seeds: {shown}.",
-            *(f"With the learning rate of data parallelism: {each}" for each in because),
-        ]
+    claimed = [each for each in ours if each.group.config["dataset.name"] in _CLAIMED_DATA] or ours
+    untuned = ", ".join(f"{each.group.mode} {each.difference.mean:+.2f}" for each in claimed if each.difference)
+    verdict = _untuned_verdict(claimed)
+    brief = f"{untuned} points of top-1 on {claimed[0].group.config['dataset.name']}" if claimed else ""
+    because = []
+    if ours:
+        shown = "; ".join(f"{each.study} {each.group.config['model.name']} {each.group.mode}: "
+                          f"{difference_text(each.difference)} points" for each in ours)  # fmt: skip
+        because = [f"With the learning rate of data parallelism the claim {verdict}. Top-1 minus data parallelism's, "
+                   f"95 % interval, number of seeds: {shown}."]  # fmt: skip
+    if judged:  # a verdict on a learning rate is none on the method
+        verdict = tuned_verdict(judged)
+        shown = "; ".join(f"{each.study.network}: {each.text}" for each in judged)
+        because = [f"With a learning rate and a method of its own, on fresh seeds: {shown}.", *because]
+        told = ", ".join(f"{each.group.mode} {each.verdict}" for each in judged if _is_claimed(each))
+        brief = "; ".join([*([f"tuned: {told}"] if told else []), *([f"untuned: {brief}"] if brief else [])])
     note = (
         "The verdict is on CIFAR-10, with a small network and few epochs: the authors' ResNets at full length and "
-        "ImageNet were not run here. An interval that holds 0 shows no difference; it does not show that there is none."
+        'ImageNet were not run here. An interval that contains 0 does not prove equality; only "equivalent" does, up '
+        "to its margin."
     )
     return Claim(3, text, verdict, " ".join([*because, note]), brief=brief)
+
+
+_CLAIMED_MODES, _CLAIMED_DATA = ("cdp_v1", "cdp_v2"), ("cifar10", "imagenet")
+
+
+def _is_claimed(standing: Standing) -> bool:
+    return standing.group.config["dataset.name"] in _CLAIMED_DATA
+
+
+def _untuned_verdict(claimed: Sequence[Comparison]) -> str:
+    worse = [each for each in claimed if each.difference and each.difference.high < 0]
+    return FAILS if len(worse) == len(claimed) else PARTLY
+
+
+def tuned_verdict(judged: Sequence[Standing]) -> str:
+    """Judge the claim by the best verdict of each mode on the data sets that it names.
+
+    It holds if both modes are equivalent or better, in part if one is, and does not if both are worse. Other data sets
+    are evidence, and decide nothing.
+    """
+    by_mode = {
+        mode: {each.verdict for each in judged if each.group.mode == mode and _is_claimed(each)}
+        for mode in _CLAIMED_MODES
+    }
+    keeping = [mode for mode, found in by_mode.items() if found & {EQUIVALENT, BETTER}]
+    if keeping:
+        return HOLDS if len(keeping) == len(by_mode) else PARTLY
+    return FAILS if all(found == {WORSE} for found in by_mode.values()) else NOT_SETTLED
 
 
 def _fewer_devices(costs: Sequence[Line]) -> Claim:

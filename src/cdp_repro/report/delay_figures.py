@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from cdp_repro.config.task import task_of
 from cdp_repro.report.charts import plain_axes, style
-from cdp_repro.report.delay_costs import against_data_parallelism, loss_of, method_of
 from cdp_repro.report.groups import Group
-from cdp_repro.studies.study import Study
+from cdp_repro.report.standing import Standing
+from cdp_repro.report.tuning import loss_of, method_of
 
 NEAR = 0.1
 """A learning rate is near the best if the training loss exceeds the lowest by at most this share."""
+
+SHOWN = 1.6
+"""Losses up to this factor above the lowest are in the frame of a figure."""
+
+_DP_LINES = ("--", (0, (1, 2)))
+"""Of data parallelism, by optimizer."""
 
 Groups = Mapping[str, Sequence[Group]]
 """Groups of a study by the title of its network."""
@@ -31,30 +36,43 @@ def _curves(groups: Sequence[Group]) -> dict[tuple[str, str], dict[float, float]
 
 
 def rate_curves(tunings: Groups) -> Figure | None:
-    """Draw the training loss against the learning rate: a row a network, a column a mode, a line a method.
+    """Draw the training loss against the learning rate: a row a tuning, a column a mode, a line a method.
 
     Data parallelism stands in every panel. What diverged has no point: its line ends.
     """
     modes = sorted({group.mode for groups in tunings.values() for group in groups} - {"dp"})
     if not modes:
         return None
-    figure = Figure(figsize=(4.6 * len(modes), 3.4 * len(tunings) + 0.3), layout="constrained")
+    every = [group for groups in tunings.values() for group in groups]
+    methods = {is_dp: list(dict.fromkeys(method_of(g.config) for g in every if (g.mode == "dp") is is_dp))
+               for is_dp in (True, False)}  # fmt: skip
+    figure = Figure(figsize=(4.8 * len(modes), 3.6 * len(tunings) + 0.3), layout="constrained")
     panels = figure.subplots(len(tunings), len(modes), squeeze=False, sharey="row")
     for line, (title, groups) in zip(panels, tunings.items(), strict=True):
         curves = _curves(groups)
         for axis, mode in zip(line, modes, strict=True):
             shown = {key: curve for key, curve in curves.items() if key[0] in ("dp", mode)}
-            _draw_rates(axis, shown)
-            axis.set_title(f"{mode}: {title}", fontsize="medium")
+            _draw_rates(axis, shown, methods)
+            axis.set_title(f"{mode}: {title}", fontsize="small")
         line[0].set_ylabel("training loss [nats]")
+        line[0].set_ylim(*_frame(curves.values()))
     return figure
 
 
-def _draw_rates(axis: Axes, curves: Mapping[tuple[str, str], Mapping[float, float]]) -> None:
-    methods = list(dict.fromkeys(method for mode, method in curves if mode != "dp"))
+def _frame(curves: Iterable[Mapping[float, float]]) -> tuple[float, float]:
+    """Return the losses that a row shows: up to `SHOWN` times the lowest at most, so that differences are seen."""
+    finite = [loss for curve in curves for loss in curve.values() if math.isfinite(loss)] or [1.0]
+    return 0.97 * min(finite), min(SHOWN * min(finite), 1.03 * max(finite))
+
+
+def _draw_rates(
+    axis: Axes, curves: Mapping[tuple[str, str], Mapping[float, float]], methods: Mapping[bool, Sequence[str]]
+) -> None:
     for (mode, method), curve in curves.items():
         finite = {rate: loss for rate, loss in curve.items() if math.isfinite(loss)}
-        look = style("dp") if mode == "dp" else style(method, methods)
+        look = style(method, methods[False])
+        if mode == "dp":
+            look = {**style("dp"), "linestyle": _DP_LINES[methods[True].index(method) % len(_DP_LINES)]}
         label = f"dp, {method}" if mode == "dp" else method
         axis.plot([*finite], [*finite.values()], marker="o", markersize=3, linewidth=1.2, label=label, **look)
     rates = sorted({rate for curve in curves.values() for rate in curve})
@@ -62,13 +80,17 @@ def _draw_rates(axis: Axes, curves: Mapping[tuple[str, str], Mapping[float, floa
     axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xlabel("learning rate")
-    axis.legend(frameon=False, fontsize="small")
+    axis.legend(frameon=False, fontsize="x-small")
     plain_axes(axis)
 
 
 def rate_caption(tunings: Groups) -> str:
     """Return the caption of `rate_curves`: how wide the range of good learning rates is."""
-    said = ["Training loss at the end of the tuning runs against the learning rate, one run a point."]
+    said = [
+        "Training loss at the end against the learning rate, one run a point; what leaves the frame is more than "
+        f"{100 * (SHOWN - 1):.0f} % above the lowest. Delay narrows the range where the line of dp stays low and "
+        "others rise."
+    ]
     for title, groups in tunings.items():
         ranges = [f"{mode} ({method}) {_near_best(curve)}" for (mode, method), curve in _curves(groups).items()]
         said.append(f"{title}: within {100 * NEAR:g} % of its own lowest loss are {'; '.join(ranges)}.")
@@ -76,48 +98,61 @@ def rate_caption(tunings: Groups) -> str:
 
 
 def _near_best(curve: Mapping[float, float]) -> str:
+    """Return the range of learning rates around the best whose loss is near the lowest; `curve` is in their order."""
     lowest = min(curve.values())
-    near = [rate for rate, loss in curve.items() if loss <= (1 + NEAR) * lowest]
-    return f"{near[0]:g} to {near[-1]:g}" if len(near) > 1 else f"{near[0]:g} alone"
+    if math.isinf(lowest):
+        return "none, as all diverge"
+    rates = [*curve]
+    first = last = rates.index(min(curve, key=curve.__getitem__))
+    while first > 0 and curve[rates[first - 1]] <= (1 + NEAR) * lowest:
+        first -= 1
+    while last < len(rates) - 1 and curve[rates[last + 1]] <= (1 + NEAR) * lowest:
+        last += 1
+    return f"{rates[first]:g} to {rates[last]:g}" if first < last else f"{rates[first]:g} alone"
 
 
-def differences(studies: Sequence[tuple[Study, Sequence[Group]]]) -> Figure | None:
+def differences(panels: Mapping[str, Sequence[Standing]]) -> Figure | None:
     """Draw the difference of each setting from data parallelism with its 95 % interval: a panel a network.
 
-    A grey band is the margin of equivalence, where the study states one.
+    Circles are of the study that chooses, diamonds of the fresh seeds that judge, with the margin of equivalence as a
+    grey band.
     """
-    shown = [(study, groups) for study, groups in studies if any(_points(study, groups))]
+    shown = {
+        title: drawn
+        for title, standings in panels.items()
+        if (drawn := [each for each in standings if each.found is not None])
+    }
     if not shown:
         return None
-    figure = Figure(figsize=(5.2 * len(shown), 3.6), layout="constrained")
-    for axis, (study, groups) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        _draw_differences(axis, study, groups)
+    height = 1.4 + 0.3 * max(map(len, shown.values()))
+    figure = Figure(figsize=(6.0 * len(shown), height), layout="constrained")
+    for axis, (title, standings) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
+        _draw_differences(axis, standings)
+        axis.set_title(title, fontsize="medium")
     return figure
 
 
-def _points(study: Study, groups: Sequence[Group]) -> list[tuple[Group, float, float, float]]:
-    """Return mean, low and high end of the interval of each setting but data parallelism."""
-    found = []
-    for group in groups:
-        result = against_data_parallelism(groups, group, study.margin or 0.0)
-        if result is not None:
-            found.append((group, result.difference.mean, result.difference.low, result.difference.high))
-    return found
-
-
-def _draw_differences(axis: Axes, study: Study, groups: Sequence[Group]) -> None:
-    task = task_of(study.cells[0].settings["dataset.name"])
-    points = _points(study, groups)
-    for place, (group, mean, low, high) in enumerate(points):
-        ends = [[0.0 if math.isnan(low) else mean - low], [0.0 if math.isnan(high) else high - mean]]
-        axis.errorbar([mean], [place], xerr=ends, fmt="o", markersize=4, capsize=3, color=style(group.mode)["color"])
+def _draw_differences(axis: Axes, standings: Sequence[Standing]) -> None:
+    for place, each in enumerate(standings):
+        assert each.found is not None
+        found = each.found.difference
+        ends = [[0.0 if math.isnan(found.low) else found.mean - found.low],
+                [0.0 if math.isnan(found.high) else found.high - found.mean]]  # fmt: skip
+        mark = "o" if each.study.margin is None else "D"
+        colour = style(each.group.mode)["color"]
+        axis.errorbar([found.mean], [place], xerr=ends, fmt=mark, markersize=4, capsize=3, color=colour)
     axis.axvline(0, color=style("dp")["color"], linestyle="--", linewidth=0.9)
-    if study.margin:
-        axis.axvspan(-study.margin, study.margin, color="grey", alpha=0.15, linewidth=0)
-    names = [f"{group.mode}, {method_of(group.config)}" for group, *_ in points]
-    axis.set_yticks(range(len(points)), names, fontsize="small")
+    if margins := {each.study.margin for each in standings if each.study.margin is not None}:
+        axis.axvspan(-max(margins), max(margins), color="grey", alpha=0.15, linewidth=0)
+    axis.set_yticks(range(len(standings)), [_name(each) for each in standings], fontsize="small")
     axis.invert_yaxis()
-    axis.set_xlabel(f"{task.label} minus that of dp [{task.difference_unit}]")
-    axis.set_title(study.title, fontsize="medium")
+    task = standings[0].task
+    side = "right" if task.more_is_better else "left"
+    axis.set_xlabel(f"{task.label} minus that of dp [{task.difference_unit}], {side} is better", fontsize="small")
     axis.grid(axis="x", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def _name(standing: Standing) -> str:
+    fresh = "" if standing.study.margin is None else ", fresh seeds"
+    return f"{standing.group.mode}, {method_of(standing.group.config)}{fresh}"

@@ -66,9 +66,14 @@ class Study:
     """How many learning rates of each setting a tuning passes on to the study after it."""
 
     @property
+    def network(self) -> str:
+        """The data set and the network, with which the title begins."""
+        return self.title.partition(":")[0]
+
+    @property
     def counts_divergence(self) -> bool:
-        """Whether a run that diverges is a result: it says that a learning rate is too large."""
-        return self.kind in ("delay-tuning", "delay-finals")
+        """Whether a run that diverges is a result: of its learning rate, or of its method."""
+        return self.kind.startswith("delay")
 
     def runs(self) -> Iterator[tuple[Cell, int]]:
         """Yield every cell with every seed, seed by seed, so that a part of them makes a table of few seeds."""

@@ -1,0 +1,62 @@
+"""Which setting to use against delay: a paragraph that the measurements write."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from cdp_repro.report.groups import Group
+from cdp_repro.report.standing import Standing, untuned
+from cdp_repro.report.tuning import loss_of, tuned_rates
+from cdp_repro.report.two_one_sided import BETTER, EQUIVALENT, NOT_SETTLED, WORSE
+from cdp_repro.studies.study import Study
+
+_OF_A_SETTING = ("mode=", "optim", "delay", "accumulate=")
+"""Beginnings of the overrides that a reader takes into a run of his own; the others are of the study's network."""
+
+_BEGINNINGS = {
+    EQUIVALENT: "As accurate as data parallelism is",
+    BETTER: "More accurate than data parallelism is",
+    WORSE: "Less accurate than data parallelism, even at its best, is",
+    NOT_SETTLED: "Not settled is",
+}
+
+
+def advice(standings: Sequence[Standing], finals: Sequence[Study], groups: Mapping[str, Sequence[Group]]) -> str:
+    """Return the paragraph: what fresh seeds have judged; of networks without that, how far their tuning has come.
+
+    `groups` are those of all studies by name.
+    """
+    judged = [each for each in standings if each.verdict]
+    done = {each.study.network for each in judged}
+    open_finals = [study for study in finals if study.network not in done]
+    return " ".join([*map(_judged, judged), *(_tuned(study, groups) for study in open_finals)]) or "Not measured yet."
+
+
+def _judged(each: Standing) -> str:
+    return (
+        f"{_BEGINNINGS[each.verdict]} `{overrides(each.group)}` ({each.study.network}, fresh seeds: {each.difference} "
+        f"{each.task.difference_unit})."
+    )
+
+
+def _tuned(finals: Study, groups: Mapping[str, Sequence[Group]]) -> str:
+    """Say, of each mode, which setting has the lowest training loss so far, and whether its tuning has ended."""
+    tuned = tuned_rates(finals, groups)
+    best: dict[str, Group] = {}
+    for group in sorted(groups[finals.name], key=loss_of, reverse=True):
+        best[group.mode] = group
+    told = [
+        f"`{overrides(group)}` {loss_of(group):.3f}" + (" (tuning goes on)" if untuned(group, tuned) else "")
+        for group in sorted(best.values(), key=lambda group: group.mode != "dp")
+    ]
+    return (
+        f"No setting has been judged on fresh seeds yet. {finals.network}, lowest training loss of each mode so far in "
+        f"runs of full length, one seed: {', '.join(told)}."
+    )
+
+
+def overrides(group: Group) -> str:
+    """Return the overrides of a group's command that are not of its network."""
+    words = shlex.split(group.rows[0].command)
+    return " ".join(word for word in words if word.startswith(_OF_A_SETTING))
