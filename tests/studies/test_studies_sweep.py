@@ -87,6 +87,24 @@ def rows(study: Study = SHORT):
 # --- what is missing, and only that --------------------------------------------------------------------------------
 
 
+def test_a_run_that_another_study_has_is_taken_over_with_its_whole_cell_or_not_at_all(quick, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="cdp_repro")
+    one, all_of_it = (Study(name, "accuracy", "seeds again", SEEDS.cells) for name in ("one", "all"))
+    for study in (one, all_of_it):
+        monkeypatch.setitem(sweep.STUDIES, study.name, study)
+    assert sweeps("short", "--seeds=1") == 0 and len(quick) == 2
+    assert sweeps("seeds") == 0 and len(quick) == 5, "seed 0 of `short` is not the whole cell"
+    assert sweeps("one") == 0 and len(quick) == 5 and "one: seed 2 is taken over from the study seeds" in caplog.text
+    rows = {row.study: [] for row in read_rows(Path("results/rows"))}
+    for row in read_rows(Path("results/rows")):
+        rows[row.study].append(replace(row, study=""))
+    assert rows["one"] == rows["seeds"] and {row.seed for row in rows["one"]} == {0, 1, 2}
+    for row in read_rows(Path("results/rows/seeds")):
+        if row.seed == 0:
+            (Path("results/rows/seeds") / row.file_name).write_text("damaged")
+    assert sweeps("all") == 0 and len(quick) == 5, "those of `one` are whole"
+
+
 def test_it_trains_what_is_missing_and_repeats_nothing(quick, capsys):
     assert sweeps() == 0
     assert "2 of 2 runs are done" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Trains the runs of studies that have no row yet.
+"""Trains the runs of studies that have no row yet, here or in another study.
 
 <runs>/<study>/<dataset>-<model>-<mode>-<placement>-N<workers>-seed<k>-<cell>/      a run directory
 <runs>/<study>/<dataset>-<model>-<mode>-<placement>-N<workers>-seed<k>-<cell>.log   what its processes printed
@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO
@@ -108,7 +108,7 @@ def train_missing(options: Options) -> Outcome:
     if options.run is not None:
         runs = [runs[options.run]]
     rows = {(row.study, row.cell, row.seed): row for row in _rows(options)}
-    missing = [run for run in runs if run.key not in rows]
+    missing = _not_taken_over([run for run in runs if run.key not in rows], rows.values(), options)
     _warn_of_other_code(rows.values(), missing)
     failures: list[str] = []
     with StopRequest() as stop, ThreadPoolExecutor(options.jobs) as pool:
@@ -126,6 +126,32 @@ def train_missing(options: Options) -> Outcome:
 def _rows(options: Options) -> list[Row]:
     """Return the rows of the studies; others may be damaged without harm here."""
     return [row for name in options.studies for row in read_rows(options.results / ROWS / name)]
+
+
+def _not_taken_over(missing: Sequence[Run], rows: Iterable[Row], options: Options) -> list[Run]:
+    """Write the rows of those runs that other studies have; return the others.
+
+    The same settings with the same seed are the same run, in whatever study. A cell is taken over whole or not at all,
+    and only if one code has run all of it, as no table averages two.
+    """
+    elsewhere: dict[tuple[str, int], Row] = {}
+    for name in STUDIES:
+        with suppress(RowError):  # of other studies; what is damaged there is no help here
+            elsewhere |= {(row.cell, row.seed): row for row in read_rows(options.results / ROWS / name)}
+    cells: dict[tuple[str, str], list[Run]] = {}
+    for run in missing:
+        cells.setdefault((run.study, run.cell.hash), []).append(run)
+    left: list[Run] = []
+    for (study, cell), runs in cells.items():
+        found = [elsewhere.get((cell, run.seed)) for run in runs]
+        same = [row for row in rows if (row.study, row.cell) == (study, cell)]
+        if None in found or len({row.code for row in (*found, *same) if row}) != 1:
+            left += runs
+            continue
+        for row in filter(None, found):
+            write_row(replace(row, study=study), options.results / ROWS)
+            logger.info("%s: seed %d is taken over from the study %s", study, row.seed, row.study)
+    return [run for run in missing if run in left]
 
 
 def _warn_of_other_code(rows: Iterable[Row], missing: Sequence[Run]) -> None:
