@@ -145,7 +145,7 @@ CIFAR10 = Benchmark(
         "mode=cdp_v1 optim.nesterov=true": (0.2, 0.4, 0.1),
         "mode=cdp_v1 delay=error_feedback": (0.2, 0.4, 0.1),
         "mode=cdp_v1 delay=prediction": (0.2, 0.4, 0.1),
-        "mode=cdp_v2": (0.2, 0.4),
+        "mode=cdp_v2": (0.2, 0.4, 0.1),
         "mode=cdp_v2 optim.nesterov=true": (0.4, 0.8),
         "mode=cdp_v2 delay=error_feedback": (0.4, 0.8),
         "mode=cdp_v2 delay=prediction": (0.2, 0.4),
