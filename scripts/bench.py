@@ -1,7 +1,9 @@
-"""Measure overhead, programs, activation peaks, placements, pipelines, servers and links; write results/bench/*.json.
+"""Measure overhead, methods against delay, programs, activation peaks, placements, pipelines, servers and links.
 
-Usage: python scripts/bench.py [overhead] [programs] [memory] [placements] [pipelines] [servers]
+Usage: python scripts/bench.py [overhead] [methods] [programs] [memory] [placements] [pipelines] [servers]
                                 [links_resnet18] [links_vit]
+
+Writes results/bench/*.json.
 
 Without names: all. Servers and links are between network namespaces, which takes root.
 
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bench_methods import methods
 from bench_pipelines import pipelines
 from bench_servers import servers
 from bench_timing import alternating_rounds, ratio_spread, seconds_of, sgd, steady_step_seconds
@@ -64,7 +67,7 @@ MOST_FORWARDS = 400_000
 
 def main(names: list[str]) -> None:
     benches: dict[str, Callable[[], dict[str, Any]]] = {
-        "overhead": overhead, "programs": programs, "memory": memory, "placements": placements,
+        "overhead": overhead, "methods": methods, "programs": programs, "memory": memory, "placements": placements,
         "pipelines": pipelines, "servers": servers,
         **{name: partial(links, name) for name in LINK_NETWORKS},
     }  # fmt: skip
@@ -264,6 +267,7 @@ def tables() -> str:
             lines.append(f"| {row['network']}, {name} | {row['threads']} | {ratio['median']:.3f} | {quartiles} |")
     rounds = f"{timing['rounds']} alternating rounds of training steps in a row, {timing['steps_per_round']} a round"
     lines += ["", f"{rounds}; {timing['config']}; {_evidence(timing)}.", ""]
+    lines += _method_table()
     lines += _program_table()
     lines += [
         "| activation peak, CDP / DP, executed | cut by | paper order | (N+1)/2N | backward first |",
@@ -282,6 +286,17 @@ def tables() -> str:
         lines.append(f"| {name} | {ratio['median']:.2f} | {quartiles} | {speed['planned_ratios'][name]:.2f} |")
     lines += ["", f"{speed['rounds']} alternating rounds; {speed['config']}; {_evidence(speed)}."]
     return "\n".join(lines + _pipeline_tables() + _server_table() + _link_tables())
+
+
+def _method_table() -> list[str]:
+    """Return what each method against delay takes of the time of a step."""
+    found = json.loads((RESULTS / "methods.json").read_text())
+    lines = ["| method against delay | step time over dp | quartiles |", "| --- | --- | --- |"]
+    for row in found["rows"]:
+        ratio = row["over_dp"]
+        quartiles = f"{ratio['quartile_low']:.2f} to {ratio['quartile_high']:.2f}"
+        lines.append(f"| {row['dataset']}: `{row['overrides']}` | {ratio['median']:.2f} | {quartiles} |")
+    return [*lines, "", f"{found['rounds']} alternating rounds; {found['config']}; {_evidence(found)}.", ""]
 
 
 def _program_table() -> list[str]:

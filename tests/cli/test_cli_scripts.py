@@ -22,7 +22,7 @@ def script(name, *arguments):
         (
             "bench",
             ["overhed"],
-            "unknown bench 'overhed': choose overhead, programs, memory, placements, pipelines, servers, "
+            "unknown bench 'overhed': choose overhead, methods, programs, memory, placements, pipelines, servers, "
             "links_resnet18, links_vit",
         ),
         ("bench", ["overhed"], "did you mean 'overhead'?"),
