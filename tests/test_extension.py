@@ -197,7 +197,7 @@ def test_numbers_depend_on_the_rule_and_not_on_the_timeline():
 
 
 def test_a_rule_that_the_timeline_cannot_serve_is_refused_with_the_slot_from_which_it_could():
-    with pytest.raises(ScheduleError, match=r"Staleness 0 of \(worker 0, stage 0\) .* exists from slot 14 on"):
+    with pytest.raises(ScheduleError, match=r"Staleness 0 of \(micro-batch 0, stage 0\) .* exists from slot 14 on"):
         Program(Schedule.build("spaced_fresh", 3, 3))
 
 

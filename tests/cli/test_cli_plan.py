@@ -86,7 +86,7 @@ def test_an_explorer_on_request(capsys, tmp_path):
 def test_impossible_settings_are_refused_with_one_that_works(capsys):
     assert command.main(["mode=[[0,1],[1,0]]", "workers=2"]) == 2
     shown = capsys.readouterr().err
-    assert "(worker 0, stage 0)" in shown and "Staleness 1 works at this place" in shown
+    assert "(micro-batch 0, stage 0)" in shown and "Staleness 1 works at this place" in shown
 
 
 def test_a_folder_that_cannot_be_written(capsys, tmp_path):

@@ -26,3 +26,10 @@ def test_ranks_tell_each_other_what_those_parts_complete(tmp_path):
 def test_a_norm_that_is_no_bound_is_refused(limit):
     with pytest.raises(ValueError, match="use a finite number above 0"):
         make_engine("dp", "single_device", 2, 2, clip_norm=limit)
+
+
+def test_a_server_alone_knows_the_norm_and_workers_without_a_stage_wait_for_none(tmp_path):
+    """Ranks that hold no stage would never receive what those that update tell each other: eight steps are enough."""
+    case, choices = ("dp", "parameter_server", 2, 2, (6, 4)), {"clip_norm": 0.01}
+    found = run_ranks(train_each, 3, [(case, choices)], folder=tmp_path)
+    check_same([each[0] for each in found], train("dp", "single_device", *case[2:], **choices))

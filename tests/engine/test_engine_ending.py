@@ -132,3 +132,16 @@ def one_engine_after_the_other():
 
 def test_an_engine_knows_nothing_of_how_an_earlier_one_has_ended(tmp_path):
     assert run_ranks(one_engine_after_the_other, 2, folder=tmp_path, patience=60) == [[STEPS, 0, 2, 3]] * 2
+
+
+def nothing_first(placement, choices):
+    engine = make_engine("dp", placement, 2, 2, **choices)
+    batches = make_batches(3, engine.schedule.micro_batches)
+    assert list(engine.run([])) == []
+    return outcome(engine, [result.losses for result in engine.run(batches)])
+
+
+@pytest.mark.parametrize(("placement", "choices"), [("pipeline", {}), ("zero", {}), ("replicated", {})])
+def test_a_first_run_without_a_batch_leaves_the_engine_as_it_was(tmp_path, placement, choices):
+    found = run_ranks(nothing_first, 2, placement, choices, folder=tmp_path)
+    check_same(found, train("dp", "single_device", 2, 2, pieces=(3,)))

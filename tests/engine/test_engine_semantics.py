@@ -519,3 +519,31 @@ def test_a_layer_that_keeps_itself_in_eval_mode_stays_frozen(norm):
         pass
     counted = engine.model().state_dict()["0.1.num_batches_tracked"]
     assert bool(counted) == (norm is nn.BatchNorm1d)
+
+
+class WithAttribute(nn.Linear):
+    """Uses a tensor that takes a gradient and is no parameter."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.__dict__["shift"] = torch.zeros(4, requires_grad=True)
+
+    def forward(self, x):
+        return super().forward(x) + self.shift
+
+
+@pytest.mark.parametrize("place", ["loss", "stage", "stage of the loss"])
+def test_a_tensor_that_nothing_would_train_is_refused(place):
+    """A loss with parameters, or one that takes a stage's: a stage is trained as versions, of which it is none."""
+    scale = nn.Parameter(torch.ones(4))
+    stages = [nn.Linear(4, 4), WithAttribute() if place == "stage" else nn.Linear(4, 4)]
+    used = {"loss": scale, "stage": torch.ones(4), "stage of the loss": stages[0].bias}[place]
+    engine = Engine(
+        stages, lambda output, targets: F.cross_entropy(output * used, targets),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1), "cdp_v2",
+    )  # fmt: skip
+    before = [parameter.clone() for stage in stages for parameter in stage.parameters()]
+    with pytest.raises(ValueError, match=r"uses a tensor \(4,\) that takes a gradient .* nothing would train it"):
+        list(engine.run([(torch.randn(4, 4), torch.zeros(4, dtype=torch.long))] * 3))
+    assert all(map(torch.equal, before, (parameter for stage in stages for parameter in stage.parameters())))
+    assert scale.grad is None

@@ -352,7 +352,7 @@ def test_the_check_goes_slot_by_slot_and_ends_at_the_first_fault():
     schedule, slots = program("cdp_v1", n=2)
     k, p = places(slots, lambda a: a.op is Op.FORWARD and a.micro_batch > 2)[0]
     slots[k][p] = slots[k][p]._replace(version=5)
-    checker = Checker(schedule, held_after(schedule, 0))
+    checker = Checker(schedule, 0)
     for number, slot in enumerate(slots_of(slots)[:k]):
         assert checker.slot(slot).number == number
     with pytest.raises(ScheduleError, match=f"slot {k}, F0.m3@v5: its rule asks for version 0"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from written import CYCLIC, ORDERS, placed, written
 
 from cdp_repro.schedule import Op, Program, Schedule, ScheduleError
-from cdp_repro.schedule.timelines import Cyclic
+from cdp_repro.schedule.timelines.cyclic import Cyclic
 
 sizes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)).map(lambda x: (x[0], x[0] * x[1], x[2]))
 

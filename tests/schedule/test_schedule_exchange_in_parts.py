@@ -186,3 +186,13 @@ def test_parts_of_real_stages_make_a_program_whose_pieces_repeat(mode):
     assert [slot.actions for slot in program.slots(9)] == [
         slot.actions for slot in Program(Schedule.build(mode, 2, 6, "replicated", gradient_bytes=RESNET)).slots(9)
     ]
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_parts_leave_when_the_timeline_has_made_them_whatever_it_is(data):
+    """A backward in two parts gives its gradients later than one in a part."""
+    mode = data.draw(st.sampled_from(["zero_bubble", "gpipe", "one_f_one_b"]))
+    stages = data.draw(st.integers(2, 5))
+    sizes = tuple(2**20 * size for size in data.draw(st.lists(st.integers(0, 12), min_size=stages, max_size=stages)))
+    Program(Schedule.build(mode, 1, stages, "pipeline", ranks=1, replicas=2, gradient_bytes=sizes))

@@ -13,7 +13,7 @@ from written import placed
 
 from cdp_repro.schedule import Op, Program, Schedule
 from cdp_repro.schedule.sizes import Sizes
-from cdp_repro.schedule.timelines import Chimera, Interleaved, Ordered, ZeroBubble
+from cdp_repro.schedule.timelines.ordered import Chimera, Interleaved, Ordered, ZeroBubble
 
 COMPUTES = [op for op in Op if op.is_compute]
 

@@ -149,3 +149,23 @@ def test_a_period_that_cannot_be_repeated_is_refused():
     begin = text.index("\nperiod ")
     at = text.index("p0@v1! ", begin)
     assert "line" in refused(text[:at] + "p0@v1 " + text[at + len("p0@v1! ") :])
+
+
+def test_an_update_may_name_its_reads_in_any_order():
+    text = write_program(program(stages=1, workers=1))
+    turned = text.replace(" p0@v0! g0[0:1]!", " g0[0:1]! p0@v0!")
+    assert turned != text and read_program(turned).runs.keys() == program(stages=1, workers=1).runs.keys()
+
+
+@pytest.mark.parametrize("value", ["p0@v0", "s0.m0", "w0.m0"])
+def test_what_cannot_be_sent_is_refused(value):
+    text, _ = edited("replicated", "S g1[0:1]>1: g1[0:1] ->", f"S {value}>1: {value} ->")
+    assert f"{value} cannot be sent" in refused(text)
+
+
+def test_only_a_read_that_is_too_early_is_told_when_its_version_exists():
+    lines = write_program(program()).split("\n")
+    at = next(number for number, line in enumerate(lines) if " F1.m3@" in line)
+    slot = int(lines[at].split()[0])
+    lines[at] = lines[at].replace(f" {slot} ", f" {slot - 1} ", 1)
+    assert "Staleness" not in refused("\n".join(lines))

@@ -113,7 +113,7 @@ def test_any_smaller_staleness_is_refused_with_the_place_the_slot_and_when_it_ex
         assert made >= wanted
         assert message.startswith(f"slot {wanted}, F{j}.m{turns + i}@v1: "), message
         for part in (
-            f"(worker {i}, stage {j})",
+            f"(micro-batch {i}, stage {j})",
             f"only after slot {made}: it exists from slot {made + 1} on",
             "Staleness 1 works",
             "cdp_v2",
@@ -132,7 +132,7 @@ def test_on_other_placements_it_is_refused_with_the_same_place(n, k, placement):
     i, j = 0, n - 2
     assert matrix[i][j] == 1
     matrix[i][j] = 0
-    with pytest.raises(ScheduleError, match=r"\(worker 0, stage \d\)"):
+    with pytest.raises(ScheduleError, match=r"\(micro-batch 0, stage \d\)"):
         Program(Schedule.build(matrix, n, placement=placement, accumulate=k))
 
 
@@ -149,7 +149,7 @@ def test_fresh_is_possible_exactly_where_the_inequality_says(n, c):
         if c * i + j >= c * (n - 1):
             Program(schedule)
             continue
-        with pytest.raises(ScheduleError, match=rf"\(worker {i}, stage {j}\)"):
+        with pytest.raises(ScheduleError, match=rf"\(micro-batch {i}, stage {j}\)"):
             Program(schedule)
 
 

@@ -9,7 +9,7 @@ from written import ORDERS
 
 from cdp_repro.schedule import MODES, TIMELINES, Program, Schedule, Spec, add_mode, add_timeline
 from cdp_repro.schedule.rules import UniformDelay
-from cdp_repro.schedule.timelines import Cyclic
+from cdp_repro.schedule.timelines.cyclic import Cyclic
 
 
 @pytest.mark.parametrize(
@@ -26,15 +26,63 @@ from cdp_repro.schedule.timelines import Cyclic
         (("cdp_v1", 2, 2, "single_device", "random"), "backward_first"),
         (([[1, 1]], 2), "2 rows"),
         (([[1, 1], [1]], 2), r"\[\[1, 1\], \[1, 1\]\]"),
-        (([[1, 1], [1, -1]], 2), "worker 1 on stage 1 is -1"),
-        (([[1, 1.0], [1, 1]], 2), "worker 0 on stage 1 is 1.0"),
-        (([[True, 1], [1, 1]], 2), "worker 0 on stage 0 is True"),
+        (([[1, 1], [1, -1]], 2), "micro-batch 1 on stage 1 is -1"),
+        (([[1, 1.0], [1, 1]], 2), "micro-batch 0 on stage 1 is 1.0"),
+        (([[True, 1], [1, 1]], 2), "micro-batch 0 on stage 0 is True"),
         (([1, 2], 2), "no list"),
     ],
 )
 def test_refusals_name_a_value_that_works(arguments, needle):
     with pytest.raises(ValueError, match=needle):
         Schedule.build(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "choices", "needle"),
+    [
+        (
+            ("interleaved", 6, 4, "pipeline"),
+            {"ranks": 2, "micro_batches": 5},
+            "use micro_batches=4 or micro_batches=6$",
+        ),
+        (("interleaved", 5, 4, "pipeline"), {"ranks": 2}, "use workers=4 or workers=6 with ranks=2"),
+        (("chimera", 6, 4, "single_device"), {"micro_batches": 5}, "use micro_batches=6$"),
+        (("dpp", 2, 2), {"speeds": [1, 2]}, "unknown mode 'dpp'.*did you mean 'dp'"),
+    ],
+)
+def test_advice_names_the_setting_that_is_to_be_changed(arguments, choices, needle):
+    with pytest.raises(ValueError, match=needle):
+        Schedule.build(*arguments, **choices)
+
+
+class Pausing(Cyclic):
+    """Micro-batches one after the other, and two slots in which nothing is computed, also at the end of a step."""
+
+    name = "pausing"
+
+    @property
+    def period(self):
+        return (2 * self.sizes.stages + 4) * self.sizes.turns
+
+    def forward(self, i, j):
+        return (2 * self.sizes.stages + 4) * i + j
+
+    def backward(self, i, j):
+        return (2 * self.sizes.stages + 4) * i + 2 * self.sizes.stages + 1 - j
+
+    def check(self, placement):
+        pass
+
+
+@pytest.mark.parametrize("placement", ["single_device", "replicated", "zero", "model_parallel", "pipeline"])
+def test_a_timeline_may_compute_nothing_in_the_last_slots_of_its_period(placement):
+    try:
+        add_timeline(Pausing)
+        add_mode("pausing", "pausing", UniformDelay)
+        program = Program(Schedule.build("pausing", 2, 3, placement, ranks=3 if placement == "pipeline" else None))
+        assert len(program.slots(3)) >= 3 * program.schedule.slots_per_step
+    finally:
+        MODES.pop("pausing", None), TIMELINES.pop("pausing", None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from test_schedule_check import mutated
 from written import CYCLIC, DISTRIBUTED, checked, lists, schedules, slots_of, written
 
 from cdp_repro.schedule import Action, Op, Program, Schedule, ScheduleError
-from cdp_repro.schedule.transport import blocked_on_nccl, communicators, directions, edges
+from cdp_repro.schedule.transport import blocked_on_nccl, directions, edges
 
 
 def alone(used):
@@ -60,17 +60,16 @@ def test_data_parallelism_by_ordered_messages_hangs_with_a_communicator_for_each
     schedule = Schedule.build("dp", n, placement=placement, replicas=r)
     slots = Program(schedule).slots(3)
     used = edges(slots)
-    assert blocked_on_nccl(slots, schedule.ranks, directions(used)) is not None
-    assert blocked_on_nccl(slots, schedule.ranks, alone(used)) is None
-    assert list(communicators(slots, schedule.ranks)) == alone(used)
-    assert len(Program(schedule).communicators) == len(used)
+    assert blocked_on_nccl(slots, directions(used)) is not None
+    assert blocked_on_nccl(slots, alone(used)) is None
+    assert list(Program(schedule).communicators) == alone(used)
 
 
 @pytest.mark.parametrize("placement", ["replicated", "model_parallel"])
 def test_with_two_ranks_it_does_not(placement):
     schedule = Schedule.build("dp", 1, placement=placement, replicas=2)
     slots = Program(schedule).slots(3)
-    assert blocked_on_nccl(slots, schedule.ranks, directions(edges(slots))) is None
+    assert blocked_on_nccl(slots, directions(edges(slots))) is None
 
 
 def settings_that_share():
@@ -89,8 +88,7 @@ def test_cyclic_and_pipeline_settings_need_two_communicators_only():
     for schedule in settings_that_share():
         slots = written(schedule, 3)
         used = edges(slots)
-        assert blocked_on_nccl(slots, schedule.ranks, directions(used)) is None, schedule
-        assert len(communicators(slots, schedule.ranks)) <= 2
+        assert blocked_on_nccl(slots, directions(used)) is None, schedule
         tried += 1
     assert tried > 150
 
@@ -102,7 +100,7 @@ def test_ranks_that_take_turns_can_share_them_in_all_of_their_roles(mode, n):
     cycles = [len(program.roles.cycle(rank)) for rank in range(program.schedule.ranks)]
     longest = next(steps for steps in itertools.count(1) if all(steps % cycle == 0 for cycle in cycles))
     slots = program.slots(longest + 4)
-    assert blocked_on_nccl(slots, program.schedule.ranks, directions(program.edges)) is None
+    assert blocked_on_nccl(slots, directions(program.edges)) is None
 
 
 @given(schedule=schedules(workers=3, accumulate=2, placements=DISTRIBUTED), data=st.data())
@@ -114,7 +112,7 @@ def test_with_a_communicator_an_edge_nothing_that_the_check_lets_through_can_han
         checked(schedule, slots_of(slots), 2)
     except ScheduleError:
         return
-    assert blocked_on_nccl(slots_of(slots), schedule.ranks, alone(edges(slots_of(slots)))) is None
+    assert blocked_on_nccl(slots_of(slots), alone(edges(slots_of(slots)))) is None
 
 
 def program_of(*ranks):
@@ -132,10 +130,12 @@ def test_a_receive_that_is_posted_before_a_send_on_one_communicator_lets_it_wait
         ["R x1.m1<1: -> x1.m1", F.format(0), "S x1.m0>1: x1.m0! ->", READ.format(1)],
         ["R x1.m0<0: -> x1.m0", F.format(1), "S x1.m1>0: x1.m1! ->", READ.format(0)],
     )
-    assert blocked_on_nccl(slots, 2, directions(edges(slots))) is None
+    assert blocked_on_nccl(slots, directions(edges(slots))) is None
     together = [tuple(edges(slots))]
-    stuck = blocked_on_nccl(slots, 2, together)
-    assert stuck is not None and stuck.label in ("R x1.m1<1", "R x1.m0<0")
+    stuck = blocked_on_nccl(slots, together)
+    assert stuck is not None and stuck.label in ("R x1.m1<1", "R x1.m0<0", "S x1.m0>1", "S x1.m1>0"), (
+        "each waits for the others"
+    )
 
 
 def test_compute_that_waits_for_what_the_other_sends_after_it_blocks_whatever_the_communicators():
@@ -143,7 +143,7 @@ def test_compute_that_waits_for_what_the_other_sends_after_it_blocks_whatever_th
         ["R x1.m1<1: -> x1.m1", READ.format(1), F.format(0), "S x1.m0>1: x1.m0! ->"],
         ["R x1.m0<0: -> x1.m0", READ.format(0), F.format(1), "S x1.m1>0: x1.m1! ->"],
     )
-    assert blocked_on_nccl(slots, 2, alone(edges(slots))) is not None
+    assert blocked_on_nccl(slots, alone(edges(slots))) is not None
 
 
 def test_a_receive_that_stands_behind_compute_waits_for_it():
@@ -158,8 +158,8 @@ def test_a_receive_that_stands_behind_compute_waits_for_it():
          "S x1.m1>1: x1.m1! ->"],
         ["R x1.m1<0: -> x1.m1", READ.format(1), "R x1.m0<0: -> x1.m0", READ.format(0), "S d0.m0>0: d1.m0! ->"],
     )  # fmt: skip
-    assert blocked_on_nccl(fine, 2, alone(edges(fine))) is None
-    assert blocked_on_nccl(late, 2, alone(edges(late))) is not None
+    assert blocked_on_nccl(fine, alone(edges(fine))) is None
+    assert blocked_on_nccl(late, alone(edges(late))) is not None
 
 
 @pytest.mark.parametrize(("placement", "n"), [("replicated", 3), ("zero", 2), ("replicated", 2)])
@@ -167,12 +167,13 @@ def test_collectives_in_the_same_order_on_all_ranks_run_and_in_another_do_not(pl
     schedule = Schedule.build("dp", n, placement=placement, collectives=True)
     slots = written(schedule, 3)
     assert edges(slots) == []
-    assert communicators(slots, n) == ()
-    assert blocked_on_nccl(slots, n, ()) is None
+    assert Program(schedule).communicators == ()
+    assert blocked_on_nccl(slots, ()) is None
     broken = lists(slots)
     k, p = next((k, p) for k, each in enumerate(broken) for p, a in enumerate(each) if a.op is Op.COLLECTIVE)
     del broken[k][p]  # one rank takes part in one collective fewer
-    assert blocked_on_nccl(slots_of(broken), n, ()) is not None
+    with pytest.raises(ScheduleError, match=r"take part|wait for each other"):
+        checked(schedule, slots_of(broken), 3)
 
 
 @pytest.mark.parametrize("placement", DISTRIBUTED)

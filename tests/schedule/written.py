@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, MODES, PLACEMENTS, Action, Op, Schedule, Slot
 from cdp_repro.schedule.check import Checker
 from cdp_repro.schedule.generate import generate
-from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.schedule import CHOOSING_PLACEMENTS
 
 CYCLIC = ("cdp_v1", "cdp_v2")
@@ -94,9 +93,9 @@ def written(schedule: Schedule, steps: int, first_step: int = 0) -> list[Slot]:
 
 def checked(schedule: Schedule, slots: Sequence[Slot], steps: int, first_step: int = 0) -> list[Slot]:
     """Check a run as a program does."""
-    checker = Checker(schedule, held_after(schedule, first_step))
+    checker = Checker(schedule, first_step)
     found = [checker.slot(slot, slots[place + 1 :]) for place, slot in enumerate(slots)]
-    checker.end(held_after(schedule, first_step + steps))
+    checker.end(first_step + steps)
     return found
 
 

@@ -32,18 +32,18 @@ class Binding:
                     if tensor is not None:
                         name = names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
                         places.append((registry, key, name))
+        self._places = self._parameters + self._buffers
 
     @contextmanager
     def bound(self, parameters: Mapping[str, Tensor], buffers: MutableMapping[str, Tensor]) -> Iterator[None]:
         """Put the tensors in place for the body; a buffer that the body replaces is replaced in `buffers`."""
-        with _in_place(self._parameters, parameters):
-            before = _assign(self._buffers, buffers)
-            try:
-                yield
-            finally:
-                for (registry, key, name), tensor in zip(self._buffers, before, strict=True):
-                    buffers[name] = registry[key]
-                    registry[key] = tensor
+        before = self._put(parameters, buffers)
+        try:
+            yield
+        finally:
+            for registry, key, name in self._buffers:
+                buffers[name] = registry[key]
+            self._put_back(before)
 
     @contextmanager
     def bound_again(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
@@ -53,17 +53,26 @@ class Binding:
         """
         copies: dict[Tensor, Tensor] = {}
         own = [part._buffers for part in self._with_buffers]
-        with _in_place(self._parameters, parameters):
-            before = _assign(self._buffers, buffers)
-            try:
-                for part in self._with_buffers:
-                    part.__dict__["_buffers"] = _CopiedWhenRead(part._buffers, copies)
-                yield
-            finally:
-                for part, registered in zip(self._with_buffers, own, strict=True):
-                    part.__dict__["_buffers"] = registered
-                for (registry, key, _), tensor in zip(self._buffers, before, strict=True):
-                    registry[key] = tensor
+        before = self._put(parameters, buffers)
+        try:
+            for part in self._with_buffers:
+                part.__dict__["_buffers"] = _CopiedWhenRead(part._buffers, copies)
+            yield
+        finally:
+            for part, registered in zip(self._with_buffers, own, strict=True):
+                part.__dict__["_buffers"] = registered
+            self._put_back(before)
+
+    def _put(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[Tensor]:
+        """Put tensors in their places; return what was there."""
+        before, tensors = [registry[key] for registry, key, _ in self._places], {**parameters, **buffers}
+        for registry, key, name in self._places:
+            registry[key] = tensors[name]
+        return before
+
+    def _put_back(self, before: list[Tensor]) -> None:
+        for (registry, key, _), tensor in zip(self._places, before, strict=True):
+            registry[key] = tensor
 
 
 class _CopiedWhenRead(dict[str, Tensor | None]):
@@ -80,22 +89,3 @@ class _CopiedWhenRead(dict[str, Tensor | None]):
         if tensor not in self._copies:
             self._copies[tensor] = tensor.clone()
         return self._copies[tensor]
-
-
-def _assign(places: _Places, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """Put tensors in their places; return what was there."""
-    before = [registry[key] for registry, key, _ in places]
-    for registry, key, name in places:
-        registry[key] = tensors[name]
-    return before
-
-
-@contextmanager
-def _in_place(places: _Places, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put tensors in their places for the body."""
-    before = _assign(places, tensors)
-    try:
-        yield
-    finally:
-        for (registry, key, _), tensor in zip(places, before, strict=True):
-            registry[key] = tensor

@@ -8,7 +8,7 @@ the function once more to get it back, on the tensors that `StageCompute.backwar
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,17 +16,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 
-def all_reached(output: Tensor, parameters: Iterable[Tensor]) -> bool:
-    """Return whether the graph of `output` leads to every parameter."""
+def leaves_of(output: Tensor) -> list[Tensor]:
+    """Return the tensors in which gradients would arrive by the graph of `output`."""
     unseen = [] if output.grad_fn is None else [output.grad_fn]
-    seen, missing = {*unseen}, {id(parameter) for parameter in parameters}
-    while unseen and missing:
+    seen, found = {*unseen}, []
+    while unseen:
         node = unseen.pop()
-        missing.discard(id(getattr(node, "variable", None)))  # of the node that accumulates a parameter's gradient
+        variable = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
+        if isinstance(variable, Tensor):
+            found.append(variable)
         following = {other for other, _ in node.next_functions if other is not None} - seen
         seen |= following
         unseen += following
-    return not missing
+    return found
 
 
 class RefusingReentrant(TorchFunctionMode):

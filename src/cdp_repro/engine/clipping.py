@@ -60,6 +60,8 @@ class GlobalClipping(Clipping):
         self._schedule, self._team = schedule, team
         self._squares: dict[int, dict[int, Tensor]] = {}
         """By update and stage, on the CPU in float64."""
+        self._updating = {r for stage in range(schedule.stages) for r in schedule.placement.holders(stage)}
+        """Ranks that need the norm: others would never receive it."""
         self._outgoing = Outgoing()
         self._lag = (schedule.rule.longest + 4) * schedule.sizes.updates
         """Updates by which one rank can be ahead of another."""
@@ -72,10 +74,9 @@ class GlobalClipping(Clipping):
         square = _squares(gradients).to("cpu", torch.float64).reshape(1)
         self._squares.setdefault(step, {})[total.stage] = square
         self._outgoing.let_go(before=step - self._lag)
-        for rank in range(self._team.size):
-            if rank != self._team.rank:
-                sent = dist.isend(square, rank, group=self._team.control, tag=_FIRST_TAG + total.stage)
-                self._outgoing.append(Transfer.of(square, sent), step)
+        for rank in self._updating - {self._team.rank}:
+            sent = dist.isend(square, rank, group=self._team.control, tag=_FIRST_TAG + total.stage)
+            self._outgoing.append(Transfer.of(square, sent), step)
 
     def _norm(self, step: int, gradients: Gradients) -> Tensor:  # noqa: ARG002 - of all stages
         squares = self._squares.setdefault(step, {})

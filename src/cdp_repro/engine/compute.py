@@ -6,10 +6,11 @@ lives exactly as long as somebody needs its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from cdp_repro.engine.binding import Binding
-from cdp_repro.engine.checkpointing import RefusingReentrant, all_reached
+from cdp_repro.engine.checkpointing import RefusingReentrant, leaves_of
 from cdp_repro.engine.loan import Loan
-from cdp_repro.engine.memory import ActivationMeter
+from cdp_repro.engine.memory import ActivationMeter, storage_key
 from cdp_repro.engine.prefix import Prefix, causal_layers
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -36,28 +37,8 @@ class Version:
     """By name: the optimizer's step that made it, by which stale reads look ahead; empty where they do not."""
     _ahead: WeakValueDictionary[int, Version] = field(default_factory=WeakValueDictionary)
     """What micro-batches under way have read ahead, by steps."""
-    _waiting: list[Callable[[], None]] = field(default_factory=list)
-    """What fills the version when it is first read; nothing if it is there."""
 
-    @classmethod
-    def later(cls, number: int, make: Callable[[], Version]) -> Version:
-        """Return a version that is made when it is first read."""
-        tensors: dict[str, Tensor] = {}
-        step: dict[str, Tensor] = {}
-
-        def fill() -> None:
-            made = make()
-            tensors.update(made.tensors)
-            step.update(made.step)
-
-        return cls(number, tensors, step, _waiting=[fill])
-
-    def ready(self) -> None:
-        """Make the version if it is not there yet."""
-        if self._waiting:
-            self._waiting.pop()()
-
-    @property
+    @cached_property
     def trainable(self) -> dict[str, Tensor]:
         """The tensors that receive gradients, by name."""
         return {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
@@ -68,7 +49,6 @@ class Version:
         Where stale reads look ahead, theta - s step, with s = `step` - number. Micro-batches share the copy, which
         lives as long as one of them needs it.
         """
-        self.ready()
         ahead = step - self.number
         if not ahead or not self.step:
             return self
@@ -85,8 +65,7 @@ class Version:
         return tensor.detach().sub(self.step[name], alpha=steps).requires_grad_(tensor.requires_grad)
 
 
-@dataclass(frozen=True)
-class SavedForward:
+class SavedForward(NamedTuple):
     """What a forward leaves behind for its backward."""
 
     version: Version
@@ -108,9 +87,11 @@ class SavedForward:
 
     def take_gradients(self) -> list[Tensor | None]:
         """Return the gradients that have come to the inputs, None where there is none; the inputs have none then."""
-        found = [None if each is None else each.grad for each in self.inputs]
-        for each in self.leaves:
-            each.grad = None
+        found: list[Tensor | None] = []
+        for each in self.inputs:
+            found.append(None if each is None else each.grad)
+            if each is not None:
+                each.grad = None
         return found
 
 
@@ -161,15 +142,9 @@ class StageCompute:
         for leaf in leaves:
             if meter is not None and leaf is not None:
                 meter.hold(leaf)
-        with ExitStack() as stack:
-            stack.enter_context(self._autocast())
-            if meter is not None:
-                stack.enter_context(meter.excluding([*version.tensors.values(), *buffers.values()]))
-            if meter is not None or loan is not None:
-                stack.enter_context(_saving(meter, loan))
-            stack.enter_context(self._binding.bound(version.tensors, buffers))
-            if prefix is not None:
-                stack.enter_context(prefix.known_to(self._causal))
+        saving = nullcontext() if meter is None and loan is None else _saving(meter, loan, version, buffers)
+        known = nullcontext() if prefix is None else prefix.known_to(self._causal)
+        with self._autocast(), saving, self._binding.bound(version.tensors, buffers), known:
             output = self._output_of(inputs)
             if prefix is not None:
                 prefix.advance(self._causal, inputs[0].shape[1])
@@ -178,7 +153,7 @@ class StageCompute:
                 output = _loss_of(self._loss_fn, output, targets)
         if not self._has_run:
             self._has_run = True
-            self._refuse_reentrant_checkpointing(version, buffers_before, inputs, output)
+            self._refuse_what_would_not_train(version, buffers_before, inputs, prefix, output)
         edge = get_gradient_edge(output) if output.requires_grad else None
         if meter is not None and self._loss_fn is None:
             meter.hold(output)
@@ -199,25 +174,37 @@ class StageCompute:
             raise TypeError(f"a stage must return one tensor, the next stage's input; got {type(output).__name__}")
         return output
 
-    def _refuse_reentrant_checkpointing(
-        self, version: Version, buffers: Mapping[str, Tensor], inputs: Sequence[Tensor], output: Tensor
+    def _refuse_what_would_not_train(
+        self,
+        version: Version,
+        buffers: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        prefix: Prefix | None,
+        output: Tensor,
     ) -> None:
-        """Raise ValueError if the stage checkpoints activations in the way that cannot run.
+        """Raise ValueError if gradients would be lost: of a tensor that is not the stage's, or that no graph leads to.
 
-        Parameters that `output` does not depend on are a sign of it. As some networks have such, a second forward then
-        looks for the call itself; nothing of that forward remains.
+        Parameters that `output` does not depend on are a sign of reentrant checkpointing. As some networks have such, a
+        second forward then looks for the call itself; nothing of that forward remains. torch refuses it in a backward,
+        but trains nothing of a part whose inputs take no gradient.
         """
-        if all_reached(output, version.trainable.values()):
+        reached = {id(leaf): leaf for leaf in leaves_of(output)}
+        own = [*version.trainable.values(), *inputs, *(prefix.leaves if prefix else ())]
+        known = {id(tensor) for tensor in own}
+        if foreign := [leaf for name, leaf in reached.items() if name not in known]:
+            raise ValueError(
+                f"a stage or loss_fn uses a tensor {tuple(foreign[0].shape)} that takes a gradient and is no parameter "
+                "of that stage, as it has versions of its own: nothing would train it. Make it a parameter of the "
+                "stage that uses it (of the last one, if loss_fn does), or detach() it"
+            )
+        if all(id(parameter) in reached for parameter in version.trainable.values()):
             return
         with self._autocast(), self._binding.bound_again(version.tensors, buffers), RefusingReentrant():
             self._module(*inputs)
 
-    @contextmanager
-    def restored(self, saved: SavedForward, lent: Version | None) -> Iterator[None]:
-        """Put the parameters, buffers and prefix of a forward in place, for what its backward recomputes."""
-        known = nullcontext() if saved.prefix is None else saved.prefix.known_to(self._causal)
-        with self._binding.bound_again((lent or saved.version).tensors, saved.buffers), known:
-            yield
+    def restored(self, saved: SavedForward, lent: Version | None) -> AbstractContextManager[None]:
+        """Return a context with the parameters and buffers of a forward, for what its backward recomputes."""
+        return self._binding.bound_again((lent or saved.version).tensors, saved.buffers)
 
     def backward(
         self,
@@ -239,22 +226,38 @@ class StageCompute:
         activation checkpointing recomputes reads them, and copies of the buffers, which it must not update twice.
         """
         parameters = saved.version.trainable
-        inputs = [*saved.leaves, *parameters.values()]
+        inputs = [*saved.leaves, *parameters.values(), *(saved.prefix.leaves if saved.prefix else ())]
         if saved.edge is None or grad_output is None or not inputs:
             return [None] * len(saved.inputs)
         edges, gradients = [saved.edge], [grad_output]
-        if saved.prefix is not None:
-            inputs += saved.prefix.leaves
-            edges += saved.prefix.edges_of(later or {})
-            gradients += (later or {}).values()
-        for name, parameter in parameters.items():
-            parameter.grad = sums.get(name)
-        with self.restored(saved, lent):
-            torch.autograd.backward(edges, gradients, inputs=inputs)
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                sums[name], parameter.grad = parameter.grad, None
+        if later:
+            assert saved.prefix is not None
+            edges += saved.prefix.edges_of(later)
+            gradients += later.values()
+        known = nullcontext() if saved.prefix is None else saved.prefix.known_to(self._causal)
+        with self.restored(saved, lent), known:
+            accumulate(parameters, sums, edges, gradients, inputs)
         return saved.take_gradients()
+
+
+def accumulate(
+    parameters: Mapping[str, Tensor],
+    sums: Gradients,
+    edges: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    retain_graph: bool = False,
+) -> None:
+    """Run autograd from `edges`; add the gradients of `parameters` to `sums`, by name.
+
+    `inputs` are the only tensors that take gradients: a loss, too, may have parameters, which are not ours to write to.
+    """
+    for name in sums.keys() & parameters.keys():
+        parameters[name].grad = sums[name]
+    torch.autograd.backward(edges, gradients, inputs=inputs, retain_graph=retain_graph)
+    for name, parameter in parameters.items():
+        if (gradient := parameter.grad) is not None:
+            sums[name], parameter.grad = gradient, None
 
 
 def _loss_of(loss_fn: LossFn, output: Tensor, targets: Tensor) -> Tensor:
@@ -269,17 +272,23 @@ def _loss_of(loss_fn: LossFn, output: Tensor, targets: Tensor) -> Tensor:
     return loss
 
 
-def _saving(meter: ActivationMeter | None, loan: Loan | None) -> AbstractContextManager[object]:
-    """Return a context in which `meter` counts what autograd saves and `loan` stands in for its parameters."""
+def _saving(
+    meter: ActivationMeter | None, loan: Loan | None, version: Version, buffers: Mapping[str, Tensor]
+) -> AbstractContextManager[object]:
+    """Return a context in which `meter` counts what autograd saves and `loan` stands in for its parameters.
+
+    Neither the parameters of `version` nor `buffers` count.
+    """
+    excluded = {storage_key(tensor) for tensor in (*version.tensors.values(), *buffers.values())} if meter else set()
 
     def pack(tensor: Tensor) -> Any:
         if loan is not None and (borrowed := loan.pack(tensor)) is not None:
             return borrowed
-        if meter is not None:
+        if meter is not None and storage_key(tensor) not in excluded:
             meter.hold(tensor)
         return tensor.detach()  # without its graph: an output that its own node saves would never die
 
     def unpack(packed: Any) -> Tensor:
-        return packed if loan is None or isinstance(packed, Tensor) else loan.unpack(packed)
+        return packed if isinstance(packed, Tensor) else packed()
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -30,21 +30,9 @@ class Uncorrected:
         """`staleness` is that of each micro-batch of a training step on the stage."""
         self._staleness = staleness
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer make its step; the gradients are in `.grad`, and left there as they are."""
-        optimizer.step()
-
-
-DelayFactory = Callable[[Sequence[int]], Uncorrected]
-"""Makes the method of a stage from the staleness of its micro-batches: one of the classes here."""
-
-
-class _Remembering(Uncorrected):
-    """A method that knows the last steps of the optimizer."""
-
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `Uncorrected.step`."""
+        """Let the optimizer make its step; the gradients are in `.grad`, and left there as they are."""
         if not self.kept_steps:
             optimizer.step()
             return
@@ -72,7 +60,11 @@ class _Remembering(Uncorrected):
         optimizer.state[parameter].update({f"{_KEY}{age}": kept for age, kept in enumerate(steps, start=1)})
 
 
-class ErrorFeedback(_Remembering):
+DelayFactory = Callable[[Sequence[int]], Uncorrected]
+"""Makes the method of a stage from the staleness of its micro-batches: one of the classes here."""
+
+
+class ErrorFeedback(Uncorrected):
     """theta[t+1] = theta[t] - (u_t + a (u_t - u_{t-1})), with no step before the first: u_{-1} = 0.
 
     The corrections add up: the parameters are those of the plain steps, moved on by a times the last one.
@@ -93,7 +85,7 @@ class ErrorFeedback(_Remembering):
         parameter.sub_(change, alpha=self._strength)
 
 
-class Prediction(_Remembering):
+class Prediction(Uncorrected):
     """A read that is s steps stale sees theta[v] - s u_{v-1}, as if the next s steps were like the last.
 
     u_{v-1} is what the optimizer in use makes of its state: the learning rate times the momentum with SGD, Adam's
@@ -110,7 +102,7 @@ class Prediction(_Remembering):
         self.kept_steps = oldest + 1 if oldest else 0  # one for each version that a later micro-batch reads
 
 
-class Compensation(_Remembering):
+class Compensation(Uncorrected):
     """The optimizer is given g + lambda g g (theta[t] - theta_read), elementwise.
 
     g is the mean gradient of the training step, theta_read the mean of what its micro-batches have read. In the source

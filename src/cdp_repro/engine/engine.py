@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Unpack
 
 import torch
@@ -16,7 +15,7 @@ from cdp_repro.engine.clipping import clipping
 from cdp_repro.engine.compute import LossFn, StageCompute, Version
 from cdp_repro.engine.delay import DelayFactory, Uncorrected
 from cdp_repro.engine.ending import Ending
-from cdp_repro.engine.executor import Executor, Settings, StepResult
+from cdp_repro.engine.executor import Executor, StepResult
 from cdp_repro.engine.losses import Losses
 from cdp_repro.engine.mailbox import Mailbox, connect
 from cdp_repro.engine.messages import Layout, layouts_of
@@ -32,7 +31,7 @@ from cdp_repro.schedule import Program, RankProgram, Schedule, Value
 from cdp_repro.schedule.forward_only import is_pipelined
 from cdp_repro.schedule.schedule import Choices
 from cdp_repro.schedule.summation import strategy_of
-from cdp_repro.schedule.values import PARAMETERS, buffers
+from cdp_repro.schedule.values import GRADIENTS, PARAMETERS, buffers
 from cdp_repro.trace import Trace
 
 
@@ -122,7 +121,9 @@ class Engine:
         self._stages.zero_grad()  # nothing of another engine's is in the way
         self._stages.to(self._device)
         self._parameter_layouts = [Layout.of(dict(stage.named_parameters())) for stage in self._stages]
-        self._shards = self._cut_stages() if self.schedule.placement.is_sharded else []
+        size = self.team.rank, self.team.size, self._device
+        is_sharded = self.schedule.placement.is_sharded
+        self._shards = [Shards(dict(s.named_parameters()), *size) for s in self._stages] if is_sharded else []
         self._delay = delay
         self._clipping = None if clip_norm is None else clipping(clip_norm, program, self.team)
         self._states = {
@@ -145,20 +146,18 @@ class Engine:
             self._states,
             self._compute,
             Losses(self.schedule, self.team.rank, self.team.control),
-            Settings(self._device, seed, learning_rate_factor),
             self._clipping,
             self._tracer,
             self.team.positions,
+            self._device,
+            seed,
+            learning_rate_factor,
         )
         self._executor.hold(self._initial_values(program))
         self._program = program
         self._next_slot = self._runs = 0
         self._undrained: str | None = None
         self.step = 0
-
-    def _cut_stages(self) -> list[Shards]:
-        size = self.team.rank, self.team.size, self._device
-        return [Shards(dict(stage.named_parameters()), *size) for stage in self._stages]
 
     def _state_of(self, number: int, optimizer: OptimizerFactory) -> StageState:
         """Return what this rank holds of a stage: all, or its pieces of the parameters."""
@@ -250,30 +249,23 @@ class Engine:
 
     def _connect(self, feed: Feed) -> None:
         """Learn from the first batch what messages look like; then drop the parameters that other ranks hold."""
-        if self._executor.mailbox is None and (first := feed.first()) is not None:
+        if self._executor.mailbox is None:
+            if (first := feed.first()) is None:
+                return
             for seal in self._seals:
                 seal.open()  # an earlier run, without a step, has closed them; fake copies look at gradients, too
             layouts = layouts_of(
                 [*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast,
                 self.schedule.sizes.sources,
             )  # fmt: skip
-            self._size([layout.gradients.nbytes for layout in layouts.stages])
-            with self._where_ranks_stand("connecting"):
+            self._size([layout[GRADIENTS].nbytes for layout in layouts.stages])
+            with self.team.positions.noting("connecting"):
                 groups = connect(self._program, self._device)
             self._executor.mailbox = Mailbox(layouts, self._shards, groups, self._device, 2 * self.schedule.stages)
         for number, stage in enumerate(self._stages):
             if not self._holds(number):
                 for parameter in stage.parameters():
                     parameter.data = parameter.data.new_empty(0)
-
-    @contextmanager
-    def _where_ranks_stand(self, doing: str) -> Iterator[None]:
-        """Add to an error of waiting in vain where each rank stands."""
-        try:
-            yield
-        except (RuntimeError, TimeoutError) as error:
-            error.add_note(f"while {doing} on rank {self.rank}; where the ranks stand:\n{self.team.positions.report()}")
-            raise
 
     def _size(self, gradient_bytes: Sequence[int]) -> None:
         """Make the program anew where sums are added in another way once the bytes of gradients are known."""
@@ -291,7 +283,7 @@ class Engine:
         self._tracer.begin_run(self._next_slot, first_step)
 
         def upcoming() -> bool:
-            with self._where_ranks_stand("ending the run"):
+            with self.team.positions.noting("ending the run"):
                 return feed.begin_step()
 
         for slot in program.replay(first_step, upcoming, self._next_slot):
@@ -362,11 +354,14 @@ class Engine:
             transfer, views = self._shards[number].gather(newest.tensors)
             return {name: view.clone() for name, view in views(transfer.wait()).items()}
         own = dict(self._stages[number].named_parameters()) if self._holds(number) else None
-        return self.team.broadcast(self._parameter_layouts[number], own, self._keepers(number)[self._newest])
+        return self.team.broadcast(self._parameter_layouts[number], own, self._keepers(number, self.step)[self._newest])
 
-    def _keepers(self, number: int) -> dict[int, int]:
-        """Return, by version of a stage, the first rank that holds it; ranks that take turns may each lack some."""
-        held = self._program.held_at(self.step)
+    def _keepers(self, number: int, step: int) -> dict[int, int]:
+        """Return, by version of a stage, the first rank that holds it after a training step.
+
+        Ranks that take turns may each lack some.
+        """
+        held = self._program.held_at(step)
         found: dict[int, int] = {}
         for rank in self.schedule.placement.holders(number):
             for value in held[rank]:
@@ -450,7 +445,7 @@ class Engine:
         state, versions = self._states[number], self._versions(number)
         if self._shards:
             return state.state_dict(versions)
-        keepers, rank = self._keepers(number), self.team.rank
+        keepers, rank = self._keepers(number, self.step), self.team.rank
         own = state.state_dict({v: content for v, content in versions.items() if keepers[v] == rank})
         return own if keepers[self._newest] == rank else {"versions": own["versions"]}
 
@@ -485,23 +480,13 @@ class Engine:
             number: self._shards[number].cut_state(stages[number], mine.optimized) if self._shards else stages[number]
             for number, mine in self._states.items()
         }
-        kept = self._versions_at(step)
         for number, mine in self._states.items():
-            mine.check_state(held[number], kept[number])
+            mine.check_state(held[number], {*self._keepers(number, step)})
         for stage, theirs in zip(self._stages, stages, strict=True):
             check_buffers(dict(stage.named_buffers()), theirs["buffers"], schedule.sizes.statistics)
         self._executor.hold(self._loaded_values(step, held, stages))
         self.step = step
         self._tracer.stop()
-
-    def _versions_at(self, step: int) -> dict[int, set[int]]:
-        """Return, by stage, the versions that all ranks together hold after a training step."""
-        found: dict[int, set[int]] = defaultdict(set)
-        for values in self._program.held_at(step).values():
-            for value in values:
-                if value.kind == PARAMETERS:
-                    found[value.stage].add(value.number)
-        return found
 
     def _loaded_values(self, step: int, held: Mapping[int, Any], stages: Sequence[Any]) -> dict[Value, Any]:
         """Take over the state of each stage that this rank holds; return the values to go on with."""

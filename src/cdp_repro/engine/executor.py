@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -64,13 +65,10 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the executor needs to know beside the program and the state."""
+class Late:
+    """A version that is made when it is first read: the norm by which its gradients are clipped may not be known."""
 
-    device: torch.device
-    seed: int
-    learning_rate_factor: Callable[[int], float]
-    """Factor on the optimizer's learning rate in the updates of a training step."""
+    make: Callable[[], Version]
 
 
 class Executor:
@@ -86,12 +84,14 @@ class Executor:
         states: Mapping[int, StageState],
         compute: Sequence[StageCompute],
         losses: Losses,
-        settings: Settings,
         clipping: Clipping | None,
         tracer: Tracer,
         positions: Positions,
+        device: torch.device,
+        seed: int,
+        learning_rate_factor: Callable[[int], float],
     ) -> None:
-        """`states` are of the stages that this rank holds, whole or in part."""
+        """`states` are of the stages that this rank holds, whole or in part; the rest is as in `Engine`."""
         schedule = program.schedule
         self.program = program
         self.values: dict[Value, Any] = {}
@@ -99,8 +99,8 @@ class Executor:
         self.mailbox: Mailbox | None = None
         """None until it is known what messages look like, and on a single device."""
         self._states, self._compute, self._losses = states, compute, losses
-        self._settings, self._tracer, self._positions = settings, tracer, positions
-        self._clipping = clipping
+        self._clipping, self._tracer, self._positions = clipping, tracer, positions
+        self._device, self._seed, self._learning_rate_factor = device, seed, learning_rate_factor
         self._micro_batches, self._last_stage, self._ranks = schedule.micro_batches, schedule.stages - 1, schedule.ranks
         self._sizes = schedule.sizes
         self._finishing = program.finishing
@@ -108,8 +108,6 @@ class Executor:
         """By training step: actions of the kind whose last one finishes it on this rank."""
         self._finished: list[int] = []
         """Training steps that the slot has finished."""
-        self._results: list[StepResult] = []
-        self._versions = [0] * schedule.stages
         self._handlers = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -125,134 +123,114 @@ class Executor:
     def hold(self, values: Mapping[Value, Any]) -> None:
         """Take over what the rank holds between two runs, in place of what it held."""
         self.values = dict(values)
-        held = Counter(value.stage for value in values if value.kind == PARAMETERS)
-        self._versions = [held[stage] for stage in range(self._last_stage + 1)]
 
     def execute(self, slot: Slot, feed: Feed) -> list[StepResult]:
         """Run the actions of one slot; return the training steps that they finish on this rank."""
         self._positions.enter("slot", slot)
         self._feed = feed
-        if self.mailbox is not None:
-            self._telling(f"waiting, in slot {slot.number}, for what it has sent a training step before", self._let_go)
-        for action in slot.actions:
-            self._telling(action, self._run, action, slot.number)
-        # only now: rank 0 waits for losses of other ranks, which may wait for what this slot sends
-        for step in self._finished:
-            self._telling(f"waiting for the losses of training step {step}", self._bring, step)
+        doing: object = f"waiting, in slot {slot.number}, for what it has sent a training step before"
+        results: list[StepResult] = []
+        try:
+            if self.mailbox is not None:
+                self.mailbox.let_go()
+            for action in slot.actions:
+                doing = action
+                self._run(action, slot.number)
+            # only now: rank 0 waits for losses of other ranks, which may wait for what this slot sends
+            for step in self._finished:
+                doing = f"waiting for the losses of training step {step}"
+                results.append(StepResult(step, self._losses.of(step)))
+        except Exception as error:
+            what = f"running {doing.label} in slot {slot.number}" if isinstance(doing, Action) else doing
+            self._positions.note(error, what)
+            raise
         self._finished.clear()
-        results, self._results = self._results, []
         return results
 
     def finish(self) -> None:
         """End a run: take in what waits for the next one, and wait until all has been sent."""
-        self._telling("draining", self._flush)
+        with self._positions.noting("draining"):
+            for value in self.values:
+                self._read(value)
+            if self._clipping is not None:
+                self._clipping.flush()
+            if self.mailbox is not None:
+                self.mailbox.flush()
+            self._losses.flush()
 
     def _run(self, action: Action, slot: int) -> None:
         traced = self._tracer.active
         begin = self._tracer.now() if traced else 0.0
-        with profiler.record_function(action.label) if profiler._is_profiler_enabled else nullcontext():
-            executed = self._handlers[action.op](action)
+        if profiler._is_profiler_enabled:
+            with profiler.record_function(action.label):
+                self._handlers[action.op](action)
+        else:
+            self._handlers[action.op](action)
         if self._clipping is not None and action.op.sums_gradients:
             for value in action.writes:
                 if value.kind == GRADIENTS:
                     self._clipping.enter(value, self.values[value])
         for value in action.frees:
             if value not in action.writes:  # buffers are read and written under one name
-                self._drop(value)
+                self.values.pop(value, None)  # a handler has taken out what it passes on, so that it lives no longer
         if traced:
-            self._tracer.record(slot, executed, self._versions, begin)
-
-    def _drop(self, value: Value) -> None:
-        # a handler takes out what it passes on, so that nothing here keeps it alive any longer
-        self.values.pop(value, None)
-        if value.kind == PARAMETERS:
-            self._versions[value.stage] -= 1
-
-    def _telling(self, doing: object, run: Callable[..., None], *arguments: object) -> None:
-        """Run something; add to an error what this rank was doing, and, if there are others, where all stand."""
-        try:
-            run(*arguments)
-        except Exception as error:
-            what = f"running {doing.label} in slot {arguments[1]}" if isinstance(doing, Action) else doing
-            where = f" on rank {self.program.rank}; where the ranks stand:\n{self._positions.report()}"
-            error.add_note(f"while {what}{where if self._ranks > 1 else ''}")
-            raise
-
-    def _let_go(self) -> None:
-        assert self.mailbox is not None
-        self.mailbox.let_go()
-
-    def _flush(self) -> None:
-        for value, content in self.values.items():
-            if isinstance(content, Arrival):
-                self.values[value] = _received(value, content)
-            elif isinstance(content, Version):
-                content.ready()
-        if self._clipping is not None:
-            self._clipping.flush()
-        if self.mailbox is not None:
-            self.mailbox.flush()
-        self._losses.flush()
+            held = Counter(value.stage for value in self.values if value.kind == PARAMETERS)
+            self._tracer.record(slot, action, [held[stage] for stage in range(self._last_stage + 1)], begin)
 
     def _take(self, value: Value) -> Any:
         """Return a value, after waiting for the message that brings it; it is taken out until it is written again."""
-        content = self.values.pop(value)
-        return _received(value, content) if isinstance(content, Arrival) else content
+        self._read(value)
+        return self.values.pop(value)
 
     def _read(self, value: Value) -> Any:
         """Return a value that stays."""
         content = self.values[value]
         if isinstance(content, Arrival):
             content = self.values[value] = _received(value, content)
+        elif isinstance(content, Late):
+            content = self.values[value] = content.make()
         return content
 
-    def _forward(self, action: Action) -> Action:
+    def _forward(self, action: Action) -> None:
         stage, (step, i) = action.stage, divmod(action.micro_batch, self._micro_batches)
         read = {value.kind: value for value in action.reads}
+        written = {value.kind: value for value in action.writes}
         batch = self._feed[step]
         is_last = stage == self._last_stage
         inputs = [self._input(value) for value in _in_order(action.reads, INPUT)] or [batch.inputs(i)]
         version, loan = self._parameters(action, read, LENT_FORWARD)
-        buffers, prefix = self._take(read[BUFFERS]), self._prefix(action, read)
-        with seeded(self._settings.device, self._settings.seed, step, i, stage):
+        self.ledger.record(action, version.number)
+        buffers = self._take(read[BUFFERS])
+        prefix = self._take(read[PREFIX]) if PREFIX in read else Prefix() if PREFIX in written else None
+        with seeded(self._device, self._seed, step, i, stage):
             output, saved = self._compute[stage].forward(
                 version, buffers, inputs, batch.targets(i) if is_last else None, self._tracer.meter, loan, prefix
             )
         if loan is not None:
             loan.give_back()
-        for value in action.writes:
-            if value.kind == SAVED:
-                self.values[value] = saved
-            elif value.kind == BUFFERS:
-                self.values[value] = buffers
-            elif value.kind == PREFIX:
-                assert prefix is not None
-                self.values[value] = prefix.take_after()
-            elif is_last:
-                self._losses.enter(step, i, output)
-                # each micro-batch contributes with its weight, so that gradients only need to be added
-                self.values[value] = torch.full_like(output, self._sizes.gradient_weight)
-            else:
-                self.values[value] = output.requires_grad_(saved.edge is not None)
-        return self._in_ledger(action, version)
-
-    def _prefix(self, action: Action, read: Mapping[str, Value]) -> Prefix | None:
-        """Return what is known of the tokens before; None where the action neither reads nor keeps any."""
-        if PREFIX in read:
-            prefix: Prefix = self._take(read[PREFIX])
-            return prefix
-        return Prefix() if any(value.kind == PREFIX for value in action.writes) else None
+        self.values[written[SAVED]] = saved
+        self.values[written[BUFFERS]] = buffers
+        if PREFIX in written:
+            assert prefix is not None
+            self.values[written[PREFIX]] = prefix.take_after()
+        if is_last:
+            self._losses.enter(step, i, output)
+            # each micro-batch contributes with its weight, so that gradients only need to be added
+            self.values[written[OUTPUT_GRADIENT]] = torch.full_like(output, self._sizes.gradient_weight)
+        else:
+            self.values[written[INPUT]] = output.requires_grad_(saved.edge is not None)
 
     def _saved(self, action: Action, read: Mapping[str, Value]) -> tuple[SavedForward, Version]:
         """Return what a forward has saved, with the parameters that its backward reads."""
         saved: SavedForward = self._take(read[SAVED])
-        if saved.loan is None:
-            return saved, saved.version
-        version, _ = self._parameters(action, read, LENT_BACKWARD)
-        saved.loan.renew(version.tensors)
+        version = saved.version
+        if saved.loan is not None:
+            version, _ = self._parameters(action, read, LENT_BACKWARD)
+            saved.loan.renew(version.tensors)
+        self.ledger.record(action, version.number)
         return saved, version
 
-    def _backward(self, action: Action) -> Action:
+    def _backward(self, action: Action) -> None:
         read = {value.kind: value for value in action.reads}
         saved, version = self._saved(action, read)
         sums: Gradients = self._take(read[GRADIENTS]) if GRADIENTS in read else {}
@@ -269,31 +247,28 @@ class Executor:
                 self.values[value] = sums
         self._pass_on(action, gradients)
         self._count(Op.BACKWARD, action.micro_batch // self._micro_batches)
-        return self._in_ledger(action, version)
 
-    def _backward_input(self, action: Action) -> Action:
+    def _backward_input(self, action: Action) -> None:
         read = {value.kind: value for value in action.reads}
         saved, version = self._saved(action, read)
         gradients, work = backward_input(self._compute[action.stage], saved, self._take(read[OUTPUT_GRADIENT]), version)
         self.values.update((value, work) for value in action.writes if value.kind == WEIGHT_WORK)
         self._pass_on(action, gradients)
-        return self._in_ledger(action, version)
 
     def _pass_on(self, action: Action, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of a stage's inputs for the stages that have made these; data needs none."""
         made = _in_order(action.writes, OUTPUT_GRADIENT)
         self.values.update(zip(made, gradients, strict=bool(made)))
 
-    def _backward_weights(self, action: Action) -> Action:
+    def _backward_weights(self, action: Action) -> None:
         read = {value.kind: value for value in action.reads}
         sums: Gradients = self._take(read[GRADIENTS]) if GRADIENTS in read else {}
         work: WeightWork = self._take(read[WEIGHT_WORK])
         work.finish(sums)
         self.values[action.writes[0]] = sums
         self._count(Op.BACKWARD, action.micro_batch // self._micro_batches)
-        return action
 
-    def _add(self, action: Action) -> Action:
+    def _add(self, action: Action) -> None:
         """Add two sums into the one that is not needed any more; a sum may come in parts."""
         sums: dict[Value, Gradients] = {}
         for value in action.reads:
@@ -305,21 +280,23 @@ class Executor:
             later[name] = gradient if present is None else present.add_(gradient)
         (total,) = action.writes
         self.values[total] = later
-        return action
 
-    def _update(self, action: Action) -> Action:
-        (before, total), (after,) = action.reads, action.writes
+    def _update(self, action: Action) -> None:
+        before, total = sorted(action.reads, key=lambda value: value.kind != PARAMETERS)  # in a file in any order
+        (after,) = action.writes
         version: Version = self._read(before)
-        self.values[after] = self._states[action.stage].update(
+        step = version.number // self._sizes.updates
+        update = partial(
+            self._states[action.stage].update,
             version,
             self._read(total),
-            self._settings.learning_rate_factor(version.number // self._sizes.updates),
+            self._learning_rate_factor(step),
             in_place=before in action.frees,
             gradients_are_ours=total in action.frees,
         )
-        self._versions[action.stage] += 1
-        self._count(Op.UPDATE, (action.version - 1) // self._sizes.updates)
-        return action._replace(version=self.values[after].number)
+        is_late = self._clipping is not None and self._clipping.is_late
+        self.values[after] = Late(update) if is_late else update()
+        self._count(Op.UPDATE, step)
 
     def _update_of(self, micro_batch: int) -> int:
         """Return the number of the update that a micro-batch's gradient is a part of."""
@@ -335,11 +312,7 @@ class Executor:
             self._feed.release(step)
             self._finished.append(step)
 
-    def _bring(self, step: int) -> None:
-        """Add the result of a finished step, with its losses."""
-        self._results.append(StepResult(step, self._losses.of(step)))
-
-    def _send(self, action: Action) -> Action:
+    def _send(self, action: Action) -> None:
         assert self.mailbox is not None and action.value is not None
         (read,) = action.reads
         content = self._take(read) if read in action.frees and read.kind != PARAMETERS else self._read(read)
@@ -348,21 +321,18 @@ class Executor:
         size = self.mailbox.send(action.value, action.peer, _as_message(content), _tag(content))
         if size and self._tracer.active:
             self._tracer.sent(action, size)
-        return action
 
-    def _receive(self, action: Action) -> Action:
+    def _receive(self, action: Action) -> None:
         assert self.mailbox is not None and action.value is not None
         self.values[action.value] = self.mailbox.receive(action.value, action.peer)
-        return action
 
-    def _collective(self, action: Action) -> Action:
+    def _collective(self, action: Action) -> None:
         assert self.mailbox is not None and action.value is not None
         (read,) = action.reads
         content = self._take(read) if read in action.frees and read.kind != PARAMETERS else self._read(read)
         self.values[action.value], size = self.mailbox.join(action.value, _as_message(content), _tag(content))
         if self._tracer.active and (sent := ring_bytes(action, size, self._ranks)):
             self._tracer.sent(action, sent)
-        return action
 
     def _input(self, value: Value) -> Tensor:
         """Return the input of a stage, made here or received."""
@@ -382,18 +352,15 @@ class Executor:
         for name, requires_grad in self._compute[action.stage].parameters:
             tensors[name].requires_grad_(requires_grad)
         number = action.version if came is None else came  # parameters without values do not travel
-        self.ledger.check(action, number)
         return Version(number, tensors), Loan(tensors)
 
-    def _in_ledger(self, action: Action, version: Version) -> Action:
-        """Enter the version that was really used in the ledger; return the action as it was executed."""
-        self.ledger.record(action, version.number)
-        return action._replace(version=version.number)
+
+_STAGE = attrgetter("stage")
 
 
 def _in_order(values: Sequence[Value], kind: str) -> list[Value]:
     """Return the values of a kind in the order of their stages, in which a stage takes its inputs."""
-    return sorted((value for value in values if value.kind == kind), key=lambda value: value.stage)
+    return sorted([value for value in values if value.kind == kind], key=_STAGE)
 
 
 def _received(value: Value, arrival: Arrival) -> Any:

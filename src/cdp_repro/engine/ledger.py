@@ -13,23 +13,23 @@ class Ledger:
     """Compares each read with the rule's staleness, independently of the passes that wrote the program."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._sizes = schedule.sizes
-        self._rule = schedule.rule
+        self._sizes, self._rule = schedule.sizes, schedule.rule
         self.reads = 0
 
     def record(self, action: Action, version: int) -> None:
-        """Record that a forward or backward used `version`, as tagged by the update that made it."""
-        self.check(action, version)
-        self.reads += 1
+        """Record that a forward or backward used `version`, as tagged by the update that made it.
 
-    def check(self, action: Action, version: int) -> None:
-        """Raise LedgerError unless `version` is the one that the rule asks for."""
-        step, i = divmod(action.micro_batch, self._sizes.micro_batches)
+        Raises:
+            LedgerError: the rule asks for another.
+        """
+        sizes = self._sizes
+        step, i = divmod(action.micro_batch, sizes.micro_batches)
         staleness = self._rule.staleness if action.op is Op.FORWARD else self._rule.backward_staleness
-        delay = staleness(i // self._sizes.replicas, action.stage)
-        asked = max(0, step * self._sizes.updates + i // self._sizes.summed - delay)
+        delay = staleness(i // sizes.replicas, action.stage)
+        asked = max(0, step * sizes.updates + i // sizes.summed - delay)
         if version != asked:
             raise LedgerError(
                 f"{action.op.name.lower()} of stage {action.stage} by worker {i} in step {step} used version "
                 f"{version}; its staleness {delay} asks for version {asked}"
             )
+        self.reads += 1

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class _Borrowed:
-    """What the graph keeps in place of a saved parameter, or a view of one: where in the loan it lies."""
-
-    name: str
-    """Of a parameter with the same storage."""
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+from cdp_repro.engine.memory import storage_key
 
 
 class Loan:
@@ -37,19 +26,22 @@ class Loan:
         """By storage."""
         self.renew(tensors)
 
-    def pack(self, tensor: Tensor) -> _Borrowed | None:
-        """Return what the graph keeps of a saved tensor that lies in the loan; None of any other."""
-        name = self._names.get(tensor.untyped_storage()._cdata)
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor] | None:
+        """Return what the graph keeps of a saved tensor that lies in the loan; None of any other.
+
+        When called, it finds the tensor in the storage that is here then.
+        """
+        name = self._names.get(storage_key(tensor))
         if name is None:
             return None
-        return _Borrowed(name, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        dtype, place = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def unpack(self, borrowed: _Borrowed) -> Tensor:
-        """Return the tensor that was saved, in the storage that is here now."""
-        assert self._tensors, "the parameters are needed while they are not here"
-        storage = self._tensors[borrowed.name].untyped_storage()
-        empty = torch.empty(0, dtype=borrowed.dtype, device=storage.device)
-        return empty.set_(storage, borrowed.offset, borrowed.shape, borrowed.stride)
+        def unpack() -> Tensor:
+            assert self._tensors, "the parameters are needed while they are not here"
+            storage = self._tensors[name].untyped_storage()
+            return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
+
+        return unpack
 
     def give_back(self) -> None:
         """Let go of the parameters; free the memory of copies, whoever still refers to them."""
@@ -61,4 +53,4 @@ class Loan:
     def renew(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the same parameters in another storage."""
         self._tensors = tensors
-        self._names = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
+        self._names = {storage_key(tensor): name for name, tensor in tensors.items()}

@@ -18,7 +18,7 @@ from cdp_repro.engine.transfers import Outgoing, Transfer
 from cdp_repro.schedule import Program, Value
 from cdp_repro.schedule.parts import part_of
 from cdp_repro.schedule.transport import Communicator, Edge, directions
-from cdp_repro.schedule.values import LENT_BACKWARD, LENT_FORWARD
+from cdp_repro.schedule.values import LENT_BACKWARD, LENT_FORWARD, OUTPUT_GRADIENT
 
 TAG_BYTES = 16
 """In front of lent parameters: the version that travels with them. Reported bytes are those of the parameters alone."""
@@ -133,7 +133,7 @@ class Mailbox:
 
     def requires_grad(self, value: Value) -> bool:
         """Whether a received input takes a gradient."""
-        return self._layouts.stages[value.stage - 1].output_requires_grad
+        return bool(self._layouts.stages[value.stage - 1][OUTPUT_GRADIENT].tensors)
 
     def _packed(self, value: Value, tensors: Mapping[str, Tensor], version: int) -> Tensor:
         """Return a new buffer with copies of the tensors, and the version of lent parameters in front of them."""

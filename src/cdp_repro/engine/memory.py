@@ -7,8 +7,6 @@ count once. Parameters, buffers and views of their storage never count (a Linear
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -23,13 +21,11 @@ class ActivationMeter:
     def __init__(self) -> None:
         self.live_bytes = 0
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._excluded: set[int] = set()
 
     def hold(self, tensor: Tensor) -> None:
         """Count `tensor` until its storage dies."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._live or key in self._excluded:
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        if key in self._live:
             return
         size = storage.nbytes()
         self.live_bytes += size
@@ -39,11 +35,8 @@ class ActivationMeter:
         self.live_bytes -= size
         del self._live[key]
 
-    @contextmanager
-    def excluding(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Do not count, inside the body, the storages of `tensors` (parameters and buffers)."""
-        self._excluded = {tensor.untyped_storage()._cdata for tensor in tensors}
-        try:
-            yield
-        finally:
-            self._excluded = set()
+
+def storage_key(tensor: Tensor) -> int:
+    """Return what tells the storage of a tensor from all others that live."""
+    key: int = tensor.untyped_storage()._cdata
+    return key

@@ -17,7 +17,7 @@ from cdp_repro.engine.compute import LossFn
 from cdp_repro.engine.rehearsal import Autocast, Rehearsal, fake_tensors
 from cdp_repro.schedule import Value
 from cdp_repro.schedule.branches import Sources, chain
-from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT
+from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT, PARAMETERS
 
 
 @dataclass(frozen=True)
@@ -98,33 +98,16 @@ VALUE = "value"
 
 
 @dataclass(frozen=True)
-class StageLayouts:
-    """The messages of one stage."""
-
-    output: Layout
-    output_gradient: Layout
-    gradients: Layout
-    parameters: Layout
-    buffers: Layout
-    output_requires_grad: bool
-
-
 class Layouts:
     """What each value looks like when it is sent."""
 
-    def __init__(self, stages: Sequence[StageLayouts]) -> None:
-        self.stages = stages
+    stages: Sequence[Mapping[str, Layout]]
+    """Of each stage by the kind of value; INPUT is that of the next one, its output."""
 
     def of(self, value: Value) -> Layout:
         """Return the layout of a value, whole."""
-        kind, stage = value.kind, value.stage
-        if kind == INPUT:
-            return self.stages[stage - 1].output
-        if kind == OUTPUT_GRADIENT:
-            return self.stages[stage].output_gradient
-        if kind == GRADIENTS:
-            return self.stages[stage].gradients
-        return self.stages[stage].buffers if kind == BUFFERS else self.stages[stage].parameters
+        layouts = self.stages[value.stage - 1 if value.kind == INPUT else value.stage]
+        return layouts.get(value.kind, layouts[PARAMETERS])  # of lent ones, too
 
 
 def layouts_of(
@@ -155,13 +138,12 @@ def layouts_of(
             parameters = dict(module.named_parameters())
             made = {VALUE: outputs[number]} if number in outputs else {}
             found.append(
-                StageLayouts(
-                    output=Layout.of(made),
-                    output_gradient=Layout.of(made if number in with_gradient else {}),
-                    gradients=Layout.of({name: parameters[name] for name in of_parameters}),
-                    parameters=Layout.of(parameters),
-                    buffers=Layout.of(dict(module.named_buffers())),
-                    output_requires_grad=bool(made) and outputs[number].requires_grad,
-                )
+                {
+                    INPUT: Layout.of(made),
+                    OUTPUT_GRADIENT: Layout.of(made if number in with_gradient else {}),
+                    GRADIENTS: Layout.of({name: parameters[name] for name in of_parameters}),
+                    PARAMETERS: Layout.of(parameters),
+                    BUFFERS: Layout.of(dict(module.named_buffers())),
+                }
             )
     return Layouts(found)

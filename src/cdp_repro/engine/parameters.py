@@ -46,8 +46,6 @@ class StageState:
         self.seal = Seal(self._parameters)
         self._delay = delay or Uncorrected([0])
         self._clipping = clipping
-        self._spares_gradients: bool | None = None
-        """Whether the optimizer leaves gradients as they are; None until it has been seen."""
 
     @property
     def version_bytes(self) -> int:
@@ -95,32 +93,16 @@ class StageState:
         """Return the version after `version`, the newest, made with the sum of a training step's gradients.
 
         `in_place`: nobody reads `version` any more, so that its tensors become the next. `gradients_are_ours`: nobody
-        else needs the sum, so that the optimizer may write into it. Where gradients are clipped by a norm that may
-        not be known yet, the version that is returned is made when somebody reads it.
+        else needs the sum, so that the optimizer may write into it.
         """
         self._refuse_other_rates()
         self.seal.check()
-        number = version.number + 1
-        if self._clipping is None:
-            self._step(gradients, learning_rate_factor, in_place, gradients_are_ours)
-            return self.newest(number)
-        clip = self._clipping.clipped
-
-        def make() -> Version:
-            version.ready()  # the optimizer makes one step after the other
-            self._step(clip(version.number, gradients), learning_rate_factor, in_place, gradients_are_ours=True)
-            return self.newest(number)
-
-        return Version.later(number, make) if self._clipping.is_late else make()
-
-    def _step(
-        self, gradients: Gradients, learning_rate_factor: float, in_place: bool, gradients_are_ours: bool
-    ) -> None:
-        """Let the optimizer write the next version."""
-        copies = not gradients_are_ours and not self._spares_gradients
+        if self._clipping is not None:
+            gradients = self._clipping.clipped(version.number, gradients)  # copies
+        elif not gradients_are_ours:
+            gradients = {name: gradient.clone() for name, gradient in gradients.items()}
         for name, parameter in self._parameters.items():
-            gradient = gradients.get(name)
-            parameter.grad = gradient.clone() if copies and gradient is not None else gradient
+            parameter.grad = gradients.get(name)
             if not in_place:
                 parameter.data = parameter.data.clone()  # the optimizer writes here; the old version stays as it is
         if self._optimizer is not None:
@@ -129,12 +111,10 @@ class StageState:
             for group, base_rate in zip(self._groups, self._base_rates, strict=True):
                 group["lr"] = base_rate * learning_rate_factor
             self._rates = self._rates_now()
-            before = self._gradient_counters()
             self._delay.step(self._optimizer)
-            if not gradients_are_ours:
-                self._note_gradients(spared=before == self._gradient_counters())
             self._optimizer.zero_grad()
         self.seal.close()
+        return self.newest(version.number + 1)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -150,20 +130,6 @@ class StageState:
                 "the learning rate of the optimizer is set from outside, e.g. by a torch.optim.lr_scheduler: it would "
                 "meet any of the training steps that are under way. Give the engine the factor on the rate in each "
                 "step instead: Engine(..., learning_rate_factor=lambda step: 0.1 ** (step // 1000))"
-            )
-
-    def _gradient_counters(self) -> list[int]:
-        """Return autograd's counters of how often each gradient was written to."""
-        return [p.grad._version for p in self._parameters.values() if p.grad is not None]
-
-    def _note_gradients(self, spared: bool) -> None:
-        """Learn from the first update, which had a copy, whether the optimizer needs one."""
-        if self._spares_gradients is None:
-            self._spares_gradients = spared
-        elif self._spares_gradients and not spared:
-            raise RuntimeError(
-                f"{self._optimizer_class} has written into a gradient that other ranks still need, after it had not in "
-                "its first step: use an optimizer that leaves gradients as they are"
             )
 
     @property

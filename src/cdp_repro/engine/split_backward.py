@@ -14,15 +14,13 @@ than one place has no single such operation; it takes its gradient in the first 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version
+from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version, accumulate
 
 _Incoming: TypeAlias = tuple[Tensor | None, ...]
 
@@ -53,7 +51,7 @@ class WeightWork:
             ends = [(GradientEdge(node, k), g) for k, g in enumerate(gradients) if g is not None]
             wanted = {name: parameters[name] for name in names}
             with self.compute.restored(self.saved, self.version):
-                _accumulate([edge for edge, _ in ends], [g for _, g in ends], wanted, sums, retain=False)
+                accumulate(wanted, sums, [edge for edge, _ in ends], [g for _, g in ends], [*wanted.values()])
 
 
 def backward_input(
@@ -77,7 +75,8 @@ def backward_input(
     ]
     wanted = {name: parameters[name] for name, count in uses.items() if count > 1}
     with compute.restored(saved, version):
-        _accumulate([saved.edge], [grad_output], wanted, work.early, retain=True, also=saved.leaves)
+        inputs = [*saved.leaves, *wanted.values()]
+        accumulate(wanted, work.early, [saved.edge], [grad_output], inputs, retain_graph=True)
     for handle in handles:
         handle.remove()
     return saved.take_gradients(), work
@@ -88,23 +87,6 @@ def _keeper(work: WeightWork, node: Node, names: frozenset[str]):  # type: ignor
         work.incoming.append((node, names, gradients))
 
     return keep
-
-
-def _accumulate(
-    edges: list[GradientEdge],
-    gradients: list[Tensor],
-    parameters: Gradients,
-    sums: Gradients,
-    retain: bool,
-    also: Sequence[Tensor] = (),
-) -> None:
-    """Run autograd from `edges`; add the gradients of `parameters` to `sums`, by name."""
-    for name, parameter in parameters.items():
-        parameter.grad = sums.get(name)
-    torch.autograd.backward(edges, gradients, retain_graph=retain, inputs=[*also, *parameters.values()])
-    for name, parameter in parameters.items():
-        if parameter.grad is not None:
-            sums[name], parameter.grad = parameter.grad, None
 
 
 def _sides(root: Node, saved: SavedForward) -> dict[Node, set[str]]:

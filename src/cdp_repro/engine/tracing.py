@@ -76,33 +76,19 @@ def as_plain(recorded: Recorded) -> tuple[list[Any], list[Any]]:
     """Return what a rank has recorded as numbers and text, for another rank."""
     records, messages = recorded
     return (
-        [(*_fields(record), [str(each) for each in record.actions], [*record.spans]) for record in records],
-        [(m.slot, m.source, m.destination, m.kind, m.stage, m.bytes, str(m.value)) for m in messages],
+        [vars(record) | {"actions": [str(each) for each in record.actions]} for record in records],
+        [vars(message) | {"value": str(message.value)} for message in messages],
     )
-
-
-def _fields(record: SlotRecord) -> tuple[Any, ...]:
-    return record.slot, record.rank, record.activation_bytes, record.activation_bytes_after, [*record.versions]
 
 
 def from_plain(plain: tuple[list[Any], list[Any]]) -> Recorded:
     """Return what `as_plain` was given."""
     records, messages = plain
     return (
-        [
-            SlotRecord(
-                slot,
-                rank,
-                tuple(Action.parse(each, rank) for each in actions),
-                peak,
-                after,
-                tuple(versions),
-                tuple(spans),
-            )
-            for slot, rank, peak, after, versions, actions, spans in records
-        ],
-        [
-            Message(slot, source, destination, kind, stage, size, Value.parse(value))
-            for slot, source, destination, kind, stage, size, value in messages
-        ],
+        [SlotRecord(**each | {"actions": _parsed(each["actions"], each["rank"])}) for each in records],
+        [Message(**each | {"value": Value.parse(each["value"])}) for each in messages],
     )
+
+
+def _parsed(actions: Sequence[str], rank: int) -> tuple[Action, ...]:
+    return tuple(Action.parse(each, rank) for each in actions)

@@ -56,9 +56,3 @@ class Outgoing:
     def flush(self) -> None:
         """Wait until everything has been sent."""
         self.let_go(before=math.inf)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory that is kept, in which several buffers may lie."""
-        kept = (transfer.buffer.untyped_storage() for _, transfer in self._transfers)
-        return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from cdp_repro.launch.failures import StalledError, is_timeout
@@ -42,6 +42,20 @@ class Positions:
         """Write down what this rank begins, in words; they are made text only if there is somebody to read them."""
         if self._store is not None:
             self._store.set(f"{_PREFIX}/{self._rank}", " ".join(map(str, what)))
+
+    def note(self, error: Exception, doing: object) -> None:
+        """Add to an error what this rank was doing, and, if there are others, where all stand."""
+        where = f" on rank {self._rank}; where the ranks stand:\n{self.report()}"
+        error.add_note(f"while {doing}{where if self.ranks > 1 else ''}")
+
+    @contextmanager
+    def noting(self, doing: object) -> Iterator[None]:
+        """Run the body; see `note`, of an error that is not the user's mistake."""
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            self.note(error, doing)
+            raise
 
     def give_up(self, error: BaseException) -> None:
         """Write down why this rank does not go on: others wait for it in vain."""

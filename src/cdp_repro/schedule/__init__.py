@@ -18,21 +18,22 @@ A `Schedule` is the choice of a timeline, a rule and a placement; its `Program` 
 
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.check import ScheduleError
+from cdp_repro.schedule.placements import PLACEMENTS
 from cdp_repro.schedule.program import Program, RankProgram
 from cdp_repro.schedule.schedule import (
     COLLECTIVE_PLACEMENTS,
     MODES,
     PIPELINE_SCHEDULES,
     PLACEMENT_SIZES,
-    PLACEMENTS,
     SLOT_ORDERS,
-    TIMELINES,
+    Mode,
     Schedule,
     Spec,
     add_mode,
     add_placement,
     add_timeline,
 )
+from cdp_repro.schedule.timelines import TIMELINES
 from cdp_repro.schedule.values import Value
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "SLOT_ORDERS",
     "TIMELINES",
     "Action",
+    "Mode",
     "Op",
     "Program",
     "RankProgram",

@@ -24,6 +24,8 @@ class Op(StrEnum):
     ADD = "A"
     COLLECTIVE = "C"
 
+    __hash__ = str.__hash__  # that of an enum is Python code, and the executor looks up every action by it
+
     is_compute: bool
     """Whether the action is a forward or a backward, or a part of one, which takes a slot of its rank."""
     gives_gradients: bool
@@ -85,6 +87,13 @@ class Action(NamedTuple):
         direction = {Op.SEND: f">{self.peer}", Op.RECEIVE: f"<{self.peer}"}.get(self.op, "")
         return f"{self.op} {self.value}{direction}"
 
+    @property
+    def edge(self) -> tuple[int, int] | None:
+        """Of a message the ranks of its source and destination; else None."""
+        if not self.op.is_message:
+            return None
+        return (self.rank, self.peer) if self.op is Op.SEND else (self.peer, self.rank)
+
     def __str__(self) -> str:
         reads = "".join(f" {value}{'!' if value in self.frees else ''}" for value in self.reads)
         return f"{self.label}:{reads} ->{''.join(f' {value}' for value in self.writes)}"
@@ -126,6 +135,7 @@ class Action(NamedTuple):
         op, rank, stage, micro_batch, version, peer, value, reads, writes, frees = self
         if later is not None:
             rank, peer = later(rank), later(peer) if peer >= 0 else -1
+        moved = tuple([each.shifted(micro_batches, versions) for each in reads])
         return _fast(
             (
                 op,
@@ -135,9 +145,9 @@ class Action(NamedTuple):
                 version + versions if version >= 0 else -1,
                 peer,
                 value and value.shifted(micro_batches, versions),
-                tuple([each.shifted(micro_batches, versions) for each in reads]),
+                moved,
                 tuple([each.shifted(micro_batches, versions) for each in writes]),
-                tuple([each.shifted(micro_batches, versions) for each in frees]),
+                tuple([moved[reads.index(each)] for each in frees]) if len(frees) < len(reads) else moved,
             )
         )
 

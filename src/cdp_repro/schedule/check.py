@@ -8,12 +8,13 @@ micro-batch once, in order; messages match at both ends; nothing waits for what 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.grid import text_grid
 from cdp_repro.schedule.meaning import fault_of
+from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.rings import collective_name
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.values import GRADIENTS, LENT_BACKWARD, LENT_FORWARD, PARAMETERS, Value
@@ -61,9 +62,10 @@ class _Fault(Exception):  # noqa: N818 - of a program, not of ours
 class Checker:
     """Follows the values of all ranks; `slot` raises at the first fault."""
 
-    def __init__(self, schedule: Schedule, held: Mapping[int, Sequence[Value]]) -> None:
-        """`held` are the values that each rank holds at the start."""
-        self._schedule = schedule
+    def __init__(self, schedule: Schedule, first_step: int) -> None:
+        """The run begins at `first_step`, with what is held there."""
+        self._schedule, self._first_step = schedule, first_step
+        held = held_after(schedule, first_step)
         self._live: list[dict[Value, int]] = [dict.fromkeys(held.get(r, ()), -1) for r in range(schedule.ranks)]
         """By rank: each value that is there, and the slot in which it was made."""
         self._announced: list[set[Value]] = [set() for _ in range(schedule.ranks)]
@@ -90,8 +92,7 @@ class Checker:
                 try:
                     done = action.rank not in blocked_ranks and self._apply(slot.number, action)
                 except _Fault as fault:
-                    hint = self._when_it_exists(action, slot, following)
-                    raise self._error(slot, action, f"{fault}{hint}") from None
+                    raise self._error(slot, action, str(fault)) from None
                 if done:
                     ordered.append(action)
                 else:
@@ -99,7 +100,7 @@ class Checker:
                     blocked_ranks.add(action.rank)
             if len(blocked) == len(waiting):
                 missing = [v for v in blocked[0].reads if v not in self._live[blocked[0].rank]]
-                raise self._error(slot, blocked[0], self._why_it_waits(missing, following))
+                raise self._error(slot, blocked[0], _why_it_waits(missing, following))
             waiting = blocked
         self._end_slot(slot, ordered)
         return Slot(slot.number, tuple(ordered))
@@ -114,8 +115,9 @@ class Checker:
             if end.action.value is not None
         }
 
-    def end(self, held: Mapping[int, Sequence[Value]]) -> None:
-        """Check what is left after a drain: `held` by each rank, and nothing else."""
+    def end(self, step: int) -> None:
+        """Check what is left after a drain before `step`: what is held there, and nothing else."""
+        held = held_after(self._schedule, step)
         open_ends = [f"rank {end.action.rank}: {end.action.label}" for ends in self._edges.values() for end in ends]
         if open_ends:
             raise self._error(None, None, f"the program ends with messages of one end only: {'; '.join(open_ends[:4])}")
@@ -142,9 +144,10 @@ class Checker:
             if value not in live:
                 if value in self._announced[rank]:
                     return False
-                raise _Fault(self._why_not_there(value, rank))
+                raise _Fault(self._why_not_there(value, rank) + self._when_it_exists(action, value, slot))
             if is_compute and live[value] >= slot and value.kind in (PARAMETERS, *_LENT):
-                raise _Fault(f"version {action.version} of stage {action.stage} is made only in this same slot")
+                late = self._when_it_exists(action, value, slot)
+                raise _Fault(f"version {action.version} of stage {action.stage} is made only in this same slot{late}")
         is_collective = op is Op.COLLECTIVE
         if is_collective and not self._can_join(action):
             return False
@@ -184,17 +187,16 @@ class Checker:
 
     def _message(self, slot: int, action: Action, born: int) -> None:
         """Join one end of a message to its other end, which must be the oldest open one on this edge."""
-        value = action.value
-        assert value is not None
-        is_send = action.op is Op.SEND
-        source, destination = (action.rank, action.peer) if is_send else (action.peer, action.rank)
+        value, edge = action.value, action.edge
+        assert value is not None and edge is not None
+        is_send, (source, destination) = action.op is Op.SEND, edge
         if source == destination:
             raise _Fault("a rank sends to itself")
         if not is_send:
             if value in self._live[destination] or value in self._announced[destination]:
                 raise _Fault(f"{value} is on rank {destination} already")
             self._announced[destination].add(value)
-        ends = self._edges[source, destination]
+        ends = self._edges[edge]
         if not ends or ends[0].action.op is action.op:
             ends.append(_OpenEnd(action, slot, born))
             return
@@ -257,32 +259,22 @@ class Checker:
         alive = sorted(str(v) for v in self._live[rank] if (v.kind, v.stage) == (value.kind, value.stage))
         return f"{value} is not on rank {rank}" + (f"; there are {', '.join(alive[:6])}" if alive else "")
 
-    def _why_it_waits(self, missing: Sequence[Value], following: Sequence[Slot]) -> str:
-        names = ", ".join(map(str, missing)) or "the other ranks"
-        for later in following:
-            if any(a.op is Op.SEND and a.value in missing for a in later.actions):
-                return f"it waits for {names}, which is sent only in slot {later.number}"
-        return f"it waits for {names}, and ranks wait for each other in a cycle, or nothing sends it"
-
-    def _when_it_exists(self, action: Action, slot: Slot, following: Sequence[Slot]) -> str:
-        """If `action` reads the version of its rule too early, say from which slot on it exists, and what works."""
-        lent = action.value if action.op is Op.SEND and action.value and action.value.kind != PARAMETERS else None
-        read = next((v for v in action.reads if v.kind == PARAMETERS), None)
-        m = action.micro_batch if action.op.is_compute else lent.number if lent and lent.kind in _LENT else -1
-        if read is None or m < 0 or not 0 <= action.stage < self._schedule.stages:
+    def _when_it_exists(self, action: Action, read: Value, slot: int) -> str:
+        """If a read of the version of the rule is too early for the timeline, say when it exists, and what works."""
+        lent = action.value if action.op is Op.SEND and action.value and action.value.kind in _LENT else None
+        m, stage = lent.number if lent else action.micro_batch, action.stage
+        schedule, sizes = self._schedule, self._schedule.sizes
+        if read.kind != PARAMETERS or m < 0 or read.number != schedule.rule.version(m, stage):
             return ""
-        if read.number != self._schedule.rule.version(m, action.stage):
+        step, last = divmod(read.number * sizes.summed - 1, sizes.micro_batches)
+        begin = (step - self._first_step) * schedule.slots_per_step
+        made = begin + schedule.timeline.backward_weights(last // sizes.replicas, stage)
+        if step < self._first_step or made < slot:
             return ""
-        made = next(
-            (s.number for s in (slot, *following) for a in s.actions if _completes(a, read, self._schedule)), None
-        )
-        if made is None:
-            return ""
-        sizes = self._schedule.sizes
         i = m % sizes.micro_batches // sizes.replicas
-        delay = self._schedule.rule.matrix[i][action.stage]
+        delay = schedule.rule.matrix[i][stage]
         return (
-            f".\nStaleness {delay} of (worker {i}, stage {action.stage}) asks for that version in slot {slot.number}, "
+            f".\nStaleness {delay} of (micro-batch {i}, stage {stage}) asks for that version in slot {slot}, "
             f"but its last gradient is there only after slot {made}: it exists from slot {made + 1} on. "
             f"Staleness {delay + 1} works at this place; mode=cdp_v2 is the smallest staleness everywhere"
         )
@@ -295,7 +287,9 @@ class Checker:
         return ScheduleError(f"{where}{rank}{what}{fault}\n\n{grid}", slot and slot.number, action)
 
 
-def _completes(action: Action, version: Value, schedule: Schedule) -> bool:
-    """Whether a backward is the last of those from whose gradients `version` is made."""
-    last = version.number * schedule.sizes.summed - 1
-    return action.op.gives_gradients and (action.stage, action.micro_batch) == (version.stage, last)
+def _why_it_waits(missing: Sequence[Value], following: Sequence[Slot]) -> str:
+    names = ", ".join(map(str, missing)) or "the other ranks"
+    for later in following:
+        if any(a.op is Op.SEND and a.value in missing for a in later.actions):
+            return f"it waits for {names}, which is sent only in slot {later.number}"
+    return f"it waits for {names}, and ranks wait for each other in a cycle, or nothing sends it"

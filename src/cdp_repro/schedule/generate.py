@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cdp_repro.schedule.actions import Action, Op
+from cdp_repro.schedule.actions import Op
 from cdp_repro.schedule.passes.frees import add_frees, held_after
 from cdp_repro.schedule.passes.placing import Slots, compute
 from cdp_repro.schedule.passes.sending import add_boundary_messages, add_lending
@@ -22,10 +22,6 @@ def generate(schedule: Schedule, first_step: int, steps: int) -> Slots:
     slots = add_sums(slots, schedule)
     if schedule.lent:
         slots = add_lending(slots, schedule)
-    return add_frees([_receives_first(actions) for actions in slots], held_after(schedule, first_step + steps))
-
-
-def _receives_first(actions: list[Action]) -> list[Action]:
-    """Return the actions of a slot with the receives before the others, as they never wait."""
-    receives = [action for action in actions if action.op is Op.RECEIVE]
-    return receives + [action for action in actions if action.op is not Op.RECEIVE] if receives else actions
+    for actions in slots:
+        actions.sort(key=lambda action: action.op is not Op.RECEIVE)  # receives never wait
+    return add_frees(slots, held_after(schedule, first_step + steps))

@@ -33,9 +33,3 @@ class Lanes:
         duration = self.duration(action.micro_batch)
         first = slot if action.op is Op.FORWARD else slot - duration + 1
         return range(first, first + duration)
-
-    def next_in(self, lane: int, micro_batch: int) -> int:
-        """Return the first micro-batch of a lane from `micro_batch` on."""
-        if not self.turns:
-            return micro_batch + (lane - micro_batch) % self.number
-        return next(m for m in range(micro_batch, micro_batch + len(self.turns)) if self.of(m) == lane)

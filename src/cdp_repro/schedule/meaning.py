@@ -5,6 +5,7 @@ from __future__ import annotations
 from cdp_repro.schedule.actions import Action, Op
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.values import (
+    BUFFERS,
     GRADIENTS,
     INPUT,
     LENT_BACKWARD,
@@ -22,6 +23,55 @@ from cdp_repro.schedule.values import (
 )
 
 
+def compute_values(
+    schedule: Schedule, op: Op, m: int, stage: int, read: Value
+) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    """Return what a forward or backward, or a part of one, reads and writes beside the sums of gradients.
+
+    `read` are its parameters: of its rank, or lent to it.
+    """
+    sizes = schedule.sizes
+    before, after = sizes.tokens_before(m), sizes.tokens_after(m)
+    saved, gradient, work = (micro_batch_value(kind, stage, m) for kind in (SAVED, OUTPUT_GRADIENT, WEIGHT_WORK))
+    if op is Op.BACKWARD_WEIGHTS:
+        return (work,), ()
+    if op is Op.FORWARD:
+        worker = buffers(stage, schedule.statistics_of(m))
+        inputs = [micro_batch_value(INPUT, source + 1, m) for source in sizes.sources[stage]]
+        output = gradient if stage == schedule.stages - 1 else micro_batch_value(INPUT, stage + 1, m)
+        known = () if before is None else (micro_batch_value(PREFIX, stage, before),)
+        kept = () if after is None else (micro_batch_value(PREFIX, stage, m),)
+        return (*inputs, read, worker, *known), (saved, output, worker, *kept)
+    later = () if after is None else (micro_batch_value(PREFIX_GRADIENT, stage, m),)
+    of_inputs = [micro_batch_value(OUTPUT_GRADIENT, source, m) for source in sizes.sources[stage]]
+    of_prefix = () if before is None else (micro_batch_value(PREFIX_GRADIENT, stage, before),)
+    put_off = (work,) if op is Op.BACKWARD_INPUT else ()
+    return (saved, gradient, read, *later), (*of_inputs, *of_prefix, *put_off)
+
+
+def version_read(schedule: Schedule, op: Op, m: int, stage: int) -> int:
+    """Return the version that the rule asks a forward or backward to read."""
+    return (schedule.rule.version if op is Op.FORWARD else schedule.rule.backward_version)(m, stage)
+
+
+def lent_for(op: Op, m: int, stage: int, version: int) -> Value:
+    """Return the copy of a version that is lent for a forward or backward."""
+    return Value(LENT_FORWARD if op is Op.FORWARD else LENT_BACKWARD, stage, m, version)
+
+
+def update(schedule: Schedule, stage: int, version: int, rank: int) -> Action:
+    """Return the update that makes a version on a rank, of its shard where the stage is sharded."""
+    part, parts = (rank + 1, schedule.ranks) if schedule.placement.is_sharded else (0, 1)
+    before, after = (parameters(stage, v).divided(part, parts) for v in (version - 1, version))
+    total = total_of(schedule, stage, version).divided(part, parts)
+    return Action(Op.UPDATE, rank, stage, version=version, reads=(before, total), writes=(after,))
+
+
+def total_of(schedule: Schedule, stage: int, version: int) -> Value:
+    """Return the sum from which a version is made."""
+    return gradient_sum(stage, range((version - 1) * schedule.sizes.summed, version * schedule.sizes.summed))
+
+
 def fault_of(action: Action, schedule: Schedule) -> str | None:
     """Return what is wrong with an action by itself, or None."""
     if not 0 <= action.stage < schedule.stages:
@@ -32,80 +82,32 @@ def fault_of(action: Action, schedule: Schedule) -> str | None:
     return _FAULTS[action.op](action, schedule)
 
 
-def _forward_fault(action: Action, schedule: Schedule) -> str | None:
-    stage, m = action.stage, action.micro_batch
-    fault = _compute_fault(action, schedule)
-    if fault:
-        return fault
-    worker = buffers(stage, schedule.statistics_of(m))
-    inputs = [micro_batch_value(INPUT, source + 1, m) for source in schedule.sizes.sources[stage]]
-    reads = (*inputs, _read_parameters(action, LENT_FORWARD), worker)
-    is_last = stage == schedule.stages - 1
-    output = micro_batch_value(OUTPUT_GRADIENT, stage, m) if is_last else micro_batch_value(INPUT, stage + 1, m)
-    before, after = schedule.sizes.tokens_before(m), schedule.sizes.tokens_after(m)
-    known = () if before is None else (micro_batch_value(PREFIX, stage, before),)
-    kept = () if after is None else (micro_batch_value(PREFIX, stage, m),)
-    return _differs(action, (*reads, *known), (micro_batch_value(SAVED, stage, m), output, worker, *kept))
+def _compute_fault(action: Action, schedule: Schedule) -> str | None:
+    op, stage, m = action.op, action.stage, action.micro_batch
+    expected, rank = version_read(schedule, op, m, stage), schedule.placement.rank_of(m, stage)
+    if action.version != expected:
+        return f"its rule asks for version {expected}"
+    if action.rank != rank:
+        return f"it is on rank {action.rank}; the placement puts it on rank {rank}"
+    lent = lent_for(op, m, stage, expected)
+    read = lent if lent in action.reads else parameters(stage, expected)
+    reads, writes = compute_values(schedule, op, m, stage, read)
+    if not op.gives_gradients:
+        return _differs(action, reads, writes)
+    before, after = ([v for v in values if v.kind == GRADIENTS] for values in (action.reads, action.writes))
+    fault = _order_fault(action, schedule, before, after)
+    return fault or _differs(action, (*reads, *before), (*writes, *after))
 
 
-def _backward_fault(action: Action, schedule: Schedule) -> str | None:
-    fault = _compute_fault(action, schedule) or _order_fault(action, schedule)
-    reads, writes = _read_and_passed_on(action, schedule)
-    sums = [[value for value in values if value.kind == GRADIENTS] for values in (action.reads, action.writes)]
-    return fault or _differs(action, (*reads, *sums[0]), (*writes, *sums[1]))
-
-
-def _input_fault(action: Action, schedule: Schedule) -> str | None:
-    reads, writes = _read_and_passed_on(action, schedule)
-    work = micro_batch_value(WEIGHT_WORK, action.stage, action.micro_batch)
-    return _compute_fault(action, schedule) or _differs(action, reads, (*writes, work))
-
-
-def _weights_fault(action: Action, schedule: Schedule) -> str | None:
-    work = micro_batch_value(WEIGHT_WORK, action.stage, action.micro_batch)
-    reads = (work, *(value for value in action.reads if value.kind == GRADIENTS))
-    fault = _compute_fault(action, schedule) or _order_fault(action, schedule)
-    return fault or _differs(action, reads, action.writes[:1])
-
-
-def _read_and_passed_on(action: Action, schedule: Schedule) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    """Return what a backward, or its first part, reads and writes beside the sums of gradients."""
-    stage, m = action.stage, action.micro_batch
-    saved, lent = micro_batch_value(SAVED, stage, m), _read_parameters(action, LENT_BACKWARD)
-    reads = (saved, micro_batch_value(OUTPUT_GRADIENT, stage, m), lent)
-    before, after = schedule.sizes.tokens_before(m), schedule.sizes.tokens_after(m)
-    later = () if after is None else (micro_batch_value(PREFIX_GRADIENT, stage, m),)
-    of_inputs = [micro_batch_value(OUTPUT_GRADIENT, source, m) for source in schedule.sizes.sources[stage]]
-    of_prefix = () if before is None else (micro_batch_value(PREFIX_GRADIENT, stage, before),)
-    return (*reads, *later), (*of_inputs, *of_prefix)
-
-
-def _order_fault(action: Action, schedule: Schedule) -> str | None:
+def _order_fault(action: Action, schedule: Schedule, before: list[Value], after: list[Value]) -> str | None:
     """Say what is wrong with the sum that an action adds its micro-batch's gradients to."""
     stage, m = action.stage, action.micro_batch
-    before = [value for value in action.reads if value.kind == GRADIENTS]
-    after = [value for value in action.writes if value.kind == GRADIENTS]
     if len(before) > 1 or len(after) != 1:
         return "it must add its gradients to at most one sum, and write one"
     if after[0].stage != stage or after[0] != (_followed_by(before[0], m) if before else gradient_sum(stage, (m,))):
         members = [*(m for value in before for m in value.members), m]
         return f"{after[0]} would be of the micro-batches {members}, which is not their order"
     return _mixed(after[0], schedule)
-
-
-def _compute_fault(action: Action, schedule: Schedule) -> str | None:
-    asked = schedule.rule.version if action.op is Op.FORWARD else schedule.rule.backward_version
-    expected = asked(action.micro_batch, action.stage)
-    if action.version != expected:
-        return f"its rule asks for version {expected}"
-    rank = schedule.placement.rank_of(action.micro_batch, action.stage)
-    return None if action.rank == rank else f"it is on rank {action.rank}; the placement puts it on rank {rank}"
-
-
-def _read_parameters(action: Action, lent: str) -> Value:
-    """Return the parameters that a forward or backward must read: its rank's, or those lent to it."""
-    copy = Value(lent, action.stage, action.micro_batch, action.version)
-    return copy if copy in action.reads else parameters(action.stage, action.version)
 
 
 def _followed_by(total: Value, m: int) -> Value | None:
@@ -138,20 +140,18 @@ def _add_fault(action: Action, schedule: Schedule) -> str | None:
 
 
 def _update_fault(action: Action, schedule: Schedule) -> str | None:
-    stage, version, holders = action.stage, action.version, schedule.placement.holders(action.stage)
-    if action.rank not in holders:
-        return f"rank {action.rank} does not hold stage {stage}"
-    part, parts = (action.rank + 1, len(holders)) if schedule.placement.is_sharded else (0, 1)
-    summed = schedule.sizes.summed
-    total = gradient_sum(stage, range((version - 1) * summed, version * summed)).divided(part, parts)
-    before, after = (parameters(stage, each).divided(part, parts) for each in (version - 1, version))
-    return _differs(action, (before, total), (after,))
+    if action.rank not in schedule.placement.holders(action.stage):
+        return f"rank {action.rank} does not hold stage {action.stage}"
+    expected = update(schedule, action.stage, action.version, action.rank)
+    return _differs(action, expected.reads, expected.writes)
 
 
 def _send_fault(action: Action, _: Schedule) -> str | None:
     value = action.value
     if value is None or len(action.reads) != 1 or action.writes:
         return "it must read what it sends, and write nothing"
+    if value.kind not in (INPUT, OUTPUT_GRADIENT, GRADIENTS, BUFFERS, LENT_FORWARD, LENT_BACKWARD):
+        return f"{value} cannot be sent"
     own = parameters(value.stage, value.version) if value.kind in (LENT_FORWARD, LENT_BACKWARD) else value.whole
     return None if action.reads[0] in (value, own) else f"it must read {own}"
 
@@ -190,10 +190,10 @@ def _mixed(value: Value, schedule: Schedule) -> str | None:
 
 
 _FAULTS = {
-    Op.FORWARD: _forward_fault,
-    Op.BACKWARD: _backward_fault,
-    Op.BACKWARD_INPUT: _input_fault,
-    Op.BACKWARD_WEIGHTS: _weights_fault,
+    Op.FORWARD: _compute_fault,
+    Op.BACKWARD: _compute_fault,
+    Op.BACKWARD_INPUT: _compute_fault,
+    Op.BACKWARD_WEIGHTS: _compute_fault,
     Op.ADD: _add_fault,
     Op.UPDATE: _update_fault,
     Op.SEND: _send_fault,

@@ -11,7 +11,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
-from cdp_repro.schedule.timelines import Timeline
+from cdp_repro.schedule.by_name import ByName
+from cdp_repro.schedule.timelines.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -206,3 +207,12 @@ class ModelParallel(Placement):
         if self.timeline.name != "cyclic":
             return sizes.workers
         return -(-(sizes.stages - stage) // (sizes.stages // sizes.workers))
+
+
+PLACEMENTS: ByName[type[Placement]] = ByName(
+    "placements",
+    {
+        placement.name: placement
+        for placement in (SingleDevice, Replicated, Zero, ModelParallel, Pipeline, ParameterServer)
+    },
+)

@@ -19,9 +19,10 @@ to the largest staleness differ; all later ones are the last of these, with shif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.check import Checker, ScheduleError, State
@@ -32,7 +33,7 @@ from cdp_repro.schedule.roles import Roles
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation import strategy_of
 from cdp_repro.schedule.summation.local import sum_locally
-from cdp_repro.schedule.transport import Communicator, Edge, blocked_on_nccl, communicators, edges
+from cdp_repro.schedule.transport import Communicator, Edge, blocked_on_nccl, directions, edges
 from cdp_repro.schedule.values import Value
 
 MAX_STEPS = 12
@@ -53,16 +54,6 @@ class Run:
     period: Piece
     drains: dict[int, Piece]
     """By the number of steps, from 1 to F + 1, after which they come."""
-
-    def pieces(self, upcoming: Upcoming, drain: Callable[[int], Piece]) -> Iterator[tuple[Piece, int]]:
-        """Yield each piece of a run with the number of training steps by which it is shifted."""
-        done, repeating = 0, len(self.fill)
-        while upcoming():
-            yield (self.fill[done], 0) if done < repeating else (self.period, done - repeating)
-            done += 1
-        if done:
-            last = min(done, repeating + 1)
-            yield drain(last), done - last
 
 
 class Program:
@@ -103,12 +94,13 @@ class Program:
         Raises:
             ScheduleError: no communicators would do, which a program that the passes made never needs to fear.
         """
-        slots = self.complete_run
-        found = communicators(slots, self.schedule.ranks, self.roles.after(1))
-        stuck = blocked_on_nccl(slots, self.schedule.ranks, found)
+        slots, shared, alone = self.complete_run, directions(self.edges), tuple((edge,) for edge in self.edges)
+        if blocked_on_nccl(slots, shared) is None:
+            return shared
+        stuck = blocked_on_nccl(slots, alone)
         if stuck is not None:
             raise ScheduleError(f"rank {stuck.rank}, {stuck.label}: it would wait for ever on NCCL", action=stuck)
-        return found
+        return alone
 
     @property
     def steady_step(self) -> int:
@@ -156,21 +148,27 @@ class Program:
     def slots(self, steps: int, first_step: int = 0) -> list[Slot]:
         """Return the slots of all ranks in a run of `steps` training steps, written out."""
         run, start = self.run_from(first_step)
-        return self._written_out(run, steps, start)
-
-    def _written_out(self, run: Run, steps: int, start: int = 0) -> list[Slot]:
-        """Return the slots of `steps` steps of a run, its numbers shifted by `start` training steps."""
-        left = iter(range(steps))
-        found: list[Slot] = []
-        for piece, ahead in run.pieces(lambda: next(left, None) is not None, lambda n: self.drain(run, n)):
-            found += self.shifted(piece, ahead, start + ahead)
-        return found
+        return [*self._written_out(run, range(steps), start)]
 
     def endless(self) -> Iterator[Slot]:
         """Yield the slots of all ranks in a run without an end."""
-        run, _ = self.run_from(0)
-        for piece, ahead in run.pieces(lambda: True, lambda n: self.drain(run, n)):
-            yield from self.shifted(piece, ahead, ahead)
+        return self._written_out(self.run_from(0)[0], count())
+
+    def _written_out(self, run: Run, steps: Iterable[int], start: int = 0) -> Iterator[Slot]:
+        """Yield the slots of a run that has a training step for each of `steps`, shifted by `start` more."""
+        coming = iter(steps)
+        for piece, ahead in self.pieces(run, lambda: next(coming, None) is not None):
+            yield from self.shifted(piece, ahead, start + ahead)
+
+    def pieces(self, run: Run, upcoming: Upcoming) -> Iterator[tuple[Piece, int]]:
+        """Yield each piece of a run with the number of training steps by which it is shifted."""
+        done, repeating = 0, len(run.fill)
+        while upcoming():
+            yield (run.fill[done], 0) if done < repeating else (run.period, done - repeating)
+            done += 1
+        if done:
+            last = min(done, repeating + 1)
+            yield self.drain(run, last), done - last
 
     def shifted(self, piece: Piece, ahead: int, steps: int) -> Piece:
         """Return a piece with its slots `ahead` steps later, and its other numbers `steps` training steps later."""
@@ -190,16 +188,13 @@ class Program:
         slots = generate(self.schedule, first_step, steps)
         return [Slot(number, tuple(actions)) for number, actions in enumerate(slots)]
 
+    @without_collection()
     def _made(self, first_step: int) -> Run:
         """Return the run from `first_step`.
 
         The pattern repeats from the first step that begins and ends in the same state, but for a shift of one training
         step, and whose versions are not clipped at 0. So it is looked for in longer and longer runs.
         """
-        with without_collection():
-            return self._repeating(first_step)
-
-    def _repeating(self, first_step: int) -> Run:
         longest, checked = self.schedule.rule.longest, _CheckedRun(self, first_step)
         for steps in range(longest + 2, 2 * longest + MAX_STEPS):
             slots = self._generated(first_step, steps)
@@ -218,7 +213,7 @@ class Program:
         """Check a run that a file holds, with each of its drains, and that its period can be repeated for ever."""
         repeating = len(run.fill)
         for steps in range(1, repeating + 2):
-            states = self._checked(self._written_out(run, steps), run.first_step, steps).states
+            states = self._checked([*self._written_out(run, range(steps))], run.first_step, steps).states
         if not self._repeats(states[repeating], states[repeating + 1]):
             raise ScheduleError(
                 f"the period of the run from step {run.first_step} does not end as it begins, one training step later: "
@@ -245,7 +240,7 @@ class _CheckedRun:
 
     def __init__(self, program: Program, first_step: int) -> None:
         self._program, self._first_step = program, first_step
-        self._checker = Checker(program.schedule, program.held_at(first_step))
+        self._checker = Checker(program.schedule, first_step)
         self._slots: list[Slot] = []
         """The checked slots, each in an order in which one process could run it."""
         self.states: list[State] = [self._checker.state()]
@@ -260,7 +255,7 @@ class _CheckedRun:
     def end(self, slots: Sequence[Slot], steps: int) -> None:
         """Check the drain after `steps` steps, and what it leaves."""
         self._check(slots, len(slots))
-        self._checker.end(self._program.held_at(self._first_step + steps))
+        self._checker.end(self._first_step + steps)
 
     def piece(self, step: int) -> Piece:
         """Return the checked slots of the piece of a step; behind the last one, those of the drain."""
@@ -275,8 +270,7 @@ class _CheckedRun:
 
 def overlap(schedule: Schedule) -> int:
     """Return the slots by which the piece of a step begins before its step: 1 where what ranks send looks ahead."""
-    sums_locally = all(strategy_of(schedule, stage) is sum_locally for stage in range(schedule.stages))
-    return 0 if sums_locally and not schedule.lent else 1
+    return int(any(strategy_of(schedule, stage) is not sum_locally for stage in range(schedule.stages)))
 
 
 class RankProgram:
@@ -313,18 +307,11 @@ class RankProgram:
 
     def replay(self, first_step: int, upcoming: Upcoming, first_slot: int = 0) -> Iterator[Slot]:
         """Yield the slots of a run from `first_step` and `first_slot` in which the rank acts."""
-        program, schedule = self._program, self.schedule
-        run, start = program.run_from(first_step)
-        for piece, ahead in run.pieces(upcoming, lambda n: program.drain(run, n)):
-            steps, slots = start + ahead, first_slot + ahead * schedule.slots_per_step
-            later = program.roles.after(steps)
-            role = self._cycle[(self._cycle.index(self.rank) - steps) % len(self._cycle)]
-            for slot in self._picked(piece)[role]:
-                if steps:
-                    actions = tuple([a.shifted(*schedule.ahead(steps), later) for a in slot.actions])
-                    yield Slot(slot.number + slots, actions)
-                else:
-                    yield Slot(slot.number + slots, slot.actions)
+        run, start = self._program.run_from(first_step)
+        for piece, ahead in self._program.pieces(run, upcoming):
+            role = self._cycle[(self._cycle.index(self.rank) - start - ahead) % len(self._cycle)]
+            for slot in self._program.shifted(self._picked(piece)[role], ahead, start + ahead):
+                yield slot._replace(number=slot.number + first_slot)
 
     def _picked(self, piece: Piece) -> dict[int, list[Slot]]:
         """Return the slots of a piece with the actions of each role that the rank plays; found once."""

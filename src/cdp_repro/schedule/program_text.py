@@ -25,7 +25,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, fields
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -82,19 +82,17 @@ def read_program(text: str) -> Program:
         raise ScheduleError(f"line {line}: {error}" if line else str(error)) from None
 
 
-@dataclass
-class _Section:
-    """A piece as it is read: the number of each line with its slot and action."""
+_Lines = list[tuple[int, int, Action]]
+"""A piece as it is read: of each line its number, its slot and its action."""
 
-    lines: list[tuple[int, int, Action]] = field(default_factory=list)
 
-    def slots(self, first: int, last: int | None = None) -> list[Slot]:
-        """Return the slots from `first` on, up to `last`, or to the last one in which there is something to do."""
-        actions: dict[int, list[Action]] = defaultdict(list)
-        for _, slot, action in self.lines:
-            actions[slot].append(action)
-        end = max(actions, default=first - 1) if last is None else last
-        return [Slot(number, tuple(actions.get(number, ()))) for number in range(first, end + 1)]
+def _slots(lines: _Lines, first: int, last: int | None = None) -> list[Slot]:
+    """Return the slots from `first` on, up to `last`, or to the last one in which there is something to do."""
+    actions: dict[int, list[Action]] = defaultdict(list)
+    for _, slot, action in lines:
+        actions[slot].append(action)
+    end = max(actions, default=first - 1) if last is None else last
+    return [Slot(number, tuple(actions.get(number, ()))) for number in range(first, end + 1)]
 
 
 class _Reader:
@@ -102,7 +100,7 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self._lines = text.split("\n")
-        self._sections: dict[tuple[int, str, int], _Section] = {}
+        self._sections: dict[tuple[int, str, int], _Lines] = {}
         """By first step of the run, kind and number."""
 
     def read(self) -> tuple[Schedule, dict[int, Run]]:
@@ -125,7 +123,7 @@ class _Reader:
                 place = first_step, section["kind"], int(section["number"])
                 if place in self._sections:
                     raise _broken(number, f"{line!r} stands twice in the run from step {first_step}")
-                self._sections[place] = _Section()
+                self._sections[place] = []
             elif first_step < 0:
                 header |= _entry(number, line)
             elif line.startswith("rank ") and line[5:].isdigit():
@@ -135,7 +133,7 @@ class _Reader:
                     number, f"{line!r} belongs to no rank of a piece: it needs `fill 0` and `rank 0` before it"
                 )
             else:
-                self._sections[place].lines.append(_action(number, line, rank))
+                self._sections[place].append(_action(number, line, rank))
         schedule = _schedule(header)
         self._refuse_other_ranks(schedule)
         found, needed = sorted({step for step, _, _ in self._sections}), [*range(schedule.rule.longest + 1)]
@@ -151,8 +149,8 @@ class _Reader:
                 yield number, said
 
     def _refuse_other_ranks(self, schedule: Schedule) -> None:
-        for section in self._sections.values():
-            for number, _, action in section.lines:
+        for lines in self._sections.values():
+            for number, _, action in lines:
                 if max(action.rank, action.peer) >= schedule.ranks:
                     raise _broken(
                         number,
@@ -176,16 +174,16 @@ class _Reader:
 
         def piece(kind: str, step: int) -> list[Slot]:
             begin, end = max(0, step * period - early), (step + 1) * period - early - 1
-            outside = [line for line, slot, _ in named[kind, step].lines if not begin <= slot <= end]
+            outside = [line for line, slot, _ in named[kind, step] if not begin <= slot <= end]
             if outside:
                 raise _broken(outside[0], f"{kind} {step} has the slots {begin} to {end}")
-            return named[kind, step].slots(begin, end)
+            return _slots(named[kind, step], begin, end)
 
         return Run(
             first_step,
             [piece("fill", step) for step in fill],
             piece("period", repeating),
-            {steps: named["drain after", steps].slots(steps * period - early) for steps in drains},
+            {steps: _slots(named["drain after", steps], steps * period - early) for steps in drains},
         )
 
     def line_of(self, action: Action | None, slot: int | None, schedule: Schedule) -> int | None:
@@ -193,8 +191,8 @@ class _Reader:
         if action is None or slot is None:
             return None
         found = None
-        for section in self._sections.values():
-            for number, own_slot, own in section.lines:
+        for lines in self._sections.values():
+            for number, own_slot, own in lines:
                 steps, rest = divmod(slot - own_slot, schedule.slots_per_step)
                 if rest == 0 and own.op is action.op and own.stage == action.stage:
                     shifted = own.shifted(*schedule.ahead(steps))

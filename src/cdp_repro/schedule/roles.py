@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 
 from cdp_repro.schedule.schedule import Schedule
 
@@ -19,13 +18,9 @@ class Roles:
 
     def __init__(self, schedule: Schedule) -> None:
         """Raise ValueError if the placement moves a rank's work to several ranks, which has no such permutation."""
-        self._schedule = schedule
-        self._cycle_of  # noqa: B018 - a placement without a permutation is refused here, not in the middle of a run
-
-    @cached_property
-    def are_fixed(self) -> bool:
+        self._cycle_of = _cycles(schedule)
+        self.are_fixed = all(len(cycle) == 1 for cycle, _ in self._cycle_of.values())
         """Whether every rank keeps its role."""
-        return all(len(cycle) == 1 for cycle, _ in self._cycle_of.values())
 
     def after(self, steps: int) -> Callable[[int], int] | None:
         """Return what maps a rank to the one that plays its role `steps` later; None if each keeps its own."""
@@ -43,24 +38,24 @@ class Roles:
         """Return the roles that a rank plays, one after the other in reverse order."""
         return self._cycle_of[rank][0]
 
-    @cached_property
-    def _cycle_of(self) -> dict[int, tuple[tuple[int, ...], int]]:
-        """By rank: the ranks that play its role in turn, and its place among them."""
-        placement, step = self._schedule.placement, self._schedule.micro_batches
-        following: dict[int, int] = {}
-        for stage in range(self._schedule.stages):
-            for m in range(2 * step):
-                rank, later = placement.rank_of(m, stage), placement.rank_of(m + step, stage)
-                if following.setdefault(rank, later) != later:
-                    raise ValueError(
-                        f"{self._schedule}: a training step later, the work of rank {rank} is on ranks "
-                        f"{following[rank]} and {later}; it must move as a whole"
-                    )
-        found: dict[int, tuple[tuple[int, ...], int]] = {}
-        for rank in range(self._schedule.ranks):
-            if rank not in found:
-                cycle = [rank]
-                while (following.get(cycle[-1], rank)) != rank:
-                    cycle.append(following[cycle[-1]])
-                found |= {each: (tuple(cycle), place) for place, each in enumerate(cycle)}
-        return found
+
+def _cycles(schedule: Schedule) -> dict[int, tuple[tuple[int, ...], int]]:
+    """Return by rank the ranks that play its role in turn, and its place among them."""
+    placement, step = schedule.placement, schedule.micro_batches
+    following: dict[int, int] = {}
+    for stage in range(schedule.stages):
+        for m in range(2 * step):
+            rank, later = placement.rank_of(m, stage), placement.rank_of(m + step, stage)
+            if following.setdefault(rank, later) != later:
+                raise ValueError(
+                    f"{schedule}: a training step later, the work of rank {rank} is on ranks "
+                    f"{following[rank]} and {later}; it must move as a whole"
+                )
+    found: dict[int, tuple[tuple[int, ...], int]] = {}
+    for rank in range(schedule.ranks):
+        if rank not in found:
+            cycle = [rank]
+            while (following.get(cycle[-1], rank)) != rank:
+                cycle.append(following[cycle[-1]])
+            found |= {each: (tuple(cycle), place) for place, each in enumerate(cycle)}
+    return found

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 from cdp_repro.schedule.sizes import Sizes
 
@@ -22,7 +21,6 @@ class Rule(ABC):
     """
 
     sizes: Sizes
-    name: ClassVar[str]
 
     @abstractmethod
     def staleness(self, i: int, j: int) -> int:
@@ -73,8 +71,6 @@ class Rule(ABC):
 class Fresh(Rule):
     """The version that the step before has made: synchronous training."""
 
-    name = "fresh"
-
     def staleness(self, i: int, j: int) -> int:  # noqa: ARG002 - the same for all
         """Return 0."""
         return 0
@@ -82,8 +78,6 @@ class Fresh(Rule):
 
 class UniformDelay(Rule):
     """One training step late everywhere: `cdp_v1`; on a pipeline PipeDream-2BW."""
-
-    name = "uniform_delay"
 
     def staleness(self, i: int, j: int) -> int:  # noqa: ARG002 - the same for all
         """Return 1."""
@@ -100,8 +94,6 @@ class Freshest(Rule):
     training step make it smaller, and the pipeline still never drains.
     """
 
-    name = "freshest"
-
     def staleness(self, i: int, j: int) -> int:
         """Return -floor((c(i+1) + j - S) / (cM))."""
         per_worker = self.sizes.stages // self.sizes.workers
@@ -115,8 +107,6 @@ class NoStashing(Freshest):
     training step before has always been completed on this stage by then, so that a backward reads fresh.
     """
 
-    name = "no_stashing"
-
     def backward_staleness(self, i: int, j: int) -> int:  # noqa: ARG002 - the same for all
         """Return 0."""
         return 0
@@ -128,8 +118,6 @@ class Clock(Rule):
     It is the same on all stages: a push counts when all of it has arrived.
     """
 
-    name = "clock"
-
     def staleness(self, i: int, j: int) -> int:  # noqa: ARG002 - the same for all
         """Return the pushes of others between its pull and its own push."""
         return i - self.sizes.round.turns[i].seen
@@ -140,7 +128,6 @@ class Matrix(Rule):
     """Any staleness: bounded staleness as a study."""
 
     rows: tuple[tuple[int, ...], ...] = ()
-    name = "matrix"
 
     def staleness(self, i: int, j: int) -> int:
         """Return the entry."""
@@ -160,7 +147,7 @@ class Matrix(Rule):
             for stage, delay in enumerate(row):
                 if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
                     raise ValueError(
-                        f"staleness of worker {i} on stage {stage} is {delay!r}: "
+                        f"staleness of micro-batch {i} on stage {stage} is {delay!r}: "
                         "it must be an integer number of training steps, 0 or more"
                     )
         return cls(sizes, tuple(map(tuple, rows)))

@@ -6,34 +6,16 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 from typing import Any, TypedDict, Unpack
 
 from cdp_repro.schedule.branches import chain
 from cdp_repro.schedule.by_name import ByName
-from cdp_repro.schedule.placements import (
-    ModelParallel,
-    ParameterServer,
-    Pipeline,
-    Placement,
-    Replicated,
-    SingleDevice,
-    Zero,
-)
+from cdp_repro.schedule.placements import PLACEMENTS, Placement
 from cdp_repro.schedule.rules import Clock, Fresh, Freshest, Matrix, NoStashing, Rule, UniformDelay
 from cdp_repro.schedule.sizes import Sizes
-from cdp_repro.schedule.timelines import (
-    Chimera,
-    Clocked,
-    Cyclic,
-    GPipe,
-    Interleaved,
-    OneForwardOneBackward,
-    Sequential,
-    Simultaneous,
-    TeraPipe,
-    Timeline,
-    ZeroBubble,
-)
+from cdp_repro.schedule.timelines import TIMELINES
+from cdp_repro.schedule.timelines.timeline import Timeline
 
 SLOT_ORDERS = ("paper", "backward_first")
 PIPELINE_SCHEDULES = ("one_f_one_b", "gpipe")
@@ -54,32 +36,6 @@ CHOOSING_PLACEMENTS = ("single_device", "pipeline")
 """Where M may be any number: elsewhere workers are ranks, all of which have k micro-batches."""
 COLLECTIVE_PLACEMENTS = ("replicated", "zero")
 """Where each worker is a rank, so that a collective of all ranks is one of all workers."""
-
-TIMELINES: ByName[type[Timeline]] = ByName(
-    "timelines",
-    {
-        timeline.name: timeline
-        for timeline in (
-            Simultaneous,
-            Sequential,
-            Cyclic,
-            GPipe,
-            OneForwardOneBackward,
-            TeraPipe,
-            Interleaved,
-            ZeroBubble,
-            Chimera,
-            Clocked,
-        )
-    },
-)
-PLACEMENTS: ByName[type[Placement]] = ByName(
-    "placements",
-    {
-        placement.name: placement
-        for placement in (SingleDevice, Replicated, Zero, ModelParallel, Pipeline, ParameterServer)
-    },
-)
 
 
 @dataclass(frozen=True)
@@ -293,8 +249,8 @@ class Schedule:
     ) -> Schedule:
         """Return the schedule of a `Spec` with these values; `stages` defaults to `workers`."""
         others = {name: frozen(value) for name, value in choices.items()}
-        count = workers if stages is None else stages
-        return cls.of(Spec(frozen(mode), workers, count, placement, slot_order, **others), gradient_bytes)
+        number = workers if stages is None else stages
+        return cls.of(Spec(frozen(mode), workers, number, placement, slot_order, **others), gradient_bytes)
 
     @classmethod
     def of(cls, spec: Spec, gradient_bytes: Sequence[int] = ()) -> Schedule:
@@ -316,8 +272,9 @@ class Schedule:
                     f"{name}={value} is for placement={of}; placement={spec.placement} derives its ranks from "
                     f"workers, stages and replicas: leave {name} out"
                 )
+        mode = spec.chosen_mode  # first, as a mode that is none has no sizes of its own
         _check_mode_sizes(spec)
-        mode, sizes = spec.chosen_mode, spec.sizes
+        sizes = spec.sizes
         sizes.check()
         timeline = TIMELINES[mode.timeline](sizes)
         allowed = ("single_device", "pipeline") if mode.updates_each else timeline.placements
@@ -400,15 +357,13 @@ class Schedule:
 
     def statistics_of(self, micro_batch: int) -> int:
         """Return the number of the set of BatchNorm's running statistics that a micro-batch has."""
-        lanes = self.timeline.lanes
-        return (lanes.of(micro_batch) if lanes.turns else micro_batch) % self.sizes.statistics
+        return self.timeline.lanes.of(micro_batch) % self.sizes.statistics
 
     def next_with(self, statistics: int, micro_batch: int) -> int:
         """Return the first micro-batch from `micro_batch` on that has this set of running statistics."""
-        lanes, number = self.timeline.lanes, self.sizes.statistics
-        if number < lanes.number:  # lanes take turns, and all with the same remainder have one set
-            return micro_batch + (statistics - micro_batch) % number
-        return lanes.next_in(statistics, micro_batch)
+        if not self.timeline.lanes.turns:
+            return micro_batch + (statistics - micro_batch) % self.sizes.statistics
+        return next(m for m in count(micro_batch) if self.statistics_of(m) == statistics)
 
     @property
     def slots_per_step(self) -> int:

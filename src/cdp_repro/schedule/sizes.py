@@ -98,6 +98,11 @@ class Sizes:
             return 1
         return (self.chosen_turns or self.workers * self.accumulate) * self.slices
 
+    @property
+    def turns_are_set_by(self) -> str:
+        """The setting that says how many there are, for advice."""
+        return "workers" if self.chosen_turns is None else "micro_batches"
+
     @cached_property
     def ticks(self) -> Ticks:
         """Of each worker those of its micro-batches, in turn, and those of a message."""

@@ -40,23 +40,9 @@ BUFFERS: Final = "b"
 
 _TEXT = re.compile(
     r"(?P<kind>pf|pb|[xsdwkhgpb])(?P<stage>\d+)"
-    r"(?:\.m(?P<micro_batch>\d+)|\.w(?P<worker>\d+)|\[(?P<start>\d+):(?P<stop>\d+)(?::(?P<stride>\d+))?\])?"
+    r"(?:\.[mw](?P<number>\d+)|\[(?P<start>\d+):(?P<stop>\d+)(?::(?P<stride>\d+))?\])?"
     r"(?:@v(?P<version>\d+))?(?:#(?P<part>\d+)/(?P<parts>\d+))?"
 )
-_NAMED_BY = {
-    INPUT: {"micro_batch"},
-    SAVED: {"micro_batch"},
-    OUTPUT_GRADIENT: {"micro_batch"},
-    WEIGHT_WORK: {"micro_batch"},
-    PREFIX: {"micro_batch"},
-    PREFIX_GRADIENT: {"micro_batch"},
-    GRADIENTS: {"start", "stop"},
-    PARAMETERS: {"version"},
-    LENT_FORWARD: {"micro_batch", "version"},
-    LENT_BACKWARD: {"micro_batch", "version"},
-    BUFFERS: {"worker"},
-}
-"""What names a value of each kind, beside its stage."""
 
 
 class Value(NamedTuple):
@@ -116,24 +102,24 @@ class Value(NamedTuple):
     def parse(cls, text: str) -> Value:
         """Return the value whose name is `text`; ValueError if it is none."""
         match = _TEXT.fullmatch(text)
-        found = {} if match is None else {k: int(v) for k, v in match.groupdict().items() if v and k != "kind"}
-        named = found.keys() - {"stage", "stride", "part", "parts"}
-        if match is None or named != _NAMED_BY[match["kind"]]:
-            raise ValueError(f"not a value: {text!r}; values look like x2.m5, s2.m5, d2.m5, k2.m5, g2[4:6], p2@v3, "
-                             "pf2.m5@v3, pb2.m5@v3, b2.w1, g2[4:6]#1/4")  # fmt: skip
-        kind, stage = match["kind"], found["stage"]
-        part, parts = found.get("part", 0), found.get("parts", 1)
-        if kind == GRADIENTS:
-            value = gradient_sum(stage, range(found["start"], found["stop"], found.get("stride", 1)))
-            if not value.members:
+        if match is not None:
+            kind, *numbers = match.groups()
+            stage, number, start, stop, stride, version, part, parts = (int(each or 0) for each in numbers)
+            if kind == PARAMETERS:
+                value = parameters(stage, version)
+            elif start < stop:
+                value = gradient_sum(stage, range(start, stop, stride or 1))
+            else:
+                value = cls(kind, stage, number, version)
+            value = value.divided(part, parts or 1)
+            if kind == GRADIENTS and start >= stop:
                 raise ValueError(f"a sum of no micro-batches: {text!r}")
-        elif kind in _LENT:
-            value = cls(kind, stage, found["micro_batch"], found["version"])
-        else:
-            value = cls(kind, stage, found[next(iter(named))])
-        if (part, parts) != (0, 1) and not 1 <= part <= parts > 1:
-            raise ValueError(f"there is no part {part} of {parts}: {text!r}")
-        return value.divided(part, parts)
+            if parts and not 0 < part <= parts:
+                raise ValueError(f"there is no part {part} of {parts}: {text!r}")
+            if str(value) == text:
+                return value
+        raise ValueError(f"not a value: {text!r}; values look like x2.m5, s2.m5, d2.m5, k2.m5, g2[4:6], p2@v3, "
+                         "pf2.m5@v3, pb2.m5@v3, b2.w1, g2[4:6]#1/4")  # fmt: skip
 
 
 _LENT = (LENT_FORWARD, LENT_BACKWARD)
@@ -160,8 +146,4 @@ def buffers(stage: int, worker: int) -> Value:
 def gradient_sum(stage: int, members: Sequence[int]) -> Value:
     """Return the sum over `members`, equally spaced; the stop of a single one, or of neighbours, is the next number."""
     stride = members[1] - members[0] if len(members) > 1 else 1
-    return (
-        _fast((GRADIENTS, stage, members[0], 0, members[-1] + 1, stride, 0, 1))
-        if members
-        else Value(GRADIENTS, stage, 0)
-    )
+    return _fast((GRADIENTS, stage, members[0], 0, members[-1] + 1, stride, 0, 1))

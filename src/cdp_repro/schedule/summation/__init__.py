@@ -36,12 +36,12 @@ def strategy_of(schedule: Schedule, stage: int) -> Strategy:
     """Return the strategy for a stage, by who holds it and who computes it."""
     if schedule.placement.is_sharded:
         return sum_by_reduce_scatter
-    if schedule.spec.collectives and schedule.ranks > 1 and stage not in schedule.lent:
-        return sum_by_all_reduce
     if stage in schedule.lent:
         return sum_at_owner
     if len(schedule.placement.holders(stage)) == 1:
         return sum_locally
+    if schedule.spec.collectives:
+        return sum_by_all_reduce
     if is_exchangeable(schedule, stage):
         return sum_by_exchange_in_parts if leaves_in_parts(schedule) else sum_by_exchange
     return sum_by_relay

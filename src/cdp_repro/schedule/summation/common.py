@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from itertools import zip_longest
 
 from cdp_repro.schedule.actions import Action, Op
+from cdp_repro.schedule.meaning import update
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.values import GRADIENTS, Value, gradient_sum, parameters
+from cdp_repro.schedule.values import GRADIENTS, Value, gradient_sum
 
 
 def summed(backward: Action, before: Value | None, after: Value) -> Action:
@@ -27,19 +29,6 @@ def members_with(schedule: Schedule, micro_batch: int) -> range:
     """Return the micro-batches that are summed for one update with a micro-batch, itself among them."""
     first = micro_batch - micro_batch % schedule.sizes.summed
     return range(first, first + schedule.sizes.summed)
-
-
-def total_of(schedule: Schedule, stage: int, version: int) -> Value:
-    """Return the sum from which a version is made."""
-    return gradient_sum(stage, range((version - 1) * schedule.sizes.summed, version * schedule.sizes.summed))
-
-
-def update(schedule: Schedule, stage: int, version: int, rank: int) -> Action:
-    """Return the update that makes a version on a rank, of its shard where the stage is sharded."""
-    part, parts = (rank + 1, schedule.ranks) if schedule.placement.is_sharded else (0, 1)
-    before, after = (parameters(stage, v).divided(part, parts) for v in (version - 1, version))
-    total = total_of(schedule, stage, version).divided(part, parts)
-    return Action(Op.UPDATE, rank, stage, version=version, reads=(before, total), writes=(after,))
 
 
 def replace_backwards(slots: Slots, stages: Iterable[int], by: Callable[[Action], Iterable[Action]]) -> Slots:
@@ -72,40 +61,27 @@ def completed(action: Action, schedule: Schedule, stages: Iterable[int]) -> int 
 
 
 def update_at_once(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
-    """Update each of `stages` where its sum is completed, as soon as it is, and the version before it is there."""
+    """Update each of `stages` where its sum is completed, as soon as it is, and the version before it is there.
+
+    Sums of single pushes may overtake each other.
+    """
     chosen = frozenset(stages)
-    order = _InOrder(slots, schedule)
+    computed = (action.micro_batch for actions in slots for action in actions if action.op.is_compute)
+    first = 1 + min(computed, default=0) // schedule.sizes.summed
+    complete: set[tuple[int, int, int]] = set()
+    made: Counter[tuple[int, int]] = Counter()
     found: Slots = []
     for actions in slots:
         found.append([])
         for action in actions:
             found[-1].append(action)
             if (version := completed(action, schedule, chosen)) is not None:
-                for each in order.after(action.rank, action.stage, version):
-                    found[-1].append(update(schedule, action.stage, each, action.rank))
+                rank, stage = action.rank, action.stage
+                complete.add((rank, stage, version))
+                while (rank, stage, following := first + made[rank, stage]) in complete:
+                    made[rank, stage] += 1
+                    found[-1].append(update(schedule, stage, following, rank))
     return found
-
-
-class _InOrder:
-    """Which updates can be made when one more sum is complete: sums of single pushes may overtake each other."""
-
-    def __init__(self, slots: Slots, schedule: Schedule) -> None:
-        self._is_given = schedule.sizes.updates == 1  # one sum a training step: each is complete after the one before
-        computed = () if self._is_given else (a.micro_batch for actions in slots for a in actions if a.op.is_compute)
-        self._first = 1 + min(computed, default=0) // schedule.sizes.summed
-        self._complete: dict[tuple[int, int], set[int]] = defaultdict(set)
-        self._made: Counter[tuple[int, int]] = Counter()
-
-    def after(self, rank: int, stage: int, version: int) -> Iterator[int]:
-        """Yield the versions of a stage that a rank can make now that the sum of `version` is complete."""
-        if self._is_given:
-            yield version
-            return
-        place = rank, stage
-        self._complete[place].add(version)
-        while (following := self._first + self._made[place]) in self._complete[place]:
-            self._made[place] += 1
-            yield following
 
 
 def update_before_reads(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
@@ -148,24 +124,23 @@ def put_off(slots: Slots, stages: Iterable[int], schedule: Schedule) -> Slots:
     chosen = frozenset(stages)
     found: Slots = []
     waiting: list[Action] = []
-    for number, actions in enumerate(slots):
-        following = slots[number + 1] if number + 1 < len(slots) else None
+    for actions, following in zip_longest(slots, slots[1:]):
         read_next: dict[int, int] = {}
         for action in following or ():
             if action.op.is_compute:
                 read_next[action.stage] = max(action.version, read_next.get(action.stage, 0))
         stays: list[Action] = []
-        arriving: list[Action] = []
+        urgent: list[Action] = []
+        later: list[Action] = []
         for action in actions:
-            is_moved = action.op in (Op.ADD, Op.UPDATE) and action.stage in chosen
-            (arriving if is_moved else stays).append(action)
-        stays += waiting
-        waiting = []
-        for action in arriving:
-            version = step_version(action, schedule)
-            is_urgent = following is None or version <= read_next.get(action.stage, 0)
-            (stays if is_urgent else waiting).append(action)
-        found.append(stays)
+            if action.op not in (Op.ADD, Op.UPDATE) or action.stage not in chosen:
+                stays.append(action)
+            elif following is None or step_version(action, schedule) <= read_next.get(action.stage, 0):
+                urgent.append(action)
+            else:
+                later.append(action)
+        found.append([*stays, *waiting, *urgent])
+        waiting = later
     return found
 
 

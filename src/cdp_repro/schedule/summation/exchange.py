@@ -30,13 +30,10 @@ from cdp_repro.schedule.values import gradient_sum
 
 def is_exchangeable(schedule: Schedule, stage: int) -> bool:
     """Whether two ranks hold a stage, and the last two micro-batches of every training step are one on each."""
-    period = 2 * schedule.micro_batches
-    rank_of, lasts = schedule.placement.rank_of, range(schedule.micro_batches - 1, 2 * period, schedule.micro_batches)
-    return (
-        len(schedule.placement.holders(stage)) == 2
-        and schedule.micro_batches > 1
-        and all(rank_of(m, stage) != rank_of(m - 1, stage) for m in lasts)
-    )
+    rank_of, number = schedule.placement.rank_of, schedule.micro_batches
+    lasts = (number - 1, 2 * number - 1)
+    is_split = number > 1 and all(rank_of(m, stage) != rank_of(m - 1, stage) for m in lasts)
+    return is_split and len(schedule.placement.holders(stage)) == 2
 
 
 def only_exchanges(schedule: Schedule) -> bool:

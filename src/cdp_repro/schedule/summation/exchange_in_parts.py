@@ -63,15 +63,16 @@ def departures(schedule: Schedule, worker: int) -> list[Departure]:
     In each slot it sends what the other needs first, up to the bytes of a mean stage, but one part at least, and all
     that is needed in the next slot.
     """
-    stages, sizes = schedule.stages, schedule.gradient_bytes
-    parts, budget, needed = parts_of(sizes), sum(sizes) / stages, _needed(schedule, worker)
+    sizes = schedule.gradient_bytes
+    parts, budget, needed = parts_of(sizes), sum(sizes) / schedule.stages, _needed(schedule, worker)
+    turn, begin = worker // schedule.sizes.replicas, _start(schedule, worker)
+    made = [schedule.timeline.backward_weights(turn, stage) - begin for stage in range(schedule.stages)]
     waiting: list[tuple[int, int, int]] = []
     found: list[Departure] = []
-    slot = stages
-    while slot < 2 * stages or waiting:
-        if slot < 2 * stages:
-            stage = 2 * stages - 1 - slot
-            waiting = sorted([*waiting, *((needed[stage], stage, part) for part in range(1, parts[stage] + 1))])
+    slot = min(made)
+    while slot <= max(made) or waiting:
+        ready = [stage for stage, its_slot in enumerate(made) if its_slot == slot]
+        waiting = sorted(waiting + [(needed[j], j, part) for j in ready for part in range(1, parts[j] + 1)])
         sent = 0
         while waiting:
             due, stage, part = waiting[0]
@@ -89,10 +90,12 @@ def _needed(schedule: Schedule, worker: int) -> list[int]:
 
     It needs them before it reads the version that is made from them, or computes the next of its own.
     """
-    stages, other = schedule.stages, 1 - worker
-    begins = schedule.slots_per_step + _start(schedule, other) - _start(schedule, worker)
-    stale = schedule.rule.matrix[other // schedule.sizes.replicas]
-    return [begins + (2 * stages - 1 - j if stale[j] else j) for j in range(stages)]
+    timeline, turn = schedule.timeline, (1 - worker) // schedule.sizes.replicas
+    begins = schedule.slots_per_step - _start(schedule, worker)
+    return [
+        begins + (timeline.backward_weights if delay else timeline.forward)(turn, stage)
+        for stage, delay in enumerate(schedule.rule.matrix[turn])
+    ]
 
 
 def _start(schedule: Schedule, worker: int) -> int:

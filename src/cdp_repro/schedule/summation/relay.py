@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from cdp_repro.schedule.actions import Action, Op, send
+from cdp_repro.schedule.meaning import total_of, update
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation.common import (
@@ -26,8 +27,6 @@ from cdp_repro.schedule.summation.common import (
     members_with,
     replace_backwards,
     summed,
-    total_of,
-    update,
 )
 from cdp_repro.schedule.values import gradient_sum
 

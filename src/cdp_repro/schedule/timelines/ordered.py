@@ -34,7 +34,7 @@ class Ordered(Timeline):
         """Ranks that have an order."""
         return self.sizes.pipeline_ranks
 
-    @property
+    @cached_property
     def period(self) -> int:
         """The slots from the first forward to the last backward."""
         return 1 + max(self._slots.values())
@@ -49,7 +49,7 @@ class Ordered(Timeline):
 
     def backward_weights(self, i: int, j: int) -> int:
         """Return the slot that follows from the orders."""
-        return self._slots[Op.BACKWARD_WEIGHTS, i, j]
+        return self._slots[Op.BACKWARD_WEIGHTS if self.splits_backward else Op.BACKWARD, i, j]
 
     @cached_property
     def _slots(self) -> dict[Task, int]:
@@ -107,10 +107,11 @@ class Interleaved(Ordered):
         ranks, turns = self.ranks, self.sizes.turns
         if turns % ranks:
             lower = turns // ranks * ranks
-            works = " or ".join(f"workers={value}" for value in (lower, lower + ranks) if value)
+            name = self.sizes.turns_are_set_by
+            works = " or ".join(f"{name}={value}" for value in (lower, lower + ranks) if value)
             raise ValueError(
                 f"mode=interleaved runs micro-batches in groups of one a rank: {turns} of them are not a multiple of "
-                f"ranks={ranks}: use {works} with ranks={ranks} and accumulate=1"
+                f"ranks={ranks}: use {works}" + (f" with ranks={ranks} and accumulate=1" if name == "workers" else "")
             )
 
     def order(self, rank: int) -> Iterable[Task]:
@@ -197,7 +198,8 @@ class Chimera(Ordered):
             raise ValueError(f"mode=chimera has a stage a rank in each direction: use ranks={stages}, not {ranks}")
         if turns % 2:
             raise ValueError(
-                f"mode=chimera sends one half of the micro-batches each way, not {turns}: use workers={turns + 1}"
+                f"mode=chimera sends one half of the micro-batches each way, not {turns}: use "
+                f"{self.sizes.turns_are_set_by}={turns + 1}"
             )
         if self.sizes.replicas > 1:
             raise ValueError(f"mode=chimera has two copies of each stage, not replicas={self.sizes.replicas} of two: "
