@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from cdp_repro.schedule import Action, Op, Schedule
 
 
@@ -14,6 +16,7 @@ class Ledger:
 
     def __init__(self, schedule: Schedule) -> None:
         self._sizes, self._rule = schedule.sizes, schedule.rule
+        self._delay = cache(self._staleness)
         self.reads = 0
 
     def record(self, action: Action, version: int) -> None:
@@ -24,8 +27,7 @@ class Ledger:
         """
         sizes = self._sizes
         step, i = divmod(action.micro_batch, sizes.micro_batches)
-        staleness = self._rule.staleness if action.op is Op.FORWARD else self._rule.backward_staleness
-        delay = staleness(i // sizes.replicas, action.stage)
+        delay = self._delay(action.op is Op.FORWARD, i // sizes.replicas, action.stage)
         asked = max(0, step * sizes.updates + i // sizes.summed - delay)
         if version != asked:
             raise LedgerError(
@@ -33,3 +35,6 @@ class Ledger:
                 f"{version}; its staleness {delay} asks for version {asked}"
             )
         self.reads += 1
+
+    def _staleness(self, is_forward: bool, i: int, j: int) -> int:
+        return self._rule.staleness(i, j) if is_forward else self._rule.backward_staleness(i, j)

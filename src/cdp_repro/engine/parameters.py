@@ -112,8 +112,7 @@ class StageState:
                 group["lr"] = base_rate * learning_rate_factor
             self._rates = self._rates_now()
             self._delay.step(self._optimizer)
-            self._optimizer.zero_grad()
-        self.seal.close()
+        self.seal.close()  # which lets go of the gradients
         return self.newest(version.number + 1)
 
     @property
