@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -263,8 +263,9 @@ def tables() -> str:
     ]
     for row in timing["rows"]:
         for name, ratio in row["ratios"].items():
-            quartiles = f"{ratio['quartile_low']:.3f} to {ratio['quartile_high']:.3f}"
-            lines.append(f"| {row['network']}, {name} | {row['threads']} | {ratio['median']:.3f} | {quartiles} |")
+            lines.append(
+                f"| {row['network']}, {name} | {row['threads']} | {ratio['median']:.3f} | {_quartiles(ratio, 3)} |"
+            )
     rounds = f"{timing['rounds']} alternating rounds of training steps in a row, {timing['steps_per_round']} a round"
     lines += ["", f"{rounds}; {timing['config']}; {_evidence(timing)}.", ""]
     lines += _method_table()
@@ -282,10 +283,13 @@ def tables() -> str:
     speed = json.loads((RESULTS / "placements.json").read_text())
     lines += ["| throughput of cdp_v2 / the library's | median | quartiles | planned |", "| --- | --- | --- | --- |"]
     for name, ratio in speed["throughput_ratios"].items():
-        quartiles = f"{ratio['quartile_low']:.2f} to {ratio['quartile_high']:.2f}"
-        lines.append(f"| {name} | {ratio['median']:.2f} | {quartiles} | {speed['planned_ratios'][name]:.2f} |")
+        lines.append(f"| {name} | {ratio['median']:.2f} | {_quartiles(ratio)} | {speed['planned_ratios'][name]:.2f} |")
     lines += ["", f"{speed['rounds']} alternating rounds; {speed['config']}; {_evidence(speed)}."]
     return "\n".join(lines + _pipeline_tables() + _server_table() + _link_tables())
+
+
+def _quartiles(ratio: Mapping[str, float], digits: int = 2) -> str:
+    return f"{ratio['quartile_low']:.{digits}f} to {ratio['quartile_high']:.{digits}f}"
 
 
 def _method_table() -> list[str]:
@@ -294,8 +298,7 @@ def _method_table() -> list[str]:
     lines = ["| method against delay | step time over dp | quartiles |", "| --- | --- | --- |"]
     for row in found["rows"]:
         ratio = row["over_dp"]
-        quartiles = f"{ratio['quartile_low']:.2f} to {ratio['quartile_high']:.2f}"
-        lines.append(f"| {row['dataset']}: `{row['overrides']}` | {ratio['median']:.2f} | {quartiles} |")
+        lines.append(f"| {row['dataset']}: `{row['overrides']}` | {ratio['median']:.2f} | {_quartiles(ratio)} |")
     return [*lines, "", f"{found['rounds']} alternating rounds; {found['config']}; {_evidence(found)}.", ""]
 
 
@@ -324,7 +327,7 @@ def _pipeline_tables() -> list[str]:
     lines.append("| --- | --- | --- | --- |")
     for row in found["rows"]:
         cells = [
-            f"{ratio['median']:.2f} ({ratio['quartile_low']:.2f} to {ratio['quartile_high']:.2f})"
+            f"{ratio['median']:.2f} ({_quartiles(ratio)})"
             for ratio in (row["ratios"].get(over) for over in ("the fastest", "the same")) if ratio
         ]  # fmt: skip
         lines.append(f"| {row['mode']} | {row['micro_batches']} | {cells[0]} | {''.join(cells[1:])} |")
@@ -338,8 +341,9 @@ def _server_table() -> list[str]:
     lines = ["", "| time of a step over that with one server | servers | median | quartiles | priced |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for row in found["rows"]:
-        quartiles = f"{row['quartile_low']:.2f} to {row['quartile_high']:.2f}"
-        lines.append(f"| {row['mode']} | {row['servers']} | {row['median']:.2f} | {quartiles} | {row['priced']:.2f} |")
+        lines.append(
+            f"| {row['mode']} | {row['servers']} | {row['median']:.2f} | {_quartiles(row)} | {row['priced']:.2f} |"
+        )
     return [*lines, "", f"{found['rounds']} alternating rounds; {found['config']}; {_evidence(found)}."]
 
 
@@ -357,7 +361,7 @@ def _link_tables() -> list[str]:
             cells = [row["rate_mbit"] or "unlimited", f"{row['link_seconds_over_compute']:.2f}"]
             for mode in LINK_MODES:
                 ratio = row["throughput_ratios"][mode]
-                cells += [f"{ratio['median']:.2f} ({ratio['quartile_low']:.2f} to {ratio['quartile_high']:.2f})"]
+                cells += [f"{ratio['median']:.2f} ({_quartiles(ratio)})"]
                 cells += [f"{row['planned_ratios'][mode]:.2f}"]
             lines.append(f"| {' | '.join(map(str, cells))} |")
         lines += ["", f"{curve['rounds']} alternating rounds; {curve['config']}; {_evidence(curve)}."]

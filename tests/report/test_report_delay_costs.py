@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from report_rows import row_of
 
-from cdp_repro.report import delay_costs, standing, tuning
+from cdp_repro.report import standing, tuning
 from cdp_repro.report.claims import FAILS, HOLDS, PARTLY, UNKNOWN, claims
 from cdp_repro.report.delay_advice import advice
 from cdp_repro.report.delay_costs import delay_table, read_times
 from cdp_repro.report.groups import grouped
 from cdp_repro.report.standing import best_of_each_mode, standings
-from cdp_repro.report.tuning import method_of, passed_on, setting_of, tuned_rates, tuning_tables
+from cdp_repro.report.tuning import method_of, passed_on, rate_table, setting_of, tuned_rates
 from cdp_repro.report.two_one_sided import NOT_SETTLED
 from cdp_repro.studies.delay_studies import CIFAR10, FRESH_SEEDS, TEXT, TUNING_SEED
 from cdp_repro.studies.rows import RowError, read_rows
@@ -68,7 +68,7 @@ class World:
 
     def __init__(self, monkeypatch, benchmark=SMALL):
         self.studies = studies_of(benchmark)
-        for module in (delay_costs, standing, tuning):
+        for module in (standing, tuning):
             monkeypatch.setattr(module, "STUDIES", {each.name: each for each in self.studies.values()})
         self.groups = {}
         for kind in ("delay-tuning", "delay-finals"):
@@ -93,7 +93,7 @@ class World:
         return standings(self.studies[kind], self.groups)
 
     def table(self, kind, times=None):
-        return delay_table(self.studies[kind], self.groups, times or {})
+        return delay_table(self.studies[kind], self.groups, self.standings(kind), times or {})
 
     def claim(self):
         return claims((), (), (), (), self.standings("verdict"))[2]
@@ -163,7 +163,7 @@ def test_the_best_of_short_runs_go_on_and_none_from_the_edge_or_before_all_have_
     found = passed_on(groups, short)
     assert found == {setting_of(cells[0]): (0.2, 0.1), setting_of(cells[1]): (), setting_of(cells[3]): (0.1, 0.2)}
     world.have("delay-tuning", groups)
-    (table,) = tuning_tables([short], world.groups)
+    table = rate_table(short, world.groups)
     assert table.columns == ("mode", "method", "lr 0.05", "lr 0.1", "lr 0.2", "lr 0.4", "chosen")
     assert [row[-1] for row in table.rows] == ["0.1, 0.2", "at the edge: extend the grid", "", "0.1, 0.2"]
     assert table.rows[2][2:6] == ["2.0000", "1.0000", "0.9000", "not run"]
@@ -187,7 +187,7 @@ def test_a_rate_is_chosen_when_it_lies_between_two_that_lose_at_full_length(worl
     found = tuned_rates(finals, world.groups)
     dp = setting_of(finals.cells[0].settings)
     assert (found.pop(dp), {each.rate for each in found.values()}) == (tuning.TunedRate(rate, missing), {0.2})
-    (table,) = tuning_tables([finals], world.groups)
+    table = rate_table(finals, world.groups)
     assert [row[-1] for row in table.rows] == [missing or "0.2", "0.2", "0.2", "0.2"]
 
 
@@ -204,7 +204,7 @@ def test_a_rate_that_diverges_is_told_and_never_wins(world):
     short = world.studies["delay-tuning"]
     world.have("delay-tuning", tried(short, [(1.5, 1.0, 0.5, inf)] * len(SETTINGS)))
     assert set(passed_on(world.groups[short.name], short).values()) == {(0.2, 0.1)}, "not the largest, which diverges"
-    (table,) = tuning_tables([short], world.groups)
+    table = rate_table(short, world.groups)
     assert [row[5] for row in table.rows] == ["diverged"] * len(SETTINGS)
 
 

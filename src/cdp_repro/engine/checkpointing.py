@@ -11,24 +11,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
-
-
-def leaves_of(output: Tensor) -> list[Tensor]:
-    """Return the tensors in which gradients would arrive by the graph of `output`."""
-    unseen = [] if output.grad_fn is None else [output.grad_fn]
-    seen, found = {*unseen}, []
-    while unseen:
-        node = unseen.pop()
-        variable = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
-        if isinstance(variable, Tensor):
-            found.append(variable)
-        following = {other for other, _ in node.next_functions if other is not None} - seen
-        seen |= following
-        unseen += following
-    return found
 
 
 class RefusingReentrant(TorchFunctionMode):

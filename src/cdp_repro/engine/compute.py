@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from cdp_repro.engine.binding import Binding
-from cdp_repro.engine.checkpointing import RefusingReentrant, leaves_of
+from cdp_repro.engine.checkpointing import RefusingReentrant
 from cdp_repro.engine.loan import Loan
 from cdp_repro.engine.memory import ActivationMeter, storage_key
 from cdp_repro.engine.prefix import Prefix, causal_layers
@@ -188,7 +188,7 @@ class StageCompute:
         second forward then looks for the call itself; nothing of that forward remains. torch refuses it in a backward,
         but trains nothing of a part whose inputs take no gradient.
         """
-        reached = {id(leaf): leaf for leaf in leaves_of(output)}
+        reached = {id(leaf): leaf for leaf in _leaves_of(output)}
         own = [*version.trainable.values(), *inputs, *(prefix.leaves if prefix else ())]
         known = {id(tensor) for tensor in own}
         if foreign := [leaf for name, leaf in reached.items() if name not in known]:
@@ -258,6 +258,21 @@ def accumulate(
     for name, parameter in parameters.items():
         if (gradient := parameter.grad) is not None:
             sums[name], parameter.grad = gradient, None
+
+
+def _leaves_of(output: Tensor) -> list[Tensor]:
+    """Return the tensors in which gradients would arrive by the graph of `output`."""
+    unseen = [] if output.grad_fn is None else [output.grad_fn]
+    seen, found = {*unseen}, []
+    while unseen:
+        node = unseen.pop()
+        variable = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
+        if isinstance(variable, Tensor):
+            found.append(variable)
+        following = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= following
+        unseen += following
+    return found
 
 
 def _loss_of(loss_fn: LossFn, output: Tensor, targets: Tensor) -> Tensor:

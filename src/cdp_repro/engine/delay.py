@@ -30,9 +30,21 @@ class Uncorrected:
         """`staleness` is that of each micro-batch of a training step on the stage."""
         self._staleness = staleness
 
-    @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the optimizer make its step; the gradients are in `.grad`, and left there as they are."""
+        optimizer.step()
+
+
+DelayFactory = Callable[[Sequence[int]], Uncorrected]
+"""Makes the method of a stage from the staleness of its micro-batches: one of the classes here."""
+
+
+class _Remembering(Uncorrected):
+    """A method that knows the last steps of the optimizer."""
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `Uncorrected.step`."""
         if not self.kept_steps:
             optimizer.step()
             return
@@ -60,11 +72,7 @@ class Uncorrected:
         optimizer.state[parameter].update({f"{_KEY}{age}": kept for age, kept in enumerate(steps, start=1)})
 
 
-DelayFactory = Callable[[Sequence[int]], Uncorrected]
-"""Makes the method of a stage from the staleness of its micro-batches: one of the classes here."""
-
-
-class ErrorFeedback(Uncorrected):
+class ErrorFeedback(_Remembering):
     """theta[t+1] = theta[t] - (u_t + a (u_t - u_{t-1})), with no step before the first: u_{-1} = 0.
 
     The corrections add up: the parameters are those of the plain steps, moved on by a times the last one.
@@ -85,7 +93,7 @@ class ErrorFeedback(Uncorrected):
         parameter.sub_(change, alpha=self._strength)
 
 
-class Prediction(Uncorrected):
+class Prediction(_Remembering):
     """A read that is s steps stale sees theta[v] - s u_{v-1}, as if the next s steps were like the last.
 
     u_{v-1} is what the optimizer in use makes of its state: the learning rate times the momentum with SGD, Adam's
@@ -102,7 +110,7 @@ class Prediction(Uncorrected):
         self.kept_steps = oldest + 1 if oldest else 0  # one for each version that a later micro-batch reads
 
 
-class Compensation(Uncorrected):
+class Compensation(_Remembering):
     """The optimizer is given g + lambda g g (theta[t] - theta_read), elementwise.
 
     g is the mean gradient of the training step, theta_read the mean of what its micro-batches have read. In the source

@@ -15,7 +15,7 @@ from cdp_repro.engine.clipping import clipping
 from cdp_repro.engine.compute import LossFn, StageCompute, Version
 from cdp_repro.engine.delay import DelayFactory, Uncorrected
 from cdp_repro.engine.ending import Ending
-from cdp_repro.engine.executor import Executor, StepResult
+from cdp_repro.engine.executor import Executor, Settings, StepResult
 from cdp_repro.engine.losses import Losses
 from cdp_repro.engine.mailbox import Mailbox, connect
 from cdp_repro.engine.messages import Layout, layouts_of
@@ -146,12 +146,10 @@ class Engine:
             self._states,
             self._compute,
             Losses(self.schedule, self.team.rank, self.team.control),
+            Settings(self._device, seed, learning_rate_factor),
             self._clipping,
             self._tracer,
             self.team.positions,
-            self._device,
-            seed,
-            learning_rate_factor,
         )
         self._executor.hold(self._initial_values(program))
         self._program = program

@@ -65,6 +65,16 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class Settings:
+    """What the executor needs to know beside the program and the state."""
+
+    device: torch.device
+    seed: int
+    learning_rate_factor: Callable[[int], float]
+    """Factor on the optimizer's learning rate in the updates of a training step."""
+
+
+@dataclass(frozen=True)
 class Late:
     """A version that is made when it is first read: the norm by which its gradients are clipped may not be known."""
 
@@ -84,14 +94,12 @@ class Executor:
         states: Mapping[int, StageState],
         compute: Sequence[StageCompute],
         losses: Losses,
+        settings: Settings,
         clipping: Clipping | None,
         tracer: Tracer,
         positions: Positions,
-        device: torch.device,
-        seed: int,
-        learning_rate_factor: Callable[[int], float],
     ) -> None:
-        """`states` are of the stages that this rank holds, whole or in part; the rest is as in `Engine`."""
+        """`states` are of the stages that this rank holds, whole or in part."""
         schedule = program.schedule
         self.program = program
         self.values: dict[Value, Any] = {}
@@ -99,8 +107,7 @@ class Executor:
         self.mailbox: Mailbox | None = None
         """None until it is known what messages look like, and on a single device."""
         self._states, self._compute, self._losses = states, compute, losses
-        self._clipping, self._tracer, self._positions = clipping, tracer, positions
-        self._device, self._seed, self._learning_rate_factor = device, seed, learning_rate_factor
+        self._settings, self._clipping, self._tracer, self._positions = settings, clipping, tracer, positions
         self._micro_batches, self._last_stage, self._ranks = schedule.micro_batches, schedule.stages - 1, schedule.ranks
         self._sizes = schedule.sizes
         self._finishing = program.finishing
@@ -202,7 +209,7 @@ class Executor:
         self.ledger.record(action, version.number)
         buffers = self._take(read[BUFFERS])
         prefix = self._take(read[PREFIX]) if PREFIX in read else Prefix() if PREFIX in written else None
-        with seeded(self._device, self._seed, step, i, stage):
+        with seeded(self._settings.device, self._settings.seed, step, i, stage):
             output, saved = self._compute[stage].forward(
                 version, buffers, inputs, batch.targets(i) if is_last else None, self._tracer.meter, loan, prefix
             )
@@ -282,15 +289,15 @@ class Executor:
         self.values[total] = later
 
     def _update(self, action: Action) -> None:
-        before, total = sorted(action.reads, key=lambda value: value.kind != PARAMETERS)  # in a file in any order
-        (after,) = action.writes
+        read, (after,) = {value.kind: value for value in action.reads}, action.writes
+        before, total = read[PARAMETERS], read[GRADIENTS]
         version: Version = self._read(before)
         step = version.number // self._sizes.updates
         update = partial(
             self._states[action.stage].update,
             version,
             self._read(total),
-            self._learning_rate_factor(step),
+            self._settings.learning_rate_factor(step),
             in_place=before in action.frees,
             gradients_are_ours=total in action.frees,
         )

@@ -106,7 +106,7 @@ def tuning_table(groups: Sequence[Group], study: Study) -> Table:
     ]  # fmt: skip
     rows += [
         [cell.settings["model.name"], label_of_mode(cell.settings), f"{cell.settings['optim.lr']:g}",
-         str(cell.settings["epochs"]), _not_run(cell), "", ""]
+         str(cell.settings["epochs"]), not_run(cell), "", ""]
         for cell in missing
     ]  # fmt: skip
     notes = ["Chosen is the smallest learning rate whose training loss is within 1 % of the lowest; the test set has "
@@ -133,7 +133,7 @@ def _row(each: Comparison, paper: Mapping[str, float]) -> list[str]:
         f"{config['optim.lr']:g}",
         str(config["epochs"]),
         each.top1.text(),
-        difference_text(each.difference),
+        each.difference.text() if each.difference else "",
         _p_text(each.difference),
         group.sample("train/loss").text(4),
         Sample.from_values([_epoch_seconds(row.summary, config) for row in group.rows]).text(1),
@@ -146,14 +146,6 @@ def _epoch_seconds(summary: Mapping[str, Any], config: Mapping[str, Any]) -> flo
     return steps_per_epoch * float(summary.get("time/step_seconds_median", math.nan))
 
 
-def difference_text(difference: Difference | None) -> str:
-    """Return `-0.12 [-0.40, 0.16] (5)`."""
-    if difference is None:
-        return ""
-    interval = "" if math.isnan(difference.low) else f" [{difference.low:+.2f}, {difference.high:+.2f}]"
-    return f"{difference.mean:+.2f}{interval} ({difference.n})"
-
-
 def _p_text(difference: Difference | None) -> str:
     if difference is None or math.isnan(difference.p_value):
         return ""
@@ -164,12 +156,13 @@ def _missing(study: Study, cell: Cell) -> list[str]:
     settings = cell.settings
     return [
         study.name, settings["model.name"], label_of_mode(settings), f"{settings['optim.lr']:g}",
-        str(settings["epochs"]), _not_run(cell), *[""] * (len(COLUMNS) - 6),
+        str(settings["epochs"]), not_run(cell), *[""] * (len(COLUMNS) - 6),
     ]  # fmt: skip
 
 
-def _not_run(cell: Cell) -> str:
-    return f"not run: `{cell.command(0)}`"
+def not_run(cell: Cell) -> str:
+    """Return what stands in a table in place of a run: the command of its first seed."""
+    return f"not run: `{cell.command(cell.seeds[0])}`"
 
 
 def read_paper_values(path: Path) -> dict[str, float]:

@@ -41,7 +41,7 @@ from cdp_repro.report.pipeline_curves import curves, draw_curves, gpipe_table
 from cdp_repro.report.standing import Standing, standings
 from cdp_repro.report.systems_table import systems_table
 from cdp_repro.report.tables import Table
-from cdp_repro.report.tuning import tuning_tables
+from cdp_repro.report.tuning import rate_table
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.cost_settings import EXECUTED_WORKERS
 from cdp_repro.studies.rows import ROWS, Row, RowError, read_rows
@@ -123,7 +123,7 @@ class Report:
     @cached_property
     def texts(self) -> dict[str, str]:
         """What documents show between their marks, by name: tables as Markdown, and the text on delay."""
-        delayed = [f"### {table.title}\n\n{table.markdown()}" for table in self._delay_tables()]
+        delayed = [f"### {table.title}\n\n{table.markdown()}" for table in self._delay_tables]
         return {
             **{name: table.markdown() for name, table in self.tables.items()},
             "verdicts": verdict_table(self.claims).markdown(),
@@ -146,7 +146,7 @@ class Report:
             gpipe_table(),
             regret_table(measured()),
             *self._late_tables(),
-            *self._delay_tables(),
+            *self._delay_tables,
         ]
         return {table.name: table for table in found}
 
@@ -167,13 +167,15 @@ class Report:
         """Return the studies of these kinds that have a run."""
         return [study for study in STUDIES.values() if study.kind in kinds and study.name in self.groups]
 
+    @cached_property
     def _delay_tables(self) -> list[Table]:
-        """Return those of the studies of delay that have begun: verdicts, differences, and the choice of rates."""
+        """Those of the studies of delay that have begun: verdicts, differences, and the choice of rates."""
         compared = sorted(self._begun("delay"), key=lambda study: study.margin is None)
         times = read_times(self._results)
+        standing = {study.name: [each for each in self.standings if each.study is study] for study in compared}
         return [
-            *(delay_table(study, self.groups, times) for study in compared),
-            *tuning_tables(self._begun("delay-finals", "delay-tuning"), self.groups),
+            *(delay_table(study, self.groups, standing[study.name], times) for study in compared),
+            *(rate_table(study, self.groups) for study in self._begun("delay-finals", "delay-tuning")),
         ]
 
     def _cost_notes(self, workers: int) -> list[str]:
@@ -306,7 +308,7 @@ class Report:
             ),
             Section("accuracy", "Accuracy", [_ACCURACY], tables=[tables["accuracy"], tables["tuning"]]),
         ]  # fmt: skip
-        if delayed := self._delay_tables():
+        if delayed := self._delay_tables:
             sections.append(
                 Section(
                     "delay",

@@ -11,7 +11,7 @@ from cdp_repro.observe.text import format_bytes
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.memory_reduction import theory
 from cdp_repro.predict.simulate import simulate
-from cdp_repro.report.accuracy import Comparison, difference_text
+from cdp_repro.report.accuracy import Comparison
 from cdp_repro.report.activation_memory import Case
 from cdp_repro.report.cost_table import Line
 from cdp_repro.report.standing import Standing
@@ -189,7 +189,7 @@ def _accurate(accuracy: Sequence[Comparison], standings: Sequence[Standing]) -> 
     because = []
     if ours:
         shown = "; ".join(f"{each.study} {each.group.config['model.name']} {each.group.mode}: "
-                          f"{difference_text(each.difference)} points" for each in ours)  # fmt: skip
+                          f"{each.difference.text()} points" for each in ours if each.difference)  # fmt: skip
         because = [f"With the learning rate of data parallelism the claim {verdict}. Top-1 minus data parallelism's, "
                    f"95 % interval, number of seeds: {shown}."]  # fmt: skip
     if judged:  # a verdict on a learning rate is none on the method

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from cdp_repro.config.task import task_of
+from cdp_repro.report.accuracy import not_run
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Group
-from cdp_repro.report.standing import Standing, best_of_each_mode, standings, untuned
+from cdp_repro.report.standing import Standing, best_of_each_mode, rates_for, untuned
 from cdp_repro.report.tables import Table
-from cdp_repro.report.tuning import Setting, TunedRate, method_of, setting_of, tuned_rates
-from cdp_repro.studies.catalog import STUDIES
-from cdp_repro.studies.collecting import DIVERGED
-from cdp_repro.studies.rows import RowError, label_of_mode
+from cdp_repro.report.tuning import Setting, TunedRate, method_of, setting_of
+from cdp_repro.studies.rows import DIVERGED, RowError, label_of_mode
 from cdp_repro.studies.study import Cell, Study
 
 METHOD_TIMES = Path("bench") / "methods.json"
@@ -45,34 +44,32 @@ def _ratio_text(ratio: Mapping[str, float]) -> str:
     return f"{ratio['median']:.2f} ({ratio['quartile_low']:.2f} to {ratio['quartile_high']:.2f})"
 
 
-def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], times: Times) -> Table:
+def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequence[Standing], times: Times) -> Table:
     """Return the difference of each setting from data parallelism, what it costs, and with a margin the verdict.
 
-    `groups` are those of all studies by name.
+    `groups` are those of all studies by name, `found` is how those of this one stand.
     """
-    task = task_of(study.cells[0].settings["dataset.name"])
-    finals = STUDIES.get(study.tuning or "")
-    tuned = tuned_rates(finals, groups) if finals is not None else {}
-    found = standings(study, groups)
-    last = "verdict" if study.margin is not None else "judged on fresh seeds"
-    judged = {id(each.group) for each in best_of_each_mode(found).values()}
-    rows, by_group = [], {id(each.group): each for each in found}
+    task, tuned = task_of(study.cells[0].settings["dataset.name"]), rates_for(study, groups)
+    by_cell, best = {each.group.cell: each for each in found}, best_of_each_mode(found).values()
+    judged = {each.group.cell for each in best}
+    rows = []
     for group in groups[study.name]:
-        standing = by_group.get(id(group))
+        standing = by_cell.get(group.cell)
         rows.append(
             [
                 group.mode,
                 method_of(group.config),
                 _rate(group, tuned),
-                _result(group, task.metric, task.digits),
+                group.finished.sample(task.metric).text(task.digits) if group.finished else DIVERGED,
                 standing.difference if standing else "",
-                _verdict(standing) if study.margin is not None else "yes" if id(group) in judged else "",
+                _verdict(standing) if study.margin is not None else "yes" if group.cell in judged else "",
                 _state(group),
                 times.get((group.config["dataset.name"], setting_of(group.config)), ""),
             ]
         )
-    present = {row.cell for group in groups[study.name] for row in group.rows}
-    rows += [_not_run(cell) for cell in study.cells if cell.hash not in present]
+    last = "verdict" if study.margin is not None else "judged on fresh seeds"
+    present = {group.cell for group in groups[study.name]}
+    rows += [_missing(cell) for cell in study.cells if cell.hash not in present]
     columns = (
         "mode", "method", "lr", task.label, f"minus dp [{task.difference_unit}], 95 % interval", last,
         "parameters + optimizer + method [MiB]", "step time over dp",
@@ -84,11 +81,6 @@ def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], times: Time
 def _rate(group: Group, tuned: Mapping[Setting, TunedRate]) -> str:
     fault = untuned(group, tuned)
     return f"{group.config['optim.lr']:g}" + (f" ({fault})" if fault else "")
-
-
-def _result(group: Group, metric: str, digits: int) -> str:
-    finished = tuple(row for row in group.rows if DIVERGED not in row.summary)
-    return Group(finished).sample(metric).text(digits) if finished else DIVERGED
 
 
 def _verdict(standing: Standing | None) -> str:
@@ -104,18 +96,17 @@ def _state(group: Group) -> str:
     return " + ".join(f"{summary.get(f'{kind}_per_device', 0) / 2**20:.2f}" for kind in kinds)
 
 
-def _not_run(cell: Cell) -> list[str]:
+def _missing(cell: Cell) -> list[str]:
     settings = cell.settings
-    command = f"not run: `{cell.command(cell.seeds[0])}`"
-    return [label_of_mode(settings), method_of(settings), f"{settings['optim.lr']:g}", command, *[""] * 4]
+    return [label_of_mode(settings), method_of(settings), f"{settings['optim.lr']:g}", not_run(cell), *[""] * 4]
 
 
 def _notes(study: Study) -> list[str]:
     task = task_of(study.cells[0].settings["dataset.name"])
-    better = "higher" if task.more_is_better else "lower"
+    better, best = ("higher", "highest") if task.more_is_better else ("lower", "lowest")
     if study.margin is None:
         rule = (
-            f"This table only chooses: of each mode, the setting with the {better.replace('er', 'est')} mean goes on, "
+            f"This table only chooses: of each mode, the setting with the {best} mean goes on, "
             "and is judged on seeds that were not used before."
         )
     else:

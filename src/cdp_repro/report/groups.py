@@ -37,6 +37,22 @@ class Group:
         return self.rows[0].config
 
     @property
+    def cell(self) -> str:
+        """That of its runs."""
+        return self.rows[0].cell
+
+    @property
+    def finished(self) -> Group | None:
+        """Its runs that have not diverged; None if all have."""
+        rows = tuple(row for row in self.rows if not row.has_diverged)
+        return Group(rows) if rows else None
+
+    @property
+    def diverged(self) -> int:
+        """Number of its runs that have diverged."""
+        return sum(row.has_diverged for row in self.rows)
+
+    @property
     def mode(self) -> str:
         """The mode for people."""
         return label_of_mode(self.config)
@@ -84,6 +100,15 @@ class Difference:
     high: float
     p_value: float
     n: int
+
+    def text(self, digits: int = 2) -> str:
+        """Return `-0.12 [-0.40, +0.16] (5)`, or `-0.12 (1)`."""
+        low, mean, high = (
+            f"{round(each, digits) + 0.0:+.{digits}f}"  # + 0.0: no minus before a zero
+            for each in (self.low, self.mean, self.high)
+        )
+        interval = "" if math.isnan(self.low) else f" [{low}, {high}]"
+        return f"{mean}{interval} ({self.n})"
 
     @classmethod
     def paired(cls, ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:

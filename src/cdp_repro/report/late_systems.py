@@ -8,7 +8,6 @@ from functools import cached_property
 
 from matplotlib.figure import Figure
 
-from cdp_repro.report.accuracy import difference_text
 from cdp_repro.report.charts import plain_axes
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Difference, Group, compared
@@ -67,7 +66,7 @@ class LateSystem:
         before = [self.name, f"{self._images:g}", f"{rule.mean:.2f}", str(max(rule.oldest)), f"{self.late:.2f}"]
         if self.group is None:
             return [*before, f"not run: `{self.cell.command(self.cell.seeds[0])}`", "", ""]
-        return [*before, self.group.sample(_TOP1).text(), difference_text(self.difference),
+        return [*before, self.group.sample(_TOP1).text(), self.difference.text() if self.difference else "",
                 self.group.sample("train/loss").text(4)]  # fmt: skip
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cdp_repro.config.task import Task, task_of
 from cdp_repro.report.groups import Group, compared
-from cdp_repro.report.tuning import TunedRate, method_of, setting_of, tuned_rates
+from cdp_repro.report.tuning import Setting, TunedRate, method_of, setting_of, tuned_rates
 from cdp_repro.report.two_one_sided import WORSE, Equivalence, equivalence
 from cdp_repro.studies.catalog import STUDIES
-from cdp_repro.studies.collecting import DIVERGED
 from cdp_repro.studies.delay_studies import METHOD_KEYS
 from cdp_repro.studies.study import Study
 
@@ -24,8 +22,6 @@ class Standing:
     group: Group
     found: Equivalence | None
     """None if no seed has finished in both."""
-    diverged: int
-    """Of the setting's runs."""
     missing: str
     """What a verdict still needs; "" if there is one."""
 
@@ -34,7 +30,7 @@ class Standing:
         """One of those of `two_one_sided`, "" if there is none. A setting that diverges on some seed is worse."""
         if self.missing:
             return ""
-        return self.found.verdict if self.found and not self.diverged else WORSE
+        return self.found.verdict if self.found and not self.group.diverged else WORSE
 
     @property
     def task(self) -> Task:
@@ -44,8 +40,8 @@ class Standing:
     @property
     def difference(self) -> str:
         """The difference from data parallelism with its 95 % interval and the number of seeds, for people."""
-        said = [] if self.found is None else [_difference_text(self.found, self.task.digits)]
-        return ", ".join(said + ([f"{self.diverged} diverged"] if self.diverged else []))
+        said = [self.found.difference.text(self.task.digits)] if self.found else []
+        return ", ".join([*said, *([f"{self.group.diverged} diverged"] if self.group.diverged else [])])
 
     @property
     def text(self) -> str:
@@ -54,15 +50,6 @@ class Standing:
             f"{self.group.mode} with {method_of(self.group.config)} {self.verdict} "
             f"({self.difference} {self.task.difference_unit})"
         )
-
-
-def _difference_text(found: Equivalence, digits: int) -> str:
-    low, mean, high = (
-        f"{round(each, digits) + 0.0:+.{digits}f}"  # + 0.0: no minus before a zero
-        for each in (found.difference.low, found.difference.mean, found.difference.high)
-    )
-    interval = "" if math.isnan(found.difference.low) else f" [{low}, {high}]"
-    return f"{mean}{interval} ({found.difference.n})"
 
 
 def standings(study: Study, groups: Mapping[str, Sequence[Group]]) -> list[Standing]:
@@ -74,15 +61,19 @@ def standings(study: Study, groups: Mapping[str, Sequence[Group]]) -> list[Stand
     Raises:
         RowError: two of them differ in more than the mode, the learning rate and the method.
     """
-    own = groups[study.name]
-    finals = STUDIES.get(study.tuning or "")
-    tuned = tuned_rates(finals, groups) if finals is not None else {}
+    own, tuned = groups[study.name], rates_for(study, groups)
     found = []
     for group in own:
         reference = data_parallel_for(own, group)
         if reference is not None and group.mode != "dp":
             found.append(_standing(study, group, reference, tuned))
     return found
+
+
+def rates_for(study: Study, groups: Mapping[str, Sequence[Group]]) -> dict[Setting, TunedRate]:
+    """Return how far the tuning of each setting of a study has come; nothing if the study has none."""
+    finals = STUDIES.get(study.tuning or "")
+    return {} if finals is None else tuned_rates(finals, groups)
 
 
 def data_parallel_for(groups: Sequence[Group], group: Group) -> Group | None:
@@ -92,12 +83,9 @@ def data_parallel_for(groups: Sequence[Group], group: Group) -> Group | None:
     return next(iter(alike or fresh), None)
 
 
-def _standing(study: Study, group: Group, reference: Group, tuned: Mapping[tuple[str, ...], TunedRate]) -> Standing:
-    task = task_of(group.config["dataset.name"])
-    finished = Group(tuple(row for row in group.rows if DIVERGED not in row.summary) or group.rows)
-    diverged = sum(DIVERGED in row.summary for row in group.rows)
-    found = None
-    if diverged < len(group.rows) and not _diverged(reference):
+def _standing(study: Study, group: Group, reference: Group, tuned: Mapping[Setting, TunedRate]) -> Standing:
+    task, finished, found = task_of(group.config["dataset.name"]), group.finished, None
+    if finished is not None and not reference.diverged:
         compared(finished, reference, task.metric, METHOD_KEYS)  # refuses what must not be compared
         found = equivalence(
             dict(zip(finished.seeds, finished.values(task.metric), strict=True)),
@@ -105,24 +93,20 @@ def _standing(study: Study, group: Group, reference: Group, tuned: Mapping[tuple
             study.margin or 0.0,
             task.more_is_better,
         )
-    return Standing(study, group, found, diverged, _missing(study, group, reference, tuned))
+    return Standing(study, group, found, _missing(study, group, reference, tuned))
 
 
-def _diverged(group: Group) -> bool:
-    return any(DIVERGED in row.summary for row in group.rows)
-
-
-def _missing(study: Study, group: Group, reference: Group, tuned: Mapping[tuple[str, ...], TunedRate]) -> str:
+def _missing(study: Study, group: Group, reference: Group, tuned: Mapping[Setting, TunedRate]) -> str:
     """Return what a verdict needs that is not there: a margin, tuned rates on both sides, all runs, one code."""
     if study.margin is None:
         return "the study states no margin"
     for name, each in (("", group), ("dp: ", reference)):
         if fault := untuned(each, tuned):
             return f"{name}{fault}"
-        planned = {seed for cell in study.cells if cell.hash == each.rows[0].cell for seed in cell.seeds}
+        planned = {seed for cell in study.cells if cell.hash == each.cell for seed in cell.seeds}
         if set(each.seeds) != planned:
             return f"{name}{len(each.seeds)} of {len(planned)} runs"
-    if _diverged(reference):
+    if reference.diverged:
         return "dp diverged"
     for name in ("version/code", "dataset/fingerprint"):
         if group.rows[0].summary[name] != reference.rows[0].summary[name]:
@@ -130,7 +114,7 @@ def _missing(study: Study, group: Group, reference: Group, tuned: Mapping[tuple[
     return ""
 
 
-def untuned(group: Group, tuned: Mapping[tuple[str, ...], TunedRate]) -> str:
+def untuned(group: Group, tuned: Mapping[Setting, TunedRate]) -> str:
     """Return in words why a group's learning rate is not the one that the tuning chose; "" if it is."""
     end = tuned.get(setting_of(group.config), TunedRate(None, "not tuned"))
     if end.rate is None or end.rate == group.config["optim.lr"]:
@@ -140,10 +124,11 @@ def untuned(group: Group, tuned: Mapping[tuple[str, ...], TunedRate]) -> str:
 
 def best_of_each_mode(found: Sequence[Standing]) -> dict[str, Standing]:
     """Return, by mode, the setting whose mean is best, and which never diverged: what is judged on fresh seeds."""
-    best: dict[str, Standing] = {}
-    for each in (each for each in found if each.found is not None and not each.diverged):
-        sign = 1 if each.task.more_is_better else -1
-        mean = sign * each.group.sample(each.task.metric).mean
-        if each.group.mode not in best or mean > sign * best[each.group.mode].group.sample(each.task.metric).mean:
-            best[each.group.mode] = each
-    return best
+    able = [each for each in found if each.found is not None and not each.group.diverged]
+
+    def quality(each: Standing) -> float:
+        mean = each.group.sample(each.task.metric).mean
+        return mean if each.task.more_is_better else -mean
+
+    modes = dict.fromkeys(each.group.mode for each in able)
+    return {mode: max((each for each in able if each.group.mode == mode), key=quality) for mode in modes}

@@ -15,9 +15,8 @@ from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Group
 from cdp_repro.report.tables import Table
 from cdp_repro.studies.catalog import STUDIES
-from cdp_repro.studies.collecting import DIVERGED
 from cdp_repro.studies.delay_studies import VARIED
-from cdp_repro.studies.rows import label_of_mode
+from cdp_repro.studies.rows import DIVERGED, label_of_mode
 from cdp_repro.studies.study import Study
 
 LOSS = "train/loss"
@@ -51,7 +50,7 @@ def method_of(settings: Mapping[str, Any]) -> str:
 
 def loss_of(group: Group) -> float:
     """Return the mean training loss at the end; infinite if a run has diverged."""
-    return math.inf if any(DIVERGED in row.summary for row in group.rows) else group.sample(LOSS).mean
+    return math.inf if group.diverged else group.sample(LOSS).mean
 
 
 def _losses(groups: Sequence[Group]) -> dict[Setting, dict[float, float]]:
@@ -115,13 +114,11 @@ def _tuned(grid: Sequence[float], chosen: Sequence[float] | None, losses: Mappin
     return TunedRate(lowest)
 
 
-def tuning_tables(studies: Sequence[Study], groups: Mapping[str, Sequence[Group]]) -> list[Table]:
-    """Return the table of each of the studies, which are tunings or their finals."""
-    return [_tuning_table(study, groups) for study in studies]
+def rate_table(study: Study, groups: Mapping[str, Sequence[Group]]) -> Table:
+    """Return the training loss of each setting, a row, at each learning rate, a column, and what comes of it.
 
-
-def _tuning_table(study: Study, groups: Mapping[str, Sequence[Group]]) -> Table:
-    """Return the training loss of each setting, a row, at each learning rate, a column, and what comes of it."""
+    `study` is a tuning, or its finals.
+    """
     own = groups[study.name]
     grids, losses = _grids(study), _losses(own)
     rates = sorted({rate for grid in grids.values() for rate in grid})

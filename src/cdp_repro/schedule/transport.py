@@ -1,6 +1,6 @@
 """Transport: which ranks send to which, over how few communicators, and whether NCCL could hang.
 
-NCCL's order, as the replay has it: the messages of a rank on one communicator run one after the other in the order in
+NCCL's order: the messages of a rank on one communicator run one after the other in the order in
 which they were issued, and each starts only when the compute that was issued before it is done. A message runs when
 both of its ends can start. Compute waits for the messages that it reads. gloo has no such order between messages, so
 that a program which gloo runs may hang on NCCL: with one communicator for each direction, data parallelism by ordered

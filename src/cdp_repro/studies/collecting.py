@@ -14,10 +14,7 @@ from cdp_repro.config.task import task_of
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import COMMAND, RunDirectory
 from cdp_repro.schedule import Op
-from cdp_repro.studies.rows import Row, RowError
-
-DIVERGED = "diverged"
-"""Status of a run whose loss is no longer finite; in the summary of its row."""
+from cdp_repro.studies.rows import DIVERGED, Row, RowError
 
 _DRAWN_MICRO_BATCHES = 8
 """Up to so many micro-batches a row holds the actions of the traced steps."""

@@ -32,8 +32,8 @@ from cdp_repro.launch.train_process import train_in_process
 from cdp_repro.observe.run_directory import COMMAND, CONFIG, RunDirectory, RunDirectoryError, arguments_to_go_on
 from cdp_repro.observe.versions import versions
 from cdp_repro.studies.catalog import STUDIES
-from cdp_repro.studies.collecting import DIVERGED, collect
-from cdp_repro.studies.rows import ROWS, Row, RowError, read_rows, run_name, write_row
+from cdp_repro.studies.collecting import collect
+from cdp_repro.studies.rows import DIVERGED, ROWS, Row, RowError, read_rows, run_name, write_row
 from cdp_repro.studies.study import Cell
 
 logger = logging.getLogger("cdp_repro")
@@ -131,27 +131,27 @@ def _rows(options: Options) -> list[Row]:
 def _not_taken_over(missing: Sequence[Run], rows: Iterable[Row], options: Options) -> list[Run]:
     """Write the rows of those runs that other studies have; return the others.
 
-    The same settings with the same seed are the same run, in whatever study. A cell is taken over whole or not at all,
-    and only if one code has run all of it, as no table averages two.
+    The same settings with the same seed are the same run, in whatever study. A run is taken over only if all seeds of
+    its cell are there, here or elsewhere, and of one code, as no table averages two: whichever of them are wanted now.
     """
+    if not missing:
+        return []
     elsewhere: dict[tuple[str, int], Row] = {}
     for name in STUDIES:
         with suppress(RowError):  # of other studies; what is damaged there is no help here
             elsewhere |= {(row.cell, row.seed): row for row in read_rows(options.results / ROWS / name)}
-    cells: dict[tuple[str, str], list[Run]] = {}
+    here = {(row.study, row.cell, row.seed): row for row in rows}
+    left = []
     for run in missing:
-        cells.setdefault((run.study, run.cell.hash), []).append(run)
-    left: list[Run] = []
-    for (study, cell), runs in cells.items():
-        found = [elsewhere.get((cell, run.seed)) for run in runs]
-        same = [row for row in rows if (row.study, row.cell) == (study, cell)]
-        if None in found or len({row.code for row in (*found, *same) if row}) != 1:
-            left += runs
+        cell = run.cell.hash
+        whole = [here.get((run.study, cell, seed)) or elsewhere.get((cell, seed)) for seed in run.cell.seeds]
+        if None in whole or len({row.code for row in whole if row}) > 1:
+            left.append(run)
             continue
-        for row in filter(None, found):
-            write_row(replace(row, study=study), options.results / ROWS)
-            logger.info("%s: seed %d is taken over from the study %s", study, row.seed, row.study)
-    return [run for run in missing if run in left]
+        found = elsewhere[cell, run.seed]
+        write_row(replace(found, study=run.study), options.results / ROWS)
+        logger.info("%s: seed %d is taken over from the study %s", run.study, run.seed, found.study)
+    return left
 
 
 def _warn_of_other_code(rows: Iterable[Row], missing: Sequence[Run]) -> None:
@@ -192,7 +192,7 @@ def _complete(run: Run, options: Options, stop: StopRequest, label: str) -> str 
             row = collect(directory, run.study, diverged_too)
             write_row(row, options.results / ROWS)
             task = task_of(row.config["dataset.name"])
-            score = "" if DIVERGED in row.summary else f", {task.name} {task.score_text(row.summary)}"
+            score = "" if row.has_diverged else f", {task.name} {task.score_text(row.summary)}"
             logger.info("%s %s%s", label, verb, score)
     except (RowError, RunDirectoryError, json.JSONDecodeError, OSError) as error:
         return f"{name}: {error}"

@@ -20,6 +20,9 @@ from cdp_repro.schedule import Action, Slot
 
 FORMAT = 1
 
+DIVERGED = "diverged"
+"""Status of a run whose loss is no longer finite; in the summary of its row."""
+
 ROWS = "rows"
 """Folder of the rows, below that of the results."""
 
@@ -58,6 +61,11 @@ class Row:
     def cell(self) -> str:
         """A hash of all settings that matter, without the seed: runs of one cell may be averaged."""
         return cell_hash(self.config)
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether its loss stopped being finite, where that is a result."""
+        return DIVERGED in self.summary
 
     @property
     def code(self) -> str:
