@@ -32,6 +32,7 @@ from bench_pipelines import pipelines
 from bench_servers import servers
 from bench_timing import alternating_rounds, ratio_spread, seconds_of, sgd, steady_step_seconds
 from matplotlib.figure import Figure
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from two_hosts import two_hosts
 
 from cdp_repro import Engine
@@ -51,7 +52,7 @@ from cdp_repro.predict.pricing import Cluster, Collectives, Link
 from cdp_repro.predict.pricing.calibration import measure_network, measure_stages, network_of, time_messages
 from cdp_repro.predict.pricing.quote import prices_on_each
 from cdp_repro.report.charts import style
-from cdp_repro.schedule import PLACEMENTS, Program, RankProgram, Schedule
+from cdp_repro.schedule import PLACEMENTS, Op, Program, RankProgram, Schedule
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "bench"
@@ -120,6 +121,7 @@ def _overhead_of(model: str, pixels: int, stages: int, threads: int) -> dict[str
     batch = torch.randn(size, *config.input_shape), torch.randint(0, 10, (size,))
     contenders = {
         "gradient accumulation": _accumulation_loop(config, batch),
+        "the same order by hand": _loop_by_hand(config, batch),
         "engine": _engine_loop(config, batch, traced_steps=0),
         "engine, metering on": _engine_loop(config, batch, traced_steps=10**9),
     }
@@ -140,6 +142,41 @@ def _accumulation_loop(config: RunConfig, batch: tuple[torch.Tensor, torch.Tenso
                 (F.cross_entropy(model(inputs), targets) / config.workers).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+    return run
+
+
+def _loop_by_hand(config: RunConfig, batch: tuple[torch.Tensor, torch.Tensor]) -> Callable[[], None]:
+    """Return the forwards, backwards and updates of cdp_v2 in its order, by plain autograd: what the order costs.
+
+    Two copies of the stages take turns in place of versions: as much work, with other numbers.
+    """
+    workers, last = config.workers, config.stages - 1
+    copies = [cut_model(config).stages for _ in range(2)]
+    optimizers = [[sgd(list(stage.train().parameters())) for stage in stages] for stages in copies]
+    program = Program(Schedule.build("cdp_v2", workers, config.stages))
+    actions = [action for slot in program.slots(STEPS_PER_ROUND) for action in slot.actions]
+
+    def run() -> None:
+        inputs, targets = ([*part.chunk(workers)] for part in batch)
+        outputs: dict[int, torch.Tensor] = {}
+        gradients: dict[int, torch.Tensor | None] = {}
+        saved: dict[tuple[int, int], tuple[torch.Tensor, GradientEdge]] = {}
+        for op, _, j, m, version, *_ in actions:
+            if op is Op.UPDATE:
+                optimizers[(version - 1) % 2][j].step()
+                optimizers[(version - 1) % 2][j].zero_grad()
+            elif op is Op.FORWARD:
+                read = outputs.pop(m).requires_grad_() if j else inputs[m % workers]
+                output = copies[m // workers % 2][j](read)
+                if j == last:
+                    output = F.cross_entropy(output, targets[m % workers]) / workers
+                saved[m, j] = read, get_gradient_edge(output)
+                outputs[m], gradients[m] = output.detach(), None
+            else:
+                read, edge = saved.pop((m, j))
+                torch.autograd.backward([edge], [gradients[m]])
+                gradients[m] = read.grad
 
     return run
 
