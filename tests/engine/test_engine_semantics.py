@@ -46,9 +46,17 @@ def train(engine, batches=None):
     ("mode", "position", "told"),
     [
         # always the newest version: worker 0 of step 1 finds U2@v1 done
-        ("cdp_v1", -1, "forward of stage 2 by worker 0 in step 1 used version 1; its staleness 1 asks for version 0"),
+        (
+            "cdp_v1",
+            -1,
+            "forward of stage 2 on micro-batch 0 of step 1 used version 1; its staleness 1 asks for version 0",
+        ),
         # always the oldest: worker 1 of step 1 is to be fresh while version 0 still lives for worker 0's backward
-        ("cdp_v2", 0, "forward of stage 1 by worker 1 in step 1 used version 0; its staleness 0 asks for version 1"),
+        (
+            "cdp_v2",
+            0,
+            "forward of stage 1 on micro-batch 1 of step 1 used version 0; its staleness 0 asks for version 1",
+        ),
     ],
 )
 def test_reading_another_version_fails_the_run(mode, position, told, monkeypatch):
@@ -73,7 +81,7 @@ def test_reading_an_older_version_fails_the_run(monkeypatch):
         return kept.setdefault(value.stage, honest(self, value)) if value.kind == PARAMETERS else honest(self, value)
 
     monkeypatch.setattr(Executor, "_read", oldest_ever)
-    with pytest.raises(LedgerError, match=r"stage 0 by worker 0 in step 1 used version 0.*asks for version 1"):
+    with pytest.raises(LedgerError, match=r"stage 0 on micro-batch 0 of step 1 used version 0.*asks for version 1"):
         train(Engine(linears(), F.cross_entropy, sgd, "dp"))
 
 

@@ -74,7 +74,7 @@ def test_a_version_other_than_the_label_of_its_message_is_seen_on_arrival(tmp_pa
     assert found[owner] is None
     told, step = found[1 - owner]
     what = "forward" if kind == LENT_FORWARD else "backward"
-    assert told.startswith(f"{what} of stage {owner} by worker {1 - owner} in step ")
+    assert told.startswith(f"{what} of stage {owner} on micro-batch {1 - owner} of step ")
     assert "used version 3; its staleness" in told and told.endswith("asks for version 2")
     assert step <= 3, "at once, not at the end of the run"
 

@@ -31,7 +31,7 @@ class Ledger:
         asked = max(0, step * sizes.updates + i // sizes.summed - delay)
         if version != asked:
             raise LedgerError(
-                f"{action.op.name.lower()} of stage {action.stage} by worker {i} in step {step} used version "
+                f"{action.op.name.lower()} of stage {action.stage} on micro-batch {i} of step {step} used version "
                 f"{version}; its staleness {delay} asks for version {asked}"
             )
         self.reads += 1
