@@ -46,7 +46,7 @@ from cdp_repro.engine.allocator import keep_freed_memory
 from cdp_repro.launch import launch
 from cdp_repro.launch.process_group import process_group
 from cdp_repro.observe.figures import save_figure
-from cdp_repro.observe.versions import versions
+from cdp_repro.observe.versions import short, versions
 from cdp_repro.predict.cutting import cut_model, sample
 from cdp_repro.predict.pricing import Cluster, Collectives, Link
 from cdp_repro.predict.pricing.calibration import measure_network, measure_stages, network_of, time_messages
@@ -440,7 +440,7 @@ def draw_links(curves: Sequence[dict[str, Any]]) -> Figure:
 def _evidence(result: dict[str, str]) -> str:
     return (
         f"`{result['command']}`, {result['hardware']}, torch {result['version/torch']}, "
-        f"Python {result['version/python']}, commit {result['version/git_commit'][:12]}"
+        f"Python {result['version/python']}, commit {short(result['version/git_commit'])}"
     )
 
 

@@ -32,7 +32,7 @@ from cdp_repro.cli.console import only_folder, run_script
 from cdp_repro.cli.streams import write_out
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import CONFIG, arguments_to_go_on
-from cdp_repro.observe.versions import versions
+from cdp_repro.observe.versions import short, versions
 from cdp_repro.training.checkpoint import CheckpointStore
 
 ROOT = Path(__file__).parents[1]
@@ -309,7 +309,7 @@ def table(results: Mapping[str, Any]) -> str:
         "",
         f"{len(results['kills'])} set-ups; killed: {who['tree']} times the whole tree of processes, {who['launcher']} "
         f"the launching process, {who['rank']} one rank. All processes had ended after at most {longest:g} s.",
-        f"`{results['command']}`, commit {results['version/git_commit'][:12]}, torch {results['version/torch']}, "
+        f"`{results['command']}`, commit {short(results['version/git_commit'])}, torch {results['version/torch']}, "
         f"Python {results['version/python']}, {results['hardware']}.",
         "",
     ])  # fmt: skip

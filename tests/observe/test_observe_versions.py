@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from cdp_repro.observe import versions as versions_module
-from cdp_repro.observe.versions import code_hash
+from cdp_repro.observe.versions import code_hash, short
 
 
 def test_the_code_hash_depends_on_names_and_contents_of_code(tmp_path, monkeypatch):
@@ -26,3 +26,8 @@ def test_the_code_hash_depends_on_names_and_contents_of_code(tmp_path, monkeypat
     before = code_hash(["configs", "b.py"])
     (tmp_path / "d.py").write_text("not a part")
     assert code_hash(["configs", "b.py"]) == before
+
+
+def test_a_short_commit_says_whether_the_tree_was_changed():
+    commit = 40 * "a"
+    assert [short(commit), short(f"{commit}-dirty"), short("unknown")] == [12 * "a", f"{12 * 'a'}-dirty", "unknown"]

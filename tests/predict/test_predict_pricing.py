@@ -320,6 +320,12 @@ def test_stages_are_measured_with_one_thread_which_is_undone():
     assert len(forward) == len(backward) == 2 and min(*forward, *backward) > 0
 
 
+def test_stages_of_branches_that_join_are_measured():
+    config = compose_config(["model=two_towers", "workers=3", "batch_size=12", "mode=gpipe", "placement=pipeline"])
+    forward, backward = measure_stages(config, cut_model(config))
+    assert len(forward) == len(backward) == config.schedule().stages and min(*forward, *backward) > 0
+
+
 def test_messages_between_two_processes_are_measured(tmp_path):
     for seconds in run_ranks(time_messages, 2, 2, folder=tmp_path, joins=True):
         assert seconds.keys() == {"small", "large", "all_reduce", "all_gather", "reduce_scatter"}

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from cdp_repro.report.claims import FAILS, HOLDS, PARTLY, memory_verdict
+from cdp_repro.report.claims import FAILS, HOLDS, PARTLY, UNKNOWN, claims, memory_verdict
+from cdp_repro.report.cost_table import Line
+from cdp_repro.report.groups import Difference, Sample
+from cdp_repro.report.two_one_sided import NOT_SETTLED
+from cdp_repro.studies.cost_settings import SETTINGS
 
 
 @pytest.mark.parametrize(
@@ -20,3 +26,45 @@ from cdp_repro.report.claims import FAILS, HOLDS, PARTLY, memory_verdict
 )
 def test_memory_is_about_half_and_flat_or_lower_or_not(flops, activations, unevenness, verdict):
     assert memory_verdict({"flops": flops, "activations": activations}, 0.5625, unevenness) == verdict
+
+
+def test_cdp_is_compared_with_data_parallelism_by_ordered_messages():
+    lines = [
+        Line(each, 2, {"chain": 1}, {}, {"chain": 9 if each.collectives else 1})
+        for each in SETTINGS
+        if each.placement == "replicated" and each.baseline is None
+    ]
+    assert any(line.setting.collectives for line in lines)
+    claim = claims((), lines, (), ())[1]
+    assert "against 1 for our data parallelism" in claim.because and claim.verdict == HOLDS
+
+
+def _untuned(dataset, *intervals):
+    """Return comparisons of both modes with data parallelism, of which (low, high) are the intervals."""
+    return [
+        SimpleNamespace(
+            study="mine",
+            group=SimpleNamespace(mode=mode, config={"dataset.name": dataset, "model.name": "resnet8"}),
+            difference=Difference((low + high) / 2, low, high, 0.5, 5),
+        )
+        for mode, (low, high) in zip(("cdp_v1", "cdp_v2"), intervals, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "intervals", "verdict"),
+    [
+        ("cifar10", [(0.1, 0.3), (0.2, 0.4)], HOLDS),
+        ("cifar10", [(-0.1, 0.3), (0.2, 0.4)], NOT_SETTLED),
+        ("cifar10", [(-0.3, -0.1), (0.2, 0.4)], PARTLY),
+        ("cifar10", [(-0.3, -0.1), (-0.4, -0.2)], FAILS),
+        ("digits", [(0.1, 0.3), (0.2, 0.4)], UNKNOWN),  # the claim names other data
+    ],
+)
+def test_without_tuning_the_claim_of_accuracy_follows_the_intervals(dataset, intervals, verdict):
+    claim = claims((), (), _untuned(dataset, *intervals), ())[2]
+    assert claim.verdict == verdict and "mine resnet8 cdp_v1" in claim.because
+
+
+def test_a_number_that_is_not_finite_has_no_spread():
+    assert Sample.from_values([float("inf"), 1.0]).text() == "inf ± nan (2)"

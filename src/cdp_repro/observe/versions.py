@@ -43,6 +43,12 @@ def _git_commit() -> str:
         return "unknown"
 
 
+def short(commit: str) -> str:
+    """Return the first 12 digits of a commit, with "-dirty" if the tree was changed."""
+    number, *changed = commit.split("-")
+    return "-".join((number[:12], *changed))
+
+
 def code_hash(parts: Sequence[str] = (".",)) -> str:
     """Return the SHA-256 over this package's Python and YAML files, names and contents.
 

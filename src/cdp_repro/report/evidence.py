@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from cdp_repro.observe.versions import short
 from cdp_repro.studies.rows import Row
 
 _SHOWN = 12
@@ -21,7 +22,7 @@ def _evidence(rows: Sequence[Row]) -> str:
         f"{len(rows)} runs; data: {_all(s['dataset/description'] for s in summaries)}; "
         f"seeds {_numbers(row.seed for row in rows)}; {_all(s['hardware'] for s in summaries)}; "
         f"torch {_all(s['version/torch'] for s in summaries)}, Python {_all(s['version/python'] for s in summaries)}; "
-        f"commit {_all(s['version/git_commit'][:12] for s in summaries)}."
+        f"commit {_all(short(s['version/git_commit']) for s in summaries)}."
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from scipy.special import stdtr, stdtrit  # Student's t by (degrees, x), without the second that scipy.stats takes
 
 from cdp_repro.config.keys import RUN_KEYS
+from cdp_repro.observe.versions import short
 from cdp_repro.schedule import MODES
 from cdp_repro.studies.rows import Row, RowError, label_of_mode
 
@@ -82,7 +83,7 @@ class Sample:
     @classmethod
     def from_values(cls, values: Sequence[float]) -> Sample:
         """Return the sample of at least one value."""
-        deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+        deviation = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
         return cls(statistics.fmean(values), deviation, len(values))
 
     def text(self, digits: int = 2) -> str:
@@ -158,8 +159,8 @@ def _mixed(rows: Sequence[Row]) -> Iterable[str]:
             )
         elif first.code != row.code:
             yield (
-                f"{first.source} (commit {first.summary['version/git_commit'][:12]}) and {row.source} (commit "
-                f"{row.summary['version/git_commit'][:12]}) would be averaged, but their code differs: train one of "
+                f"{first.source} (commit {short(first.summary['version/git_commit'])}) and {row.source} (commit "
+                f"{short(row.summary['version/git_commit'])}) would be averaged, but their code differs: train one of "
                 "them again with the code of the other"
             )
         elif first.summary["dataset/fingerprint"] != row.summary["dataset/fingerprint"]:

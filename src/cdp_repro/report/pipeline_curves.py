@@ -33,7 +33,7 @@ GPIPE_PUBLISHED: Mapping[tuple[int, int], float] = {
     (2, 4): 1.7, (4, 4): 3.2, (8, 4): 4.8,
     (2, 32): 1.8, (4, 32): 3.4, (8, 32): 6.3,
 }  # fmt: skip
-"""By D and M: throughput of AmoebaNet-D on TPUs over that of D = 2, M = 1 (Huang et al. 2019, GPipe, table 2)."""
+"""By D and M: throughput of Transformer-48 on TPUs over that of D = 2, M = 1 (Huang et al. 2019, GPipe, table 2)."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,10 @@ def gpipe_table() -> Table:
         for (ranks, number), published in sorted(GPIPE_PUBLISHED.items())
     ]  # fmt: skip
     notes = [
-        "Throughput over that of D = 2, M = 1. Published: AmoebaNet-D on TPUs (Huang et al. 2019). Priced: the program "
-        "of `mode=gpipe` with equal stages, links that cost nothing and a backward of two forwards. The closed form is "
-        "D M / (M + D - 1). For M = 1 and 4 the published numbers lie above it, so that more has changed there than D "
-        "and M."
+        "Throughput over that of D = 2, M = 1. Published: Transformer-48 on TPUs (Huang et al. 2019). Priced: the "
+        "program of `mode=gpipe` with equal stages, links that cost nothing and a backward of two forwards. The "
+        "closed form is D M / (M + D - 1). For M = 1 and 4 the published numbers lie above it, so that more has "
+        "changed there than D and M."
     ]
     columns, evidence = ("D", "M", "published", "priced", "closed form"), ["Priced anew by each `cdp-report build`."]
     return Table("gpipe", "GPipe's throughput", columns, rows, notes, evidence)

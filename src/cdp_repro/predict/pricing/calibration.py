@@ -34,7 +34,11 @@ def measure_stages(config: RunConfig, cut: CutModel) -> tuple[tuple[float, ...],
     try:
         stages = [stage.to(device) for stage in cut.stages]
         forward, backward = time_passes(
-            stages, loss_fn, *sample(config, device), autocast=autocast(config, device.type)
+            stages,
+            loss_fn,
+            *sample(config, device),
+            autocast=autocast(config, device.type),
+            sources=config.sources or (),
         )
     finally:
         torch.set_num_threads(threads)
