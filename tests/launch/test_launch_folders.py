@@ -24,6 +24,7 @@ def left(place: Path, name: str) -> Path:
     folder = place / name
     folder.mkdir()
     (folder / "0.value").write_text("x")
+    (folder / ".lock").touch()
     os.utime(folder, LONG_AGO)
     return folder
 
@@ -43,10 +44,13 @@ def test_what_killed_processes_have_left_is_removed(place):
 def test_what_may_be_in_use_or_is_of_others_stays(place, monkeypatch):
     (place / "cdp-repro-young").mkdir()
     other = left(place, "something-else")
+    of_the_user = left(place, "cdp-repro-clone")
+    (of_the_user / ".lock").unlink()
+    os.utime(of_the_user, LONG_AGO)
     with temporary_folder() as first:
         os.utime(first, LONG_AGO)
         with temporary_folder() as second:
-            assert {*place.iterdir()} == {place / "cdp-repro-young", other, first, second}
+            assert {*place.iterdir()} == {place / "cdp-repro-young", other, of_the_user, first, second}
     of_another_user = left(place, "cdp-repro-3")
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     with temporary_folder():

@@ -237,3 +237,14 @@ def test_an_image_that_one_rank_alone_finds_damaged_stops_all_after_a_checkpoint
     assert [str(damaged) in error for _, error in found] == [True, True]
     stopped = CheckpointStore(tmp_path / "run" / "checkpoints").load().step
     assert stopped == step if step <= 1 else 1 < stopped <= step  # the first steps are known before any is trained
+
+
+@pytest.mark.parametrize("step", [0, 1, 15])
+def test_a_damaged_image_ends_a_run_on_one_device_after_a_checkpoint(tmp_path, images, step):
+    root = tmp_path / "images"
+    shutil.copytree(images, root)
+    damaged = sorted((root / "train").glob("*/*"))[epoch_order(64, 0, 0)[4 * step]]
+    damaged.write_bytes(b"no image")
+    _, error = train_and_count(config_of_images(root, "mode=cdp_v2"), tmp_path / "run")
+    assert str(damaged) in error
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").load().step == step

@@ -29,10 +29,10 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Remove a folder that no process locks."""
+    """Remove a folder that no process locks any more; one without a lock was made by something else."""
     found = path.lstat()  # of a link itself, which another user may have put there
     if found.st_uid != os.getuid() or found.st_mtime > time.time() - _YOUNG_SECONDS:
         return
-    with (path / _LOCK).open("a") as lock:
+    with (path / _LOCK).open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path)

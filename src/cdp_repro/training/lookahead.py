@@ -41,5 +41,6 @@ class Lookahead:
     def __iter__(self) -> Iterator[MiniBatch]:
         """Yield the mini-batches; end before a damaged one."""
         while self._held:
-            yield self._held.popleft()
-            self._fill()
+            batch = self._held.popleft()
+            self._fill()  # before the batch is trained on: who asks for the next one knows whether it is damaged
+            yield batch
