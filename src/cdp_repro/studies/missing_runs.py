@@ -30,7 +30,7 @@ from cdp_repro.config.task import task_of
 from cdp_repro.launch.signals import StopRequest
 from cdp_repro.launch.train_process import train_in_process
 from cdp_repro.observe.run_directory import COMMAND, CONFIG, RunDirectory, RunDirectoryError, arguments_to_go_on
-from cdp_repro.observe.versions import versions
+from cdp_repro.observe.versions import short, versions
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.collecting import collect
 from cdp_repro.studies.rows import DIVERGED, ROWS, Row, RowError, read_rows, run_name, write_row
@@ -161,13 +161,13 @@ def _warn_of_other_code(rows: Iterable[Row], missing: Sequence[Run]) -> None:
     if not concerned:
         return
     present = versions()
-    commits = {row.code: str(row.summary["version/git_commit"])[:12] for row in concerned}
+    commits = {row.code: short(row.summary["version/git_commit"]) for row in concerned}
     for code, number in Counter(row.code for row in concerned).items():
         if code != present["version/code"]:
             logger.warning(
                 "warning: %d rows of these cells come of code %s (commit %s), new ones will of code %s (commit %s): "
                 "cdp-report averages no two versions, so go back to that commit or remove those rows",
-                number, code, commits[code], present["version/code"], present["version/git_commit"][:12],
+                number, code, commits[code], present["version/code"], short(present["version/git_commit"]),
             )  # fmt: skip
 
 
