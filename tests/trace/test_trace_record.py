@@ -101,3 +101,13 @@ def test_the_last_step_begins_where_its_first_forward_is(mode, placement):
     length = program.schedule.slots_per_step
     trace = simulate(program, StageCosts.equal(3), 4)
     assert trace.last_step(length) == range(3 * length, 4 * length)
+
+
+@pytest.mark.parametrize(("mode", "placement"), [("dp", "replicated"), ("cdp_v2", "model_parallel")])
+def test_a_slot_has_the_actions_of_all_ranks(mode, placement):
+    program = Program(Schedule.build(mode, 3, placement=placement))
+    slots = simulate(program, StageCosts.equal(3), steps=2).slots
+    assert [slot.number for slot in slots] == list(range(len(slots)))
+    for slot, made in zip(slots, program.slots(2), strict=False):
+        assert sorted(map(str, slot.actions)) == sorted(map(str, made.actions))
+        assert {action.rank for action in slot.actions} == {action.rank for action in made.actions}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable
 
 from cdp_repro.observe.run_directory import RunDirectory
 from cdp_repro.observe.wandb_mirror import WandbMirror
-from cdp_repro.schedule import Action, Slot
 from cdp_repro.trace import Trace, write_comms_csv, write_memory_csv, write_perfetto
 
 
@@ -20,14 +18,6 @@ def write_trace_files(trace: Trace, directory: RunDirectory, version_bytes: Call
         write_memory_csv(trace, file, version_bytes)
     with directory.comms_path.open("w") as file:
         write_comms_csv(trace, file)
-
-
-def slots_of(trace: Trace) -> list[Slot]:
-    """Return what all ranks did, slot by slot: a trace has a record for each rank."""
-    actions: dict[int, list[Action]] = defaultdict(list)
-    for record in trace.records:
-        actions[record.slot] += record.actions
-    return [Slot(number, tuple(actions[number])) for number in sorted(actions)]
 
 
 def mirror_trace(trace: Trace, mode: str, directory: RunDirectory, mirror: WandbMirror) -> None:
@@ -49,7 +39,7 @@ def mirror_trace(trace: Trace, mode: str, directory: RunDirectory, mirror: Wandb
     os.environ.setdefault("MPLCONFIGDIR", str(pictures / "matplotlib"))  # else it writes to the user's home
     from cdp_repro.observe.figures import memory_figure, save_figure, timeline_figure
 
-    slots = slots_of(trace)[: 6 * trace.stages]
+    slots = trace.slots[: 6 * trace.stages]
     save_figure(timeline_figure({mode: slots}, {mode: trace.lanes}, trace.stages), pictures / "timeline.png")
     save_figure(memory_figure({mode: curve}, "live activation bytes"), pictures / "memory.png")
     mirror.log_image("timeline", pictures / "timeline.png")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from cdp_repro.schedule.actions import Action, Op, message_name
+from cdp_repro.schedule.actions import Action, Op, Slot, message_name
 from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.schedule.rings import collective_name, next_in_ring
 from cdp_repro.schedule.sizes import Sizes
@@ -108,11 +108,17 @@ class Trace:
         return max(Counter(message.slot for message in self.messages).values(), default=0)
 
     @property
-    def max_chain_per_slot(self) -> int:
-        """Longest chain of messages in one slot, each of which had to wait for the one before."""
+    def slots(self) -> list[Slot]:
+        """What all ranks did, slot by slot: there is a record for each rank."""
         actions: dict[int, list[Action]] = defaultdict(list)
         for record in self.records:
             actions[record.slot] += record.actions
+        return [Slot(number, tuple(actions[number])) for number in sorted(actions)]
+
+    @property
+    def max_chain_per_slot(self) -> int:
+        """Longest chain of messages in one slot, each of which had to wait for the one before."""
+        actions = {slot.number: slot.actions for slot in self.slots}
         sent: dict[int, set[object]] = defaultdict(set)
         for message in self.messages:  # a ring may leave nothing to send to one rank: any rank's message tells of it
             sent[message.slot] |= {(message.source, message.destination, message.value), collective_name(message.value)}
@@ -123,7 +129,8 @@ class Trace:
                 return collective_name(action.value) in sent[slot]
             return (action.rank, action.peer, action.value) in sent[slot]
 
-        return max((longest_chain(actions[slot], partial(is_sent, slot=slot), self._ranks) for slot in sent), default=0)
+        chains = (longest_chain(actions.get(slot, ()), partial(is_sent, slot=slot), self._ranks) for slot in sent)
+        return max(chains, default=0)
 
     def bytes_sent_per_device_per_step(self, slots_per_step: int) -> float:
         """Return the bytes that a rank sends, on average, in the slots of the last training step of the trace.
