@@ -20,7 +20,7 @@ from cdp_repro.engine.allocator import keep_freed_memory
 from cdp_repro.predict.cutting import cut_model, sample
 from cdp_repro.report.tuning import setting_of
 from cdp_repro.studies.delay_studies import CIFAR10, TEXT, Benchmark
-from cdp_repro.training.assembly import build_engine
+from cdp_repro.training.assembly import build_engine, program_of
 
 ROUNDS, STEPS = 8, 2
 TRAINED_SAMPLES = 50_000
@@ -61,7 +61,7 @@ def _rows(benchmark: Benchmark) -> list[dict[str, Any]]:
 
 def _engine(config: RunConfig) -> Engine:
     torch.manual_seed(0)
-    engine = build_engine(config, cut_model(config), TRAINED_SAMPLES)
+    engine = build_engine(config, cut_model(config), TRAINED_SAMPLES, program_of(config))
     assert isinstance(engine, Engine)
     return engine
 

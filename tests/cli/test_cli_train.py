@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from training.test_trainer_placements import same_outcome
 
+from cdp_repro.cli import plan as plan_command
 from cdp_repro.cli import train as command
 
 
@@ -260,6 +261,51 @@ def test_a_pipeline_of_fewer_ranks_than_stages_goes_on_anywhere(tiny):
         assert command.main(["resume=ranks", *given]) == 0
         assert json.loads(Path("ranks/summary.json").read_text())["ranks"] == 1
         same_outcome(Path("ranks"), Path("whole"))
+
+
+def test_a_run_by_a_program_file_goes_on_from_another_folder_and_on_another_placement(tiny, monkeypatch):
+    settings = [*tiny, "precision=fp64", "mode=cdp_v2", "workers=2", "checkpoint_every_steps=3", "keep_checkpoints=9"]
+    by_hand = [text for text in settings if text.startswith(("mode=", "workers="))]
+    assert plan_command.main([*by_hand, "stages=2", "placement=pipeline", "--program=file.txt"]) == 0
+    settings += ["stages=2"]
+    assert command.main([*settings, "run_dir=whole"]) == 0
+    assert command.main([*settings, "placement=pipeline", "program=file.txt", "run_dir=run"]) == 0
+    same_outcome(Path("run"), Path("whole"))
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    for given in ([], ["placement=single_device"]):
+        forget_the_end(Path("../run"), 6)
+        assert command.main(["resume=../run", *given]) == 0
+        same_outcome(Path("../run"), Path("../whole"))
+
+
+def test_a_program_that_is_for_another_run_is_refused_before_there_is_a_directory(tiny, capfd):
+    assert plan_command.main(["mode=dp", "--program=file.txt"]) == 0
+    for given, says in (("file.txt", "mode=dp there, cdp_v2 here"), ("none", "cannot be read")):
+        assert says in refused_resume(capfd, *tiny, "mode=cdp_v2", f"program={given}", "run_dir=run")
+    assert not Path("run").exists()
+
+
+def test_data_that_was_moved_is_named_beside_resume(tmp_path, capfd):
+    for split in ("train", "test"):
+        for name in "ab":
+            (tmp_path / "data" / split / name).mkdir(parents=True)
+            for number in range(4):
+                Image.new("RGB", (32, 32)).save(tmp_path / "data" / split / name / f"{number}.png")
+    small = [
+        "dataset=cifar10",
+        "dataset.classes=2",
+        "model=mlp",
+        "batch_size=4",
+        "epochs=1",
+        "checkpoint_every_steps=1",
+    ]
+    small += ["checkpoint_every_steps=1", "run_dir=run"]
+    assert command.main([*small, f"dataset.root={tmp_path / 'data'}"]) == 0
+    (tmp_path / "data").rename(tmp_path / "moved here")
+    forget_the_end(Path("run"), 1)
+    assert "does not exist" in refused_resume(capfd, "resume=run")
+    assert command.main(["resume=run", f"dataset.root={tmp_path / 'moved here'}"]) == 0
 
 
 def test_accumulation_and_ranks_that_do_not_fit(capsys):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -203,6 +205,24 @@ def test_a_failed_download_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     text = message(tmp_path, download=True)
     assert f"the download of CIFAR-10 into {tmp_path} failed: <urlopen error no network>" in text
     assert "train/<class>/*" in text
+
+
+def test_of_two_that_download_at_once_the_second_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, most = 0, 0
+
+    def slow(self: CIFAR10) -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.2)
+        at_once -= 1
+        raise OSError("no network")
+
+    monkeypatch.setattr(CIFAR10, "download", slow)
+    with ThreadPoolExecutor(2) as pool:
+        for text in pool.map(lambda _: message(tmp_path, download=True), range(2)):
+            assert "no network" in text
+    assert most == 1
 
 
 def test_nothing_is_downloaded_over_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

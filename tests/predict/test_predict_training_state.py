@@ -9,7 +9,7 @@ from cdp_repro.config.compose import compose_config
 from cdp_repro.config.numerics import parameter_dtype
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.predict.training_state import optimizer_states, training_state
-from cdp_repro.training.assembly import build_engine, load_data
+from cdp_repro.training.assembly import build_engine, load_data, program_of
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from cdp_repro.training.assembly import build_engine, load_data
 def test_the_bytes_are_those_of_a_run(tiny, overrides):
     config = compose_config([*tiny, *overrides])
     cut, dataset = cut_model(config), load_data(config)
-    engine = build_engine(config, cut, dataset.train_size)
+    engine = build_engine(config, cut, dataset.train_size, program_of(config))
     batches = dataset.train_batches(
         range(3), batch_size=config.batch_size, workers=config.step_micro_batches, seed=0, device=config.torch_device,
         dtype=parameter_dtype(config),

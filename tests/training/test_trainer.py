@@ -320,6 +320,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_after_a_checkpoint(tmp_path, ti
     assert CheckpointStore(tmp_path / "run" / "checkpoints").latest() is None
 
 
+def test_a_summary_that_cannot_be_written_does_not_hide_why_a_run_ended(tmp_path, tiny, monkeypatch):
+    def full(self: RunDirectory, summary: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(RunDirectory, "write_summary", full)
+    with pytest.raises(DivergedError) as failure:
+        run(tmp_path / "run", *tiny, "optim.lr=1e12", "optim.warmup_epochs=0")
+    assert "summary.json could not be written: No space left on device" in failure.value.__notes__[0]
+
+
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_precisions_train(tmp_path, tiny, precision):
     summary = run(tmp_path / "run", *tiny, f"precision={precision}", "epochs=6", "model.dropout=0")

@@ -19,7 +19,7 @@ from cdp_repro.cli.streams import OutputError, command, write_error, write_out
 from cdp_repro.config import ConfigError, RunConfig, load_config
 from cdp_repro.config.compose import Source, compose_config, output_folder
 from cdp_repro.config.keys import RESUME_KEYS
-from cdp_repro.config.paths import typed_path
+from cdp_repro.config.paths import PATH_KEYS, typed_path
 from cdp_repro.config.sweep_launcher import SlurmLauncher, split_launcher
 from cdp_repro.config.task import task_of
 from cdp_repro.launch import RankFailedError, StalledError, launch
@@ -72,6 +72,8 @@ def _run(line: CommandLine) -> int:
 def _single(overrides: Sequence[str], source: Source) -> int:
     resumed = _run_to_resume(overrides)
     config = _resumed_config(resumed, overrides) if resumed else compose_config(overrides, source=source)
+    if config.program is not None:
+        config.program = str(Path(config.program).absolute())  # it may be resumed from another folder
     _given_folder("run", overrides)  # refuses two of them
     run_dir = resumed.path if resumed else Path(config.run_dir or _new(output_folder("run", overrides, source)))
     arguments = (
@@ -148,13 +150,14 @@ def _restarts(overrides: Sequence[str]) -> bool:
 def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
     """Return the run's own configuration with the overrides that may be given beside `resume=`."""
     given = [
-        text.replace("placement=", "placement.name=")
-        for text in overrides
-        if not text.startswith(("resume=", "restart="))
+        f"{key.replace('placement', 'placement.name')}={typed_path(value) if key in PATH_KEYS else value}"
+        for key, _, value in (text.partition("=") for text in overrides)
+        if key not in ("resume", "restart")
     ]
     config = OmegaConf.create(run.config())
     if not isinstance(config.get("placement"), DictConfig):
         raise RunDirectoryError(f"{run.path / CONFIG} has no placement: put back what it held, or begin another run")
+    was = config.placement.get("name")
     try:
         config.merge_with_dotlist(given)
     except (OmegaConfBaseException, YAMLError) as error:
@@ -162,6 +165,8 @@ def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
     for name, placement in PLACEMENT_SIZES.items():
         if config.placement.name != placement and not any(text.startswith(f"{name}=") for text in given):
             config[name] = None  # that of the placement that it was
+    if config.placement.name != was and not any(text.startswith("program=") for text in given):
+        config.program = None  # for the same reason
     try:
         return load_config(config)
     except ConfigError as error:

@@ -34,8 +34,8 @@ NEUTRAL_KEYS = (
 and the run that resumes it."""
 
 RESUME_KEYS = (
-    "ranks", "servers", "pipeline_schedule", "collectives", "timeout_seconds", "grace_seconds", "wandb",
-    "checkpoint_every_steps", "log_every_steps",
+    "ranks", "servers", "pipeline_schedule", "collectives", "program", "dataset.root", "dataset.loader_workers",
+    "timeout_seconds", "grace_seconds", "wandb", "checkpoint_every_steps", "log_every_steps",
 )  # fmt: skip
 """Settings that the command line may change beside `resume=`; `placement=`, a group, may be given as well."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
+import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -54,10 +57,24 @@ def load_cifar10(root: Path, *, download: bool, loader_workers: int) -> InMemory
 
 def _from_batches(root: Path, download: bool) -> InMemoryDataset:
     try:
-        train, test = (CIFAR10(root, train=train, download=download) for train in (True, False))
+        with _one_process(root) if download else nullcontext():
+            train, test = (CIFAR10(root, train=train, download=download) for train in (True, False))
     except DOWNLOAD_ERRORS as error:
         raise DatasetError(_batches_message(root, download, error)) from error
     return _dataset("CIFAR-10 (python batches)", len(train.classes), _split(train), _split(test))
+
+
+@contextmanager
+def _one_process(root: Path) -> Iterator[None]:
+    """Let the ranks of a run, and other runs, wait for the first, which downloads; they then find its files."""
+    root.mkdir(parents=True, exist_ok=True)
+    folder = os.open(root, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a network's file system without locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _batches_message(root: Path, download: bool, error: Exception) -> str:

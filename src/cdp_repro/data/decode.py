@@ -56,7 +56,7 @@ def unreadable(failures: Sequence[Failure]) -> DatasetError:
     if len(failures) > 5:
         lines.append(f"  and {len(failures) - 5:,} more")
     noun = "image" if len(failures) == 1 else "images"
-    remedy = "Unpack the data set again, or delete these files to train without them."
+    remedy = "Unpack the data set again; or delete these files: a new run then trains without them."
     return DatasetError("\n".join([f"{len(failures):,} {noun} cannot be used:", *lines, remedy]))
 
 

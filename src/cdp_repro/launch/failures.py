@@ -127,7 +127,8 @@ _BROKEN = (
     r"closed by peer|reset by peer|broken pipe|pair closure|no route to host|is unreachable|remote process exited|"
     r"ncclRemoteError"
 )
-_TIMEOUT = r"timed out|wait timeout"
+_TIMEOUT = r"timed out|wait timeout|application timeout"
+"""The last is gloo's, for whatever else it did on the connections on which this process lost its patience."""
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from cdp_repro.config.program_file import read_program_file, refuse_other_values
 from cdp_repro.data import Dataset, load_dataset, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.predict.cutting import CutModel
-from cdp_repro.schedule import Program, Schedule, Spec
+from cdp_repro.schedule import Program, Schedule
 from cdp_repro.training.optim import learning_rate_factor, optimizer_factory
 
 
@@ -72,22 +72,31 @@ def reading_rule(config: RunConfig, engine: Engine | Baseline) -> Callable[[int,
     return reads
 
 
-def program_of(path: str, spec: Spec) -> Program:
-    """Return the program of a file that is for the run that `spec` describes.
+def program_of(config: RunConfig) -> Program | None:
+    """Return the program that a run executes: that of its file, or else that of its schedule; None for a baseline.
 
     Raises:
-        ConfigError: it cannot be read, or is for another one.
+        ConfigError: the file cannot be read, or is for another run.
         ScheduleError: it is broken; says in which line and why.
     """
-    program = read_program_file(path)
-    refuse_other_values(path, asdict(program.schedule.spec), asdict(spec))
+    if config.baseline is not None:
+        return None
+    spec = config.spec()
+    if config.program is None:
+        return Program(Schedule.of(spec))
+    program = read_program_file(config.program)
+    refuse_other_values(config.program, asdict(program.schedule.spec), asdict(spec))
     return program
 
 
-def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | Baseline:
+def build_engine(config: RunConfig, cut: CutModel, train_size: int, program: Program | None) -> Engine | Baseline:
     """Return the engine, or the library's in its place, that trains a model cut into stages; all ranks must call it.
 
-    `train_size` is the number of training samples, from which the learning-rate schedule counts its epochs.
+    Args:
+        config: Of the run.
+        cut: Its model.
+        train_size: The number of training samples, from which the learning-rate schedule counts its epochs.
+        program: That of `program_of`.
     """
     device = config.torch_device
     epoch = steps_per_epoch(train_size, config.batch_size)
@@ -99,12 +108,12 @@ def build_engine(config: RunConfig, cut: CutModel, train_size: int) -> Engine | 
         "learning_rate_factor": learning_rate_factor(config.optim, epoch, config.epochs),
         "autocast": autocast(config, device.type),
     }
-    if config.baseline is not None:
+    if program is None:
+        assert config.baseline is not None, "all others have a program"
         return baseline_class(config.baseline)(*model, **common)
-    spec = config.spec()
     return Engine(
         *model,
-        program=Program(Schedule.of(spec)) if config.program is None else program_of(config.program, spec),
+        program=program,
         delay=delay_factory(config.delay),
         clip_norm=config.optim.clip_norm,
         traced_steps=config.traced_steps,

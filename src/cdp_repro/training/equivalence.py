@@ -16,7 +16,7 @@ from cdp_repro.config.numerics import parameter_dtype
 from cdp_repro.launch import launch
 from cdp_repro.launch.process_group import process_group
 from cdp_repro.predict.cutting import cut_model
-from cdp_repro.training.assembly import build_engine, load_data, reading_rule
+from cdp_repro.training.assembly import build_engine, load_data, program_of, reading_rule
 from cdp_repro.training.weights import start_from_file
 
 LIBRARY_TOLERANCE = 1e-9
@@ -93,7 +93,7 @@ def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcom
         dataset = load_data(config)
         cut = cut_model(config, blocks_per_stage)
         start_from_file(config, cut.stages)
-        engine = build_engine(config, cut, dataset.train_size)
+        engine = build_engine(config, cut, dataset.train_size, program_of(config))
         losses: list[list[float]] = []
         with engine.team.naming_stalled():
             for part in (range(steps // 2), range(steps // 2, steps)):

@@ -29,9 +29,9 @@ from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.cutting import CutModel, cut_model
 from cdp_repro.predict.remembered_cuts import remember
 from cdp_repro.predict.simulate import simulate_totals, version_bytes
-from cdp_repro.schedule import Program, Schedule
+from cdp_repro.schedule import Program
 from cdp_repro.trace import Trace
-from cdp_repro.training.assembly import build_engine, load_data
+from cdp_repro.training.assembly import build_engine, load_data, program_of
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer, refuse_foreign
 from cdp_repro.training.weights import start_from_file
@@ -76,6 +76,7 @@ def train(
             return finished
         if checkpoint is not None:
             refuse_foreign(checkpoint.meta, {"config": config.to_dict()})  # of data and engine nothing is known yet
+        program = program_of(config)
         dataset = load_data(config)
         cut = _same_cut(config, team, _earlier_cut(checkpoint))
         weights = "" if checkpoint else start_from_file(config, cut.stages)
@@ -100,7 +101,7 @@ def train(
         if team.rank == 0:
             for sentence in without_effect(config):
                 logger.warning("warning: %s", sentence)
-        return _Run(config, dataset, cut, RunDirectory(path), files, command).train(stop, checkpoint, resume)
+        return _Run(config, dataset, cut, program, RunDirectory(path), files, command).train(stop, checkpoint, resume)
 
 
 def _earlier_cut(checkpoint: Checkpoint | None) -> list[int] | None:
@@ -169,19 +170,21 @@ class _Run:
         config: RunConfig,
         dataset: Dataset,
         cut: CutModel,
+        program: Program | None,
         directory: RunDirectory,
         files: _Files | None,
         command: Sequence[str],
     ) -> None:
-        """`files` are None on ranks that write none."""
+        """`program` is None for a baseline, `files` on ranks that write none."""
         self._config = config
         self._dataset = dataset
         self._cut = cut
+        self._program = program
         self._directory = directory
         self._files = files
         self._command = command
         self._data = {"description": dataset.description, "fingerprint": dataset.fingerprint()}
-        self._engine = build_engine(config, cut, dataset.train_size)
+        self._engine = build_engine(config, cut, dataset.train_size, program)
         self._trainer = self._build_trainer()
         self._trace: Trace | None = None
 
@@ -215,32 +218,30 @@ class _Run:
         if resume:
             self._trainer.resume(checkpoint)
             logger.info("resumed at training step %d", self._engine.step)
-        status = "failed"
         try:
             self._trainer.fit(stop)
-            status = "finished"
-        except (Interrupted, KeyboardInterrupt):
-            status = "interrupted"
+        except BaseException as error:
+            try:
+                self._finish(_status_of(error))
+            except OSError as second:  # a full disk, say: what ended the run is told, and this beside it
+                error.add_note(f"and {self._directory.summary_path} could not be written: {second}")
             raise
-        except DivergedError:
-            status = "diverged"
-            raise
-        finally:
-            summary = self._finish(status)
-        return summary
+        return self._finish("finished")
 
     def _finish(self, status: str) -> dict[str, Any]:
         """Write summary.json and close the logs, on rank 0; return the summary."""
         if self._files is None:
             return {}
-        schedule = self._config.schedule()
+        program = self._program or Program(self._config.schedule())
         whole = self._config.reading_whole()
         costs_of_dp = self._cut.costs if whole is self._config else cut_model(whole, self._cut.blocks_per_stage).costs
         summary = {
             **self._described(status),
             **self._trainer.measured(),
-            "memory/activation_peak_bytes_simulated": _simulated_peak(schedule, self._cut.costs),
-            "memory/activation_peak_bytes_simulated_dp": _simulated_peak(schedule.data_parallel(), costs_of_dp),
+            "memory/activation_peak_bytes_simulated": _simulated_peak(program, self._cut.costs),
+            "memory/activation_peak_bytes_simulated_dp": _simulated_peak(
+                Program(program.schedule.data_parallel()), costs_of_dp
+            ),
         }
         self._directory.write_summary(summary)
         self._files.metrics.close()
@@ -285,8 +286,15 @@ class _Run:
         write_trace_files(trace, self._directory, version_bytes(self._config.schedule(), self._cut.costs))
 
 
-def _simulated_peak(schedule: Schedule, costs: StageCosts) -> int:
-    totals = simulate_totals(schedule, costs, Program(schedule).complete_run)
+def _status_of(error: BaseException) -> str:
+    """Return what the summary calls a run that has ended by an error."""
+    if isinstance(error, (Interrupted, KeyboardInterrupt)):
+        return "interrupted"
+    return "diverged" if isinstance(error, DivergedError) else "failed"
+
+
+def _simulated_peak(program: Program, costs: StageCosts) -> int:
+    totals = simulate_totals(program.schedule, costs, program.complete_run)
     return max(total.activation_bytes for total in totals)
 
 

@@ -115,6 +115,7 @@ class Trainer:
         self._earlier_reads = 0
         self._is_read = reading_rule(config, engine)
         self._team = engine.team
+        self._parameter_bytes = self._optimizer_bytes = self._delay_bytes = 0
         self.position = Position()
 
     def resume(self, checkpoint: Checkpoint | None) -> None:
