@@ -17,7 +17,7 @@ from cdp_repro.engine.compute import LossFn
 from cdp_repro.engine.engine import refuse_shared_parameters
 from cdp_repro.engine.executor import StepResult
 from cdp_repro.engine.outputs import TestBatches, outputs_of
-from cdp_repro.engine.parameters import OptimizerFactory
+from cdp_repro.engine.parameters import OptimizerFactory, average, check_buffers, check_same_tensors
 from cdp_repro.engine.team import Team
 from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.trace import Trace
@@ -131,7 +131,7 @@ class Baseline(ABC):
         """A copy of the whole model with theta[step] and buffers averaged over workers, on every rank. Collective."""
         parts = self.team.share(self.team.gather(self._part(with_optimizers=False)))
         stages = _merge(self.step, parts, len(self._skeleton))["stages"]
-        values = [{**stage["versions"][self.step], **_mean_buffers(stage["buffers"])} for stage in stages]
+        values = [{**stage["versions"][self.step], **average(stage["buffers"])} for stage in stages]
         return fill(self._skeleton, values, self._device)
 
     def outputs(self, batches: TestBatches, count: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -208,11 +208,8 @@ class Baseline(ABC):
                     f"the checkpoint has the versions {sorted(loaded['versions'])}, {self.name} needs only "
                     f"{state['step']}: it was written in another mode than dp"
                 )
-            if len(loaded["buffers"]) != self.workers:
-                raise ValueError(f"the checkpoint is of {len(loaded['buffers'])} workers, this run has {self.workers}")
-            _check_shapes(dict(stage.named_parameters()), loaded["versions"][state["step"]])
-            for buffers in loaded["buffers"]:
-                _check_shapes(dict(stage.named_buffers()), buffers)
+            check_same_tensors(dict(stage.named_parameters()), loaded["versions"][state["step"]])
+            check_buffers(dict(stage.named_buffers()), loaded["buffers"], self.workers)
             mine, theirs = self._optimizers.get(number), loaded["optimizer"]["class"]
             if mine is not None and mine.class_name != theirs:
                 raise ValueError(f"the checkpoint is of the optimizer {theirs}, this run has {mine.class_name}")
@@ -251,21 +248,3 @@ def _merge(step: int, parts: Sequence[dict[str, dict[Any, Any]]], stages: int) -
             for j in range(stages)
         ],
     }
-
-
-def _mean_buffers(copies: Sequence[Tensors]) -> Tensors:
-    """Return the mean over workers of the floating-point buffers; others from worker 0."""
-    return {
-        name: torch.stack([buffers[name] for buffers in copies]).mean(0) if first.is_floating_point() else first
-        for name, first in copies[0].items()
-    }
-
-
-def _check_shapes(mine: Tensors, loaded: Tensors) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in mine.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
-    for name in sorted(expected | found):
-        if expected.get(name) != found.get(name):
-            raise ValueError(
-                f"the checkpoint is of another model: {name} is {found.get(name)} there, {expected.get(name)} here"
-            )

@@ -197,7 +197,7 @@ def average(of_workers: Sequence[Mapping[str, Tensor]]) -> Buffers:
 def check_buffers(mine: Mapping[str, Tensor], state: Sequence[Mapping[str, Tensor]], workers: int) -> None:
     """Raise ValueError unless `state` has buffers like `mine` for so many workers."""
     if len(state) != workers:
-        raise ValueError(f"the checkpoint is of {len(state)} workers, this engine has {workers}")
+        raise ValueError(f"the checkpoint is of {len(state)} workers, this run has {workers}")
     for theirs in state:
         check_same_tensors(mine, theirs)
 

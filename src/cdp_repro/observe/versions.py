@@ -14,7 +14,7 @@ PACKAGE = Path(cdp_repro.__file__).parent
 
 _NUMERICS = (
     "schedule", "engine", "baselines", "models", "data", "training", "config/numerics.py", "predict/cutting.py",
-    "predict/partition.py",
+    "predict/partition.py", "predict/profiling.py",
 )  # fmt: skip
 """The parts of the package that the numbers of a run depend on: runs that share them are of one code version."""
 
