@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,6 +134,28 @@ def test_a_job_begins_its_run_goes_on_with_it_and_queues_again_before_the_time_i
         assert "interrupted" in shown and "missing" in shown
     assert "resumed at training step" in run.log_path(0).read_text()
     assert not Path("sweep/seed=0").exists()
+
+
+def test_a_job_whose_folder_looks_like_a_pattern_goes_on(tiny, slurm, capsys):
+    words = [*tiny, "mode=[[1,1],[1,1]],[[1,1],[1,0]]", "workers=2", "stages=2", "checkpoint_every_steps=3"]
+    assert command.main(["-m", *words, *SLURM, "run_dir=my sweep"]) == 0
+    script = Path("my sweep/sweep.sh")
+    assert "#SBATCH --job-name='cdp-my sweep'\n" in script.read_text()
+    run = Path("my sweep/mode=[[1,1],[1,0]]")
+    for expected in ("", "is finished already", "resumed at training step 9"):
+        said = job(script, 1).communicate(timeout=120)[1]
+        assert expected in said and (run / "summary.json").exists(), said
+        if expected:
+            (run / "summary.json").unlink()
+            shutil.rmtree(run / "checkpoints" / "step-000000010")
+
+
+def test_what_sbatch_takes_stands_as_it_was_typed(tiny, capsys):
+    assert sweep(*tiny, "seed=0,1", "--dry-run", *SLURM, "launcher.mem=1e3", "launcher.time=1:30:00") == 0
+    script = capsys.readouterr().out
+    assert "--mem=1e3\n" in script and "--time=1:30:00\n" in script
+    assert sweep(*tiny, "seed=0,1", "--dry-run", *SLURM, "launcher.mem=") == 2
+    assert "launcher.mem= is empty: give what sbatch takes, or leave it out" in capsys.readouterr().err
 
 
 def test_on_several_nodes_srun_starts_the_ranks(tiny, capsys):

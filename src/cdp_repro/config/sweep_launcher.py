@@ -74,7 +74,11 @@ def _filled(name: str, overrides: Sequence[str]) -> Launcher:
             problems.append(f"launcher={name} has no launcher.{key}: it has {choices}{nearest(key, known)}")
             continue
         try:
-            found = OmegaConf.merge(found, nested(key, OverridesParser.create().parse_override(text).value()))
+            override = OverridesParser.create().parse_override(text)
+            value = override.value()
+            if kind.__annotations__[key] == "str | None" and isinstance(value, float):
+                value = override.get_value_string()  # as it was typed: SLURM knows no 1000.0
+            found = OmegaConf.merge(found, nested(key, value))
         except (HydraException, OmegaConfBaseException) as error:
             problems.append(f"{text}: {str(error).splitlines()[0]}")
     launcher = OmegaConf.to_object(found)
@@ -92,4 +96,5 @@ def _out_of_range(launcher: Launcher) -> list[str]:
         value = getattr(launcher, key, None)
         if value is not None and value < minimum:
             found.append(f"launcher.{key}={value}: must be {minimum} or more")
-    return found
+    empty = [field.name for field in fields(launcher) if getattr(launcher, field.name) == ""]
+    return [*found, *(f"launcher.{key}= is empty: give what sbatch takes, or leave it out" for key in empty)]

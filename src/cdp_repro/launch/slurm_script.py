@@ -72,7 +72,7 @@ class ArrayScript:
         """Return the script."""
         values = {
             "comment": self.comment,
-            "name": self.name,
+            "name": shlex.quote(self.name),
             "array": f"0-{self.jobs - 1}" + (f"%{self.at_once}" if self.at_once else ""),
             "options": "\n".join(f"#SBATCH {option}" for option in self.options),
             "output": shlex.quote(self.output),

@@ -136,12 +136,13 @@ def _cases(cells: Sequence[Cell], by_srun: bool) -> str:
         lines.append(
             f"{number}) {ranks}run={shlex.quote(str(cell.directory))}; arguments=({shlex.join(cell.begin)}) ;;"
         )
-    is_saved = " || ".join(f'compgen -G "$run/{pattern}" > /dev/null' for pattern in SAVED)
+    is_saved = " || ".join(f"compgen -G '{pattern}'" for pattern in SAVED)
     lines += [
         "esac",
         f'if [ -e "$run/{CONFIG}" ]; then',
         '  arguments=("resume=$run")',
-        f'  {is_saved} || arguments+=("restart=true")',
+        # in the folder, as its name may look like a pattern
+        f'  (cd "$run" && {{ {is_saved}; }} > /dev/null) || arguments+=("restart=true")',
         "fi",
     ]
     return "\n".join(lines) + "\n\n"
