@@ -9,7 +9,7 @@ from report_rows import row_of
 
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.memory_reduction import divided, reduction, theory
-from cdp_repro.report.activation_memory import answer, cases, memory_table
+from cdp_repro.report.activation_memory import answer, cases, memory_table, profiles
 from cdp_repro.report.groups import grouped
 from cdp_repro.studies.catalog import STUDIES
 
@@ -51,6 +51,7 @@ def test_a_case_needs_all_three_runs_and_what_is_missing_shows_its_command():
     rows = [row_of(cell, study="memory") for cell in three]
     assert not cases(grouped(rows[:2]))
     (case,) = cases(grouped(rows))
+    assert (case.partition, profiles([case])) == ("flops", {}), "not of blocks, though nothing else has run"
     assert case.ratios == case.simulated_ratios == {"paper": theory(4), "backward_first": 0.5}
     table = memory_table([case])
     assert table.rows[0][3:7] == ["0.625", "0.625", "0.500", "yes"]

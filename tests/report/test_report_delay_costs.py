@@ -191,6 +191,16 @@ def test_a_rate_is_chosen_when_it_lies_between_two_that_lose_at_full_length(worl
     assert [row[-1] for row in table.rows] == [missing or "0.2", "0.2", "0.2", "0.2"]
 
 
+def test_a_rate_between_two_of_the_grid_may_win(world):
+    finals = world.studies["delay-finals"]
+    own = tried(finals, [BEST_AT_02] * len(SETTINGS))
+    for rate, loss in ((0.15, 0.7), (0.3, 0.8)):
+        cell = replace(finals.cells[0], overrides=(*finals.cells[0].overrides, f"optim.lr={rate}"))
+        own += grouped([row_of(cell, TUNING_SEED, finals.name, **{"train/loss": loss})], finals.varied)
+    world.have("delay-finals", own)
+    assert tuned_rates(finals, world.groups)[setting_of(finals.cells[0].settings)].rate == 0.15
+
+
 def test_no_rate_is_chosen_that_the_short_runs_did_not_pass_on(world):
     short, finals = world.studies["delay-tuning"], world.studies["delay-finals"]
     world.have("delay-tuning", tried(short, [(0.1, 1.0, 0.9, 1.1), (1, 2, 3, None), *[BEST_AT_02] * 2]))
@@ -214,7 +224,7 @@ def test_verdicts_come_from_fresh_seeds_alone_and_the_other_table_chooses(world)
     assert table.columns[5] == "verdict" and [row[5] for row in table.rows] == ["", "equivalent", "worse"]
     assert [row[1] for row in table.rows] == ["sgd", "sgd + prediction", "sgd + compensation"]
     assert [row[7] for row in table.rows] == ["", "1.02", ""]
-    assert table.rows[1][6] == "0.00 + 1.00 + 2.00" and "less than 0.3 points" in " ".join(table.notes)
+    assert table.rows[1][6] == "not measured + 1.00 + 2.00" and "less than 0.3 points" in " ".join(table.notes)
     delay = world.studies["delay"]
     world.have("delay", compared(delay, lambda number, seed: 90 + 0.1 * seed + (0, -0.2, -0.4, -0.1)[number]))
     table = world.table("delay")

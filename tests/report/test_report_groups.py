@@ -8,6 +8,7 @@ import pytest
 from report_rows import row_of
 from scipy import stats
 
+from cdp_repro.report.accuracy import chosen_rate, comparisons
 from cdp_repro.report.groups import Difference, Sample, compared, grouped
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.rows import RowError
@@ -20,6 +21,19 @@ def test_a_group_holds_the_seeds_of_one_cell_in_order():
     rows = [row_of(V2, 1), row_of(DP, 3), row_of(V2, 0), row_of(DP, 2)]
     found = grouped(rows)
     assert [(group.mode, group.seeds) for group in found] == [("dp", [2, 3]), ("cdp_v2", [0, 1])]
+
+
+def test_each_size_is_compared_with_data_parallelism_of_its_size():
+    sizes = [Cell((*cell.overrides, f"epochs={epochs}")) for epochs in (2, 3) for cell in (DP, V2)]
+    rows = [row_of(cell, study="mine", top1=90 + number) for number, cell in enumerate(sizes)]
+    found = comparisons({"mine": grouped(rows, varied=("epochs",))})
+    assert [(each.group.mode, each.difference and each.difference.mean) for each in found] == [
+        ("dp", None), ("dp", None), ("cdp_v2", 1.0), ("cdp_v2", 1.0)
+    ]  # fmt: skip
+
+
+def test_no_rate_is_chosen_where_no_loss_is_finite():
+    assert chosen_rate(grouped([row_of(DP, **{"train/loss": math.nan})])) is None
 
 
 def test_runs_of_other_settings_are_never_averaged():

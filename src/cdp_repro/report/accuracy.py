@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from cdp_repro.report.evidence import provenance
-from cdp_repro.report.groups import Difference, Group, Sample, compared
+from cdp_repro.report.groups import MAY_DIFFER, Difference, Group, Sample, compared, differing
 from cdp_repro.report.tables import Table
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.rows import Row, RowError, label_of_mode
@@ -60,10 +60,13 @@ def comparisons(groups: Mapping[str, Sequence[Group]]) -> list[Comparison]:
 
 
 def data_parallel(groups: Iterable[Group], like: Group) -> Group | None:
-    """Return the first group of data parallelism on the data and the model of another, if there is one."""
+    """Return the group of data parallelism on the data and the model of another that differs least in other settings.
+
+    Of several the first; None if there is none.
+    """
     key = ("dataset.name", "model.name")
     same = (g for g in groups if g.mode == "dp" and all(g.config[k] == like.config[k] for k in key))
-    return next(same, None)
+    return min(same, key=lambda dp: len({*differing(dp.rows[0], like.rows[0])} - {*MAY_DIFFER}), default=None)
 
 
 def accuracy_table(found: Sequence[Comparison], paper: Mapping[str, float]) -> Table:
@@ -84,11 +87,14 @@ def accuracy_table(found: Sequence[Comparison], paper: Mapping[str, float]) -> T
     return Table("accuracy", "Accuracy of each mode against data parallelism", COLUMNS, rows, notes, evidence)
 
 
-def chosen_rate(groups: Sequence[Group]) -> float:
-    """Return the smallest learning rate whose training loss is within 1 % of the lowest; the test set has no say."""
+def chosen_rate(groups: Sequence[Group]) -> float | None:
+    """Return the smallest learning rate whose training loss is within 1 % of the lowest; None if no loss is finite.
+
+    The test set has no say.
+    """
     losses: dict[float, float] = {group.config["optim.lr"]: group.sample("train/loss").mean for group in groups}
-    lowest = min(loss for loss in losses.values() if not math.isnan(loss))
-    return min(rate for rate, loss in losses.items() if loss <= 1.01 * lowest)
+    lowest = min(filter(math.isfinite, losses.values()), default=math.nan)
+    return min((rate for rate, loss in losses.items() if loss <= 1.01 * lowest), default=None)
 
 
 def tuning_table(groups: Sequence[Group], study: Study) -> Table:

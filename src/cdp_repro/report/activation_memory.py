@@ -51,7 +51,7 @@ def cases(groups: Sequence[Group]) -> list[Case]:
     for group in groups:
         config = group.config
         stages = group.rows[0].costs.stages
-        cut = "blocks" if stages == _blocks(groups, config["model.name"]) else config["partition"]
+        cut = "blocks" if stages == _blocks(config["model.name"]) else config["partition"]
         key = config["model.name"], config["workers"], cut
         by_case.setdefault(key, {})[group.mode, config["slot_order"]] = group
     found = []
@@ -62,9 +62,10 @@ def cases(groups: Sequence[Group]) -> list[Case]:
     return sorted(found, key=lambda case: (case.model, case.workers, case.partition))
 
 
-def _blocks(groups: Sequence[Group], model: str) -> int:
-    """Return the most stages that a network has been cut into, which the study takes to be its blocks."""
-    return max(group.rows[0].costs.stages for group in groups if group.config["model.name"] == model)
+def _blocks(model: str) -> int:
+    """Return the most workers that the study runs a network on: one for each of its blocks."""
+    planned = STUDIES["memory"].cells
+    return max((int(each.settings["workers"]) for each in planned if each.settings["model.name"] == model), default=0)
 
 
 def profiles(found: Sequence[Case]) -> dict[str, StageCosts]:

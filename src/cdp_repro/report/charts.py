@@ -18,6 +18,7 @@ from cdp_repro.report.accuracy import Comparison, data_parallel
 from cdp_repro.report.activation_memory import CUTS, ORDERS, SHOWN_WORKERS, Case, profiles
 from cdp_repro.report.groups import Group
 from cdp_repro.schedule.lanes import Lanes
+from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.cost_settings import PLACEMENT_NAMES
 
 _MODES = {"dp": ("#555555", "--"), "cdp_v1": ("#D55E00", "-."), "cdp_v2": ("#0072B2", "-")}
@@ -283,13 +284,14 @@ def staleness_caption(found: Sequence[Comparison]) -> str:
 
 
 def _accuracy_by_delay(found: Sequence[Comparison]) -> dict[str, dict[int, list[float]]]:
-    """Return top-1 of all seeds by line and delay."""
-    delayed = {each.group.config["dataset.name"] for each in found if each.group.mode.startswith("staleness")}
-    groups = [each.group for each in found if each.group.config["dataset.name"] in delayed]
-    rates = {group.config["dataset.name"]: group.config["optim.lr"] for group in groups if group.mode == "dp"}
+    """Return top-1 of all seeds by line and delay, of the study of staleness and those that it refers to."""
+    studies = {each.study for each in found if each.study in STUDIES and each.group.mode.startswith("staleness")}
+    studies |= {reference for name in studies if (reference := STUDIES[name].reference)}
+    groups = [each.group for each in found if each.study in studies]
+    rates = {group.config["optim.lr"] for group in groups if group.mode == "dp"}
     points: dict[str, dict[int, list[float]]] = {}
     for group in groups:
-        is_shared = group.config["optim.lr"] == rates.get(group.config["dataset.name"])
+        is_shared = group.config["optim.lr"] in rates
         line = "cdp_v2" if group.mode == "cdp_v2" else _SHARED_RATE if is_shared else _OWN_RATE
         longest = max(delay for row in group.rows[0].summary["staleness"] for delay in row)
         points.setdefault(line, {}).setdefault(longest, []).extend(group.values("eval/top1_percent"))

@@ -93,7 +93,8 @@ def _state(group: Group) -> str:
     """Return the bytes that the device with most keeps, as `0.60 + 0.30 + 0.30`."""
     summary: Mapping[str, Any] = group.rows[0].summary
     kinds = ("memory/parameter_peak_bytes", "memory/optimizer_bytes", "memory/delay_bytes")
-    return " + ".join(f"{summary.get(f'{kind}_per_device', 0) / 2**20:.2f}" for kind in kinds)
+    found = [summary.get(f"{kind}_per_device") for kind in kinds]
+    return " + ".join("not measured" if nbytes is None else f"{nbytes / 2**20:.2f}" for nbytes in found)
 
 
 def _missing(cell: Cell) -> list[str]:

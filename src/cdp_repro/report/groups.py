@@ -21,6 +21,9 @@ GROUP_KEYS = (
 )  # fmt: skip
 """Settings that, with the mode, tell the groups of a study apart; all others must be the same in a group."""
 
+MAY_DIFFER = ("mode.name", "mode.staleness", "optim.lr")
+"""Settings in which a group and the data parallelism that it is compared with may differ, as tables show them."""
+
 CONFIDENCE = 0.95
 
 _PLACES = {mode: place for place, mode in enumerate(MODES)}
@@ -183,7 +186,7 @@ def compared(group: Group, reference: Group, key: str, varied: Sequence[str] = (
     Raises:
         RowError: they differ in more than the mode, the learning rate and `varied`, which the table shows.
     """
-    others = set(differing(group.rows[0], reference.rows[0])) - {"mode.name", "mode.staleness", "optim.lr", *varied}
+    others = set(differing(group.rows[0], reference.rows[0])) - {*MAY_DIFFER, *varied}
     if others:
         raise RowError(
             f"{group.rows[0].source} and {reference.rows[0].source} would be compared, but differ in "

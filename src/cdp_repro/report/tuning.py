@@ -7,7 +7,7 @@ their neighbours in the grid until the lowest loss lies between two that are hig
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,12 +106,18 @@ def _tuned(grid: Sequence[float], chosen: Sequence[float] | None, losses: Mappin
     lowest = min(losses, key=losses.__getitem__)
     if math.isinf(losses[lowest]):
         return TunedRate(None, "all rates diverge at full length")
-    place = grid.index(lowest)
-    if place in (0, len(grid) - 1):
+    neighbours = _neighbours(lowest, [*grid, *losses])
+    if neighbours is None:
         return TunedRate(None, f"{lowest:g} is at the edge of the grid: extend it")
-    if lacking := [f"{rate:g}" for rate in (grid[place - 1], grid[place + 1]) if rate not in losses]:
+    if lacking := [f"{rate:g}" for rate in neighbours if rate not in losses]:
         return TunedRate(None, f"{lowest:g} is lowest so far; not run at full length: {', '.join(lacking)}")
     return TunedRate(lowest)
+
+
+def _neighbours(rate: float, rates: Iterable[float]) -> tuple[float, float] | None:
+    """Return the next lower and the next higher of some rates; None if there is no lower or no higher one."""
+    lower, higher = max((r for r in rates if r < rate), default=None), min((r for r in rates if r > rate), default=None)
+    return None if lower is None or higher is None else (lower, higher)
 
 
 def rate_table(study: Study, groups: Mapping[str, Sequence[Group]]) -> Table:
