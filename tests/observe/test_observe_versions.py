@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
 
 from cdp_repro.observe import versions as versions_module
-from cdp_repro.observe.versions import code_hash, short
+from cdp_repro.observe.versions import code_hash, git_commit, short
 
 
 def test_the_code_hash_depends_on_names_and_contents_of_code(tmp_path, monkeypatch):
@@ -26,6 +27,20 @@ def test_the_code_hash_depends_on_names_and_contents_of_code(tmp_path, monkeypat
     before = code_hash(["configs", "b.py"])
     (tmp_path / "d.py").write_text("not a part")
     assert code_hash(["configs", "b.py"]) == before
+
+
+def test_a_repository_that_only_surrounds_the_package_is_not_its_source(tmp_path, monkeypatch):
+    package = tmp_path / "venv" / "cdp_repro"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(versions_module, "PACKAGE", package)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
+        subprocess.run([*git, *arguments], check=True)
+    assert git_commit() == "unknown"
+    for arguments in (["add", "."], ["commit", "-q", "-m", "ours"]):
+        subprocess.run([*git, *arguments], check=True)
+    assert re.fullmatch("[0-9a-f]{40}", git_commit())
 
 
 def test_a_short_commit_says_whether_the_tree_was_changed():

@@ -72,6 +72,8 @@ class Command:
     """Names of its own options, each with a value."""
     flags: tuple[tuple[str, ...], ...] = ()
     """Names of its own flags, with dashes, the long one first."""
+    more_help: Callable[[], str] = str
+    """Returns what `--help` says of settings that are no part of a run's configuration."""
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run the command, or answer in its place; return the exit code, 2 for the user's mistakes."""
@@ -86,7 +88,7 @@ class Command:
                 write_error(f"unknown option {unknown[0]}{hint}\n\n{self.usage}")
                 result.code = 2
             elif given.help:
-                write_out(help_text(self.usage + HYDRA_USAGE.format(name=self.name)))
+                write_out(help_text(self.usage + HYDRA_USAGE.format(name=self.name) + self.more_help()))
                 result.code = 0
             else:
                 result.code = self._answer(given)

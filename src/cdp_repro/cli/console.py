@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cdp_repro.cli.streams import command, write_error, write_out
-from cdp_repro.config import ConfigError, schema
+from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import GROUPS, OURS, compose_config
 from cdp_repro.config.paths import typed_path
 from cdp_repro.launch import LaunchError, RankFailedError, StalledError
@@ -107,17 +107,20 @@ def help_text(usage: str) -> str:
     """Return the usage, the choices of each group, and every value with its default and meaning."""
     groups = "\n".join(f"  {group:<11} {' | '.join(OURS.choices(group))}" for group in GROUPS)
     groups += f"\n\n  {_INSTALLED}"
-    return f"{usage}\nGroups (group=choice):\n{groups}\n\nValues (key=value):\n{_values(compose_config([]))}"
+    return f"{usage}\nGroups (group=choice):\n{groups}\n\nValues (key=value):\n{values_text(compose_config([]))}"
 
 
-def _values(config: Any, prefix: str = "") -> str:
-    """Return a line for every value of a configuration, nested ones below their key: default and meaning."""
+def values_text(config: Any, prefix: str = "") -> str:
+    """Return a line for every value of a configuration, nested ones below their key: default and meaning.
+
+    `config` is a dataclass with the meaning of each field in a string below it.
+    """
     explained = _field_docs(type(config))
     text = ""
     for field in fields(config):
         value = getattr(config, field.name)
         if is_dataclass(value):
-            text += _values(value, f"{prefix}{field.name}.")
+            text += values_text(value, f"{prefix}{field.name}.")
             continue
         label = f"  {prefix}{field.name}={'' if value is None else value}"
         meaning = textwrap.wrap(explained[field.name], 75)
@@ -132,7 +135,7 @@ def _values(config: Any, prefix: str = "") -> str:
 
 def _field_docs(kind: type) -> dict[str, str]:
     """Return the string below each field of a class, which documents it."""
-    tree = ast.parse(inspect.getsource(schema))
+    tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
     found = {}
     for statement, following in pairwise(body):

@@ -14,13 +14,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from cdp_repro.cli.command_line import Command, CommandLine
-from cdp_repro.cli.console import console_logging
+from cdp_repro.cli.console import console_logging, values_text
 from cdp_repro.cli.streams import OutputError, command, write_error, write_out
 from cdp_repro.config import ConfigError, RunConfig, load_config
 from cdp_repro.config.compose import Source, compose_config, output_folder
 from cdp_repro.config.keys import RESUME_KEYS
 from cdp_repro.config.paths import PATH_KEYS, typed_path
-from cdp_repro.config.sweep_launcher import SlurmLauncher, split_launcher
+from cdp_repro.config.sweep_launcher import LAUNCHERS, SlurmLauncher, split_launcher
 from cdp_repro.config.task import task_of
 from cdp_repro.launch import RankFailedError, StalledError, launch
 from cdp_repro.observe.run_directory import (
@@ -286,7 +286,13 @@ def _told(summary: dict[str, Any], run_dir: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-COMMAND = Command("cdp-train", USAGE, _run, ("status",), (("--multirun", "-m"), ("--dry-run",)))
+def _launcher_help() -> str:
+    """Return how the runs of a sweep may be started, with the values of each way."""
+    ways = (f"  launcher={name}\n{values_text(kind(), 'launcher.')}" for name, kind in LAUNCHERS.items())
+    return "\nHow the runs of a sweep start (with --multirun):\n" + "".join(ways)
+
+
+COMMAND = Command("cdp-train", USAGE, _run, ("status",), (("--multirun", "-m"), ("--dry-run",)), _launcher_help)
 main = command(COMMAND.main)
 
 if __name__ == "__main__":

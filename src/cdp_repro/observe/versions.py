@@ -26,7 +26,7 @@ def versions() -> dict[str, str]:
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
     return {
         "version/cdp_repro": cdp_repro.__version__,
-        "version/git_commit": _git_commit(),
+        "version/git_commit": git_commit(),
         "version/code": code_hash(_NUMERICS)[:16],
         "version/torch": torch.__version__,
         "version/python": platform.python_version(),
@@ -34,13 +34,21 @@ def versions() -> dict[str, str]:
     }
 
 
-def _git_commit() -> str:
-    """Return the commit of the source tree that runs, with "-dirty" if it was changed; "unknown" outside of one."""
-    command = ["git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+def git_commit() -> str:
+    """Return the commit of the source tree that runs, with "-dirty" if it was changed; "unknown" outside of one.
+
+    An installed package may lie in a repository, too, as in a virtual environment there: that one does not track it.
+    """
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        _git("ls-files", "--error-unmatch", "__init__.py")
+        return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(PACKAGE), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
 def short(commit: str) -> str:

@@ -16,7 +16,7 @@ from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.schema import ModeConfig
 from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.costs import StageCosts
-from cdp_repro.predict.pricing import price
+from cdp_repro.predict.pricing import Cluster, price
 from cdp_repro.predict.pricing.quote import cluster_of
 from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.simulate import simulate_slots, version_bytes
@@ -61,7 +61,14 @@ def compare_systems(config: RunConfig) -> list[System]:
     Raises:
         ConfigError: sizes that do not fit together, with values that work.
     """
-    return [_system(schedule, cut, config) for schedule, cut in systems_of(config)]
+    clusters: dict[tuple[int, int], Cluster | None] = {}  # by stages and slices: to measure one takes seconds
+    found = []
+    for schedule, cut in systems_of(config):
+        size = schedule.stages, schedule.sizes.slices
+        if size not in clusters:
+            clusters[size] = _cluster(schedule, cut, config)
+        found.append(_system(schedule, cut, config, clusters[size]))
+    return found
 
 
 def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, StageCut]]:
@@ -185,18 +192,21 @@ def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int) 
     )
 
 
-def _system(schedule: Schedule, cut: StageCut, config: RunConfig) -> System:
-    found = simulated_system(schedule, cut.costs, config.workers * config.accumulate)
-    return replace(found, seconds=_seconds(schedule, cut, config))
+def _system(schedule: Schedule, cut: StageCut, config: RunConfig, cluster: Cluster | None) -> System:
+    micro_batches = config.workers * config.accumulate
+    found = simulated_system(schedule, cut.costs, micro_batches)
+    if cluster is None:
+        return found
+    step_seconds = price(Program(schedule), cut.costs, cluster, optimizer_states(config.optim)).step_seconds
+    return replace(found, seconds=micro_batches // schedule.sizes.sample_parts * step_seconds)
 
 
-def _seconds(schedule: Schedule, cut: StageCut, config: RunConfig) -> float | None:
+def _cluster(schedule: Schedule, cut: StageCut, config: RunConfig) -> Cluster | None:
+    """Return the cluster that a system is priced on; None without a price, or where seconds are of other stages."""
     given = config.cluster.forward_seconds
     if not config.price or (given is not None and len(given) != schedule.stages):
         return None
-    updates = config.workers * config.accumulate // schedule.sizes.sample_parts
-    cluster, states = cluster_of(_config_of(schedule.spec, config), cut), optimizer_states(config.optim)
-    return updates * price(Program(schedule), cut.costs, cluster, states).step_seconds
+    return cluster_of(_config_of(schedule.spec, config), cut)
 
 
 def systems_text(systems: Sequence[System], config: RunConfig) -> str:
