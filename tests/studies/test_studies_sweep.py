@@ -20,7 +20,7 @@ import torch
 from conftest import TINY
 from ranks import PRELOADED
 
-from cdp_repro.cli import sweep, train
+from cdp_repro.cli import report, sweep, train
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import COMMAND, RunDirectory
 from cdp_repro.studies import missing_runs
@@ -134,9 +134,12 @@ def test_a_run_that_diverges_is_a_result_of_tuning_and_a_failure_elsewhere(quick
         assert sweeps("rates") == 0
     (row,) = rows(RATES)
     assert row.summary["diverged"] and len(quick) == 1 and "1 of 1 runs are done" in capsys.readouterr().out
+    next(Path("results/rows").rglob("*cdp_v1*")).unlink()
+    assert report.main(["collect", str(directory(RATES))]) == 0 and rows(RATES)
     sweep.STUDIES["rates"] = replace(RATES, kind="accuracy")
     next(Path("results/rows").rglob("*cdp_v1*")).unlink()
     assert sweeps("rates") == 1
+    assert report.main(["collect", str(directory(RATES))]) == 2
     assert not rows(RATES)
 
 

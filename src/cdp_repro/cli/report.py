@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from cdp_repro.cli.console import exit_code_of
@@ -129,13 +128,13 @@ def _with_study(run_dir: Path, study: str | None) -> Row:
         if not study.replace("-", "").replace("_", "").isalnum():
             raise ConfigError([f"--study={study}: use letters, digits, - and _, as it names a folder"])
         return collect(run_dir, study)
-    row = collect(run_dir, "")
-    names = [each.name for each in STUDIES.values() if any(cell.hash == row.cell for cell in each.cells)]
-    if not names:
+    row = collect(run_dir, "", diverged_too=True)
+    its = [each for each in STUDIES.values() if any(cell.hash == row.cell for cell in each.cells)]
+    if not its:
         raise ConfigError(
             [f"{run_dir} belongs to none of the studies {', '.join(STUDIES)}: name one of yours by --study=NAME"]
         )
-    return replace(row, study=names[0])
+    return collect(run_dir, its[0].name, its[0].counts_divergence)
 
 
 def _status(options: dict[str, str], words: list[str]) -> int:
