@@ -152,8 +152,8 @@ CIFAR10 = Benchmark(
         "mode=cdp_v2 delay=error_feedback": (0.4, 0.8, 0.2),
         "mode=cdp_v2 delay=prediction": (0.2, 0.4, 0.1),
         "mode=cdp_v2 accumulate=2": (0.2, 0.4, 0.1),
-        "mode=cdp_v2 accumulate=4": (0.4, 0.8, 0.2),
-        "mode=cdp_v1 delay=compensation": (0.1, 0.2),
+        "mode=cdp_v2 accumulate=4": (0.4, 0.8, 0.2, 0.1),
+        "mode=cdp_v1 delay=compensation": (0.1, 0.2, 0.4),
     },
     rates={
         "mode=dp": 0.2,
@@ -162,7 +162,10 @@ CIFAR10 = Benchmark(
         "mode=cdp_v1 delay=error_feedback": 0.2,
         "mode=cdp_v1 delay=prediction": 0.2,
         "mode=cdp_v2": 0.2,
+        "mode=cdp_v2 optim.nesterov=true": 0.2,
         "mode=cdp_v2 delay=error_feedback": 0.4,
+        "mode=cdp_v2 delay=prediction": 0.2,
+        "mode=cdp_v2 accumulate=2": 0.2,
     },
 )
 
