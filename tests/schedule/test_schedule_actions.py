@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from written import schedules, written
 
 from cdp_repro.schedule import Action, Op, Slot, Value
-from cdp_repro.schedule.actions import message_name, send
+from cdp_repro.schedule.actions import send
 from cdp_repro.schedule.values import parameters
 
 DOCUMENTED = [
@@ -108,18 +108,6 @@ def test_a_shift_moves_all_that_an_action_names(schedule, steps, more):
                 assert (later.micro_batch, later.version) == (action.micro_batch + steps * M, action.version + steps)
             turned = action.shifted(steps * M, steps, lambda rank: rank + 7)
             assert (turned.rank, turned.peer) == (action.rank + 7, action.peer + 7 if action.peer >= 0 else -1)
-
-
-@pytest.mark.parametrize(
-    ("value", "name"),
-    [
-        ("x3.m5", ("activations", 2)), ("d1.m5", ("input_gradients", 2)), ("g2[4:8]", ("total", 2)),
-        ("g2[4:7]", ("gradients", 2)), ("g2[4:8]#1/4", ("gradients", 2)), ("pf2.m5@v3", ("parameters", 2)),
-        ("pb2.m5@v3", ("parameters", 2)), ("b2.w1", ("buffers", 2)),
-    ],
-)  # fmt: skip
-def test_messages_are_named_by_what_they_carry_and_the_stage_that_made_it(value, name):
-    assert message_name(Value.parse(value), 4, (1, 2, 3, -1)) == name
 
 
 def test_slot_prints_its_number_and_actions():

@@ -569,7 +569,7 @@ def test_ranks_that_do_not_exist_are_refused(label):
     schedule, slots = program("cdp_v2", "pipeline", 2)
     k, p = places(slots, lambda a: a.op is Op.SEND)[0]
     slots[k][p] = slots[k][p]._replace(**{"peer": 2} if label == "fault" else {"rank": 7})
-    assert "there are only ranks 0 to 1" in refused(schedule, slots)
+    assert "has only ranks 0 to 1" in refused(schedule, slots)
 
 
 # ------------------------------------------------------------------------------------------- collectives

@@ -95,9 +95,10 @@ def test_ranks_that_wait_for_each_other_are_refused():
 
 def test_other_ranks_than_the_header_says_are_refused():
     text, line = edited("replicated", "  2  S g1[0:1]>1: g1[0:1] ->", "  2  S g1[0:1]>5: g1[0:1] ->")
-    assert refused(text).startswith(f"line {line}: S g1[0:1]>5 of rank 0")
+    assert refused(text).startswith(f"line {line}: slot 2, rank 0, S g1[0:1]>5: placement replicated")
+    assert "in mode cdp_v2 has only ranks 0 to 1" in refused(text)
     text, _ = edited("replicated", "workers = 2\nstages = 2", "workers = 1\nstages = 2")
-    assert "has ranks 0 to 0" in refused(text)
+    assert "has runs from the steps [0, 1]: placement replicated with workers=1" in refused(text)
 
 
 def test_line_ends_of_windows_are_refused():
@@ -120,9 +121,15 @@ def test_line_ends_of_windows_are_refused():
         ("gradient_bytes = []", "gradient_bytes = [4,-1]", "gradient_bytes=[4, -1]: give 0 or more"),
         ("workers = 2", "workers = 3", "the header does not describe a schedule: stages=2 is not a multiple"),
         ("accumulate = 1", "accumulate = 0", "accumulate=0: at least 1 is needed"),
-        ("fill 0", "fill 7", "it needs 0, 1, .. without a gap"),
-        ("period 2", "period 3", "so it needs one `period 2`"),
-        ("drain after 1", "drain after 9", "it needs 1 to 3"),
+        ("fill 0", "fill 7", "has the pieces fill 7, fill 1, period 2, drain after 1, "),
+        (
+            "period 2",
+            "period 3",
+            "it needs fill 0, fill 1, period 2, drain after 1, drain after 2, drain after 3",
+        ),
+        ("drain after 1", "drain after 9", "period 2, drain after 9, drain after 2, drain after 3: it needs fill 0"),
+        ("workers = 2", "workers = 3\nworkers = 2", "line 4: the header has workers twice"),
+        ("\nrank 0\n", "\nrank \N{SUPERSCRIPT TWO}\n", "belongs to no rank of a piece"),
         ("\nrank 0\n", "\n", "belongs to no rank of a piece"),
         ("  0  F0.m0@v0", "  F0.m0@v0", "has no slot in front of its action"),
         ("  0  F0.m0@v0", "  40  F0.m0@v0", "fill 0 has the slots 0 to 2"),

@@ -7,9 +7,11 @@ import itertools
 import pytest
 from written import ORDERS
 
-from cdp_repro.schedule import MODES, TIMELINES, Program, Schedule, Spec, add_mode, add_timeline
-from cdp_repro.schedule.rules import UniformDelay
+from cdp_repro.schedule import MODES, TIMELINES, Op, Program, Schedule, Spec, add_mode, add_timeline
+from cdp_repro.schedule.program import RankProgram
+from cdp_repro.schedule.rules import Clock, Fresh, UniformDelay
 from cdp_repro.schedule.timelines.cyclic import Cyclic
+from cdp_repro.schedule.timelines.ordered import ZeroBubble
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,35 @@ def test_a_timeline_may_compute_nothing_in_the_last_slots_of_its_period(placemen
         assert len(program.slots(3)) >= 3 * program.schedule.slots_per_step
     finally:
         MODES.pop("pausing", None), TIMELINES.pop("pausing", None)
+
+
+def test_a_mode_from_outside_may_have_sizes_that_some_modes_alone_have():
+    try:
+        add_mode("patient", "clocked", Clock, sizes=("speeds", "slack"))
+        schedule = Schedule.build("patient", 2, 2, "parameter_server", speeds=(1, 2), slack=1)
+        assert schedule.sizes.slack == 1 and schedule.data_parallel().spec.slack is None
+        with pytest.raises(ValueError, match="jitter=1 is for mode=ssp or async; mode=patient has none"):
+            Schedule.build("patient", 2, 2, "parameter_server", jitter=1)
+        with pytest.raises(ValueError, match="slack=2 is for mode=ssp or patient; mode=async has none"):
+            Schedule.build("async", 2, 2, "parameter_server", slack=2)
+    finally:
+        MODES.pop("patient", None)
+
+
+def test_a_rank_without_a_stage_ends_its_step_with_the_last_parts_of_its_backwards():
+    class Anywhere(ZeroBubble):
+        name = "anywhere"
+        placements = None
+
+    try:
+        add_timeline(Anywhere)
+        add_mode("anywhere", "anywhere", Fresh)
+        program = Program(Schedule.build("anywhere", 3, 2, "zero"))
+        holders = program.schedule.placement.holders
+        (without,) = (rank for rank in range(3) if rank not in (*holders(0), *holders(1)))
+        assert RankProgram(program, without).finishing == (Op.BACKWARD_WEIGHTS, 2)
+    finally:
+        MODES.pop("anywhere", None), TIMELINES.pop("anywhere", None)
 
 
 @pytest.mark.parametrize(

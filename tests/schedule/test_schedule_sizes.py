@@ -54,6 +54,7 @@ def test_each_slice_of_each_part_of_the_samples_is_one_micro_batch(n, k, r, slic
         ({"pipeline_ranks": 0}, "use ranks=1, 2, 3, 6"),
         ({"message_time": 11}, "message_time=11: use a number from 0 to 10 .* such as message_time=1"),
         ({"speeds": (1, 7), "message_time": 0.1}, "at most 60 for a micro-batch"),
+        ({"speeds": (1.5, 2)}, "use integers from 1"),
     ],
 )
 def test_refusals_name_a_value_that_works(values, said):

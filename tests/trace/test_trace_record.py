@@ -13,6 +13,7 @@ from cdp_repro.schedule.actions import send
 from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.schedule.sizes import Sizes
 from cdp_repro.trace import Message, SlotRecord, Trace, TraceRecorder
+from cdp_repro.trace.record import message_name
 
 
 def record(slot, rank, peak=0, after=0, actions=()):
@@ -111,3 +112,15 @@ def test_a_slot_has_the_actions_of_all_ranks(mode, placement):
     for slot, made in zip(slots, program.slots(2), strict=False):
         assert sorted(map(str, slot.actions)) == sorted(map(str, made.actions))
         assert {action.rank for action in slot.actions} == {action.rank for action in made.actions}
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ("x3.m5", ("activations", 2)), ("d1.m5", ("input_gradients", 2)), ("g2[4:8]", ("total", 2)),
+        ("g2[4:7]", ("gradients", 2)), ("g2[4:8]#1/4", ("gradients", 2)), ("pf2.m5@v3", ("parameters", 2)),
+        ("pb2.m5@v3", ("parameters", 2)), ("b2.w1", ("buffers", 2)),
+    ],
+)  # fmt: skip
+def test_messages_are_named_by_what_they_carry_and_the_stage_that_made_it(value, name):
+    assert message_name(Value.parse(value), 4, (1, 2, 3, -1)) == name

@@ -40,7 +40,7 @@ def _run(line: CommandLine) -> int:
 
 
 def _number(text: str) -> int:
-    if not text.isdigit() or int(text) < 2:
+    if not text.isdecimal() or int(text) < 2:
         raise ConfigError([f"--steps={text}: give a whole number of training steps, 2 or more, such as --steps=8"])
     return int(text)
 

@@ -37,6 +37,7 @@ from cdp_repro.schedule.values import (
     BUFFERS,
     GRADIENTS,
     INPUT,
+    LENT,
     LENT_BACKWARD,
     LENT_FORWARD,
     OUTPUT_GRADIENT,
@@ -253,7 +254,7 @@ class Executor:
             elif value.kind == GRADIENTS:
                 self.values[value] = sums
         self._pass_on(action, gradients)
-        self._count(Op.BACKWARD, action.micro_batch // self._micro_batches)
+        self._count(action.op, action.micro_batch // self._micro_batches)
 
     def _backward_input(self, action: Action) -> None:
         read = {value.kind: value for value in action.reads}
@@ -273,7 +274,7 @@ class Executor:
         work: WeightWork = self._take(read[WEIGHT_WORK])
         work.finish(sums)
         self.values[action.writes[0]] = sums
-        self._count(Op.BACKWARD, action.micro_batch // self._micro_batches)
+        self._count(action.op, action.micro_batch // self._micro_batches)
 
     def _add(self, action: Action) -> None:
         """Add two sums into the one that is not needed any more; a sum may come in parts."""
@@ -377,7 +378,7 @@ def _received(value: Value, arrival: Arrival) -> Any:
         return tensors.get(VALUE)
     if value.kind == BUFFERS:
         return {name: tensor.clone() for name, tensor in tensors.items()}  # not as parts of one buffer
-    return (tensors, number) if value.kind in (LENT_FORWARD, LENT_BACKWARD) else tensors
+    return (tensors, number) if value.kind in LENT else tensors
 
 
 def _as_message(content: Any) -> Mapping[str, Tensor]:

@@ -18,7 +18,7 @@ from cdp_repro.engine.transfers import Outgoing, Transfer
 from cdp_repro.schedule import Program, Value
 from cdp_repro.schedule.parts import part_of
 from cdp_repro.schedule.transport import Communicator, Edge, directions
-from cdp_repro.schedule.values import LENT_BACKWARD, LENT_FORWARD, OUTPUT_GRADIENT
+from cdp_repro.schedule.values import LENT, OUTPUT_GRADIENT
 
 TAG_BYTES = 16
 """In front of lent parameters: the version that travels with them. Reported bytes are those of the parameters alone."""
@@ -119,7 +119,7 @@ class Mailbox:
         layout = self._layouts.of(value)
         if not layout.nbytes:
             return Arrival(None, torch.empty(0, dtype=torch.uint8, device=self._device), layout.views), 0
-        if value.kind in (LENT_FORWARD, LENT_BACKWARD):
+        if value.kind in LENT:
             transfer, views = self._shards[value.stage].gather(tensors)
             tag = torch.tensor([version], dtype=torch.int64, device=self._device)
             return Arrival(transfer, transfer.buffer, views, tag), layout.nbytes
@@ -144,7 +144,7 @@ class Mailbox:
         return buffer
 
     def _tag_bytes(self, value: Value) -> int:
-        is_lent = value.kind in (LENT_FORWARD, LENT_BACKWARD)
+        is_lent = value.kind in LENT
         return TAG_BYTES if is_lent and self._layouts.of(value).nbytes else 0
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
 
-from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT, Value
+from cdp_repro.schedule.values import Value
 
 
 class Op(StrEnum):
@@ -175,21 +175,6 @@ def send(value: Value, source: int, destination: int, read: Value | None = None)
         _fast((Op.SEND, source, stage, -1, -1, destination, value, sent, (), ())),
         _fast((Op.RECEIVE, destination, stage, -1, -1, source, value, (), received, ())),
     )
-
-
-def message_name(value: Value, micro_batches: int, readers: Sequence[int]) -> tuple[str, int]:
-    """Return what a message carries, as reports name it: its kind, and the stage that has made it.
-
-    `micro_batches` are those of a training step: a whole sum of all of them is a `total`. `readers` are as in `Sizes`.
-    """
-    kind, stage = value.kind, value.stage
-    if kind == INPUT:
-        return "activations", stage - 1
-    if kind == OUTPUT_GRADIENT:
-        return "input_gradients", readers[stage]
-    if kind == GRADIENTS:
-        return ("total" if len(value.members) == micro_batches and value.parts == 1 else "gradients"), stage
-    return ("buffers" if kind == BUFFERS else "parameters"), stage
 
 
 class Slot(NamedTuple):

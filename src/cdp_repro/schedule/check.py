@@ -17,15 +17,13 @@ from cdp_repro.schedule.meaning import fault_of
 from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.rings import collective_name
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.values import GRADIENTS, LENT_BACKWARD, LENT_FORWARD, PARAMETERS, Value
+from cdp_repro.schedule.values import GRADIENTS, LENT, PARAMETERS, Value
 
 SHOWN_SLOTS = 128
 """Slots before a fault that its error shows at most."""
 
 SHOWN_WIDTH = 240
 """Characters of a line of the grid that an error shows."""
-
-_LENT = (LENT_FORWARD, LENT_BACKWARD)
 
 
 class ScheduleError(ValueError):
@@ -75,6 +73,17 @@ class Checker:
         self._recent: deque[Slot] = deque(maxlen=min(2 * schedule.stages, SHOWN_SLOTS))
         self._busy: dict[tuple[str, int, int], Action] = {}
         self._ranks = schedule.ranks
+        self.checked: list[Slot] = []
+        """The slots that have been followed, each in an order in which one process could run it."""
+        self.states = [self.state()]
+        """At the start, and at the end of each piece that has been followed."""
+
+    def follow(self, slots: Sequence[Slot], end: int) -> None:
+        """Check a piece of a run: those of its slots up to `end` that have not been checked yet."""
+        for place in range(len(self.checked), min(end, len(slots))):
+            following = slots[place + 1 : place + 1 + 4 * self._schedule.stages]
+            self.checked.append(self.slot(slots[place], following))
+        self.states.append(self.state())
 
     def slot(self, slot: Slot, following: Sequence[Slot] = ()) -> Slot:
         """Check a slot; return it with its actions in an order in which one process could run them.
@@ -135,7 +144,7 @@ class Checker:
         """Apply an action; return False if it has to wait for another rank."""
         op, rank = action.op, action.rank
         if not 0 <= rank < self._ranks or not -1 <= action.peer < self._ranks:
-            raise _Fault(f"there are only ranks 0 to {self._ranks - 1}")
+            raise _Fault(f"{self._schedule} has only ranks 0 to {self._ranks - 1}")
         live, is_compute = self._live[rank], op.is_compute
         fault = fault_of(action, self._schedule)
         if fault:
@@ -145,7 +154,7 @@ class Checker:
                 if value in self._announced[rank]:
                     return False
                 raise _Fault(self._why_not_there(value, rank) + self._when_it_exists(action, value, slot))
-            if is_compute and live[value] >= slot and value.kind in (PARAMETERS, *_LENT):
+            if is_compute and live[value] >= slot and value.kind in (PARAMETERS, *LENT):
                 late = self._when_it_exists(action, value, slot)
                 raise _Fault(f"version {action.version} of stage {action.stage} is made only in this same slot{late}")
         is_collective = op is Op.COLLECTIVE
@@ -261,7 +270,7 @@ class Checker:
 
     def _when_it_exists(self, action: Action, read: Value, slot: int) -> str:
         """If a read of the version of the rule is too early for the timeline, say when it exists, and what works."""
-        lent = action.value if action.op is Op.SEND and action.value and action.value.kind in _LENT else None
+        lent = action.value if action.op is Op.SEND and action.value and action.value.kind in LENT else None
         m, stage = lent.number if lent else action.micro_batch, action.stage
         schedule, sizes = self._schedule, self._schedule.sizes
         if read.kind != PARAMETERS or m < 0 or read.number != schedule.rule.version(m, stage):

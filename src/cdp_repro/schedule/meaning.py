@@ -8,6 +8,7 @@ from cdp_repro.schedule.values import (
     BUFFERS,
     GRADIENTS,
     INPUT,
+    LENT,
     LENT_BACKWARD,
     LENT_FORWARD,
     OUTPUT_GRADIENT,
@@ -23,40 +24,35 @@ from cdp_repro.schedule.values import (
 )
 
 
-def compute_values(
-    schedule: Schedule, op: Op, m: int, stage: int, read: Value
-) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    """Return what a forward or backward, or a part of one, reads and writes beside the sums of gradients.
+def compute_action(schedule: Schedule, op: Op, m: int, stage: int) -> Action:
+    """Return a forward or backward, or a part of one, as the placement and the rule ask for it.
 
-    `read` are its parameters: of its rank, or lent to it.
+    The gradients of weights and the sum that they are added to are not in it yet.
     """
-    sizes = schedule.sizes
+    sizes, rank, version = schedule.sizes, schedule.placement.rank_of(m, stage), schedule.rule.version(m, stage, op)
+    is_own = rank in schedule.placement.holders(stage) and not schedule.placement.is_sharded
+    lent = Value(LENT_FORWARD if op is Op.FORWARD else LENT_BACKWARD, stage, m, version)
+    read = parameters(stage, version) if is_own else lent
     before, after = sizes.tokens_before(m), sizes.tokens_after(m)
     saved, gradient, work = (micro_batch_value(kind, stage, m) for kind in (SAVED, OUTPUT_GRADIENT, WEIGHT_WORK))
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
     if op is Op.BACKWARD_WEIGHTS:
-        return (work,), ()
-    if op is Op.FORWARD:
+        reads, writes = (work,), ()
+    elif op is Op.FORWARD:
         worker = buffers(stage, schedule.statistics_of(m))
         inputs = [micro_batch_value(INPUT, source + 1, m) for source in sizes.sources[stage]]
         output = gradient if stage == schedule.stages - 1 else micro_batch_value(INPUT, stage + 1, m)
         known = () if before is None else (micro_batch_value(PREFIX, stage, before),)
         kept = () if after is None else (micro_batch_value(PREFIX, stage, m),)
-        return (*inputs, read, worker, *known), (saved, output, worker, *kept)
-    later = () if after is None else (micro_batch_value(PREFIX_GRADIENT, stage, m),)
-    of_inputs = [micro_batch_value(OUTPUT_GRADIENT, source, m) for source in sizes.sources[stage]]
-    of_prefix = () if before is None else (micro_batch_value(PREFIX_GRADIENT, stage, before),)
-    put_off = (work,) if op is Op.BACKWARD_INPUT else ()
-    return (saved, gradient, read, *later), (*of_inputs, *of_prefix, *put_off)
-
-
-def version_read(schedule: Schedule, op: Op, m: int, stage: int) -> int:
-    """Return the version that the rule asks a forward or backward to read."""
-    return (schedule.rule.version if op is Op.FORWARD else schedule.rule.backward_version)(m, stage)
-
-
-def lent_for(op: Op, m: int, stage: int, version: int) -> Value:
-    """Return the copy of a version that is lent for a forward or backward."""
-    return Value(LENT_FORWARD if op is Op.FORWARD else LENT_BACKWARD, stage, m, version)
+        reads, writes = (*inputs, read, worker, *known), (saved, output, worker, *kept)
+    else:
+        later = () if after is None else (micro_batch_value(PREFIX_GRADIENT, stage, m),)
+        of_inputs = [micro_batch_value(OUTPUT_GRADIENT, source, m) for source in sizes.sources[stage]]
+        of_prefix = () if before is None else (micro_batch_value(PREFIX_GRADIENT, stage, before),)
+        put_off = (work,) if op is Op.BACKWARD_INPUT else ()
+        reads, writes = (saved, gradient, read, *later), (*of_inputs, *of_prefix, *put_off)
+    return Action(op, rank, stage, m, version, reads=reads, writes=writes)
 
 
 def update(schedule: Schedule, stage: int, version: int, rank: int) -> Action:
@@ -83,39 +79,26 @@ def fault_of(action: Action, schedule: Schedule) -> str | None:
 
 
 def _compute_fault(action: Action, schedule: Schedule) -> str | None:
-    op, stage, m = action.op, action.stage, action.micro_batch
-    expected, rank = version_read(schedule, op, m, stage), schedule.placement.rank_of(m, stage)
-    if action.version != expected:
-        return f"its rule asks for version {expected}"
-    if action.rank != rank:
-        return f"it is on rank {action.rank}; the placement puts it on rank {rank}"
-    lent = lent_for(op, m, stage, expected)
-    read = lent if lent in action.reads else parameters(stage, expected)
-    reads, writes = compute_values(schedule, op, m, stage, read)
-    if not op.gives_gradients:
-        return _differs(action, reads, writes)
+    expected = compute_action(schedule, action.op, action.micro_batch, action.stage)
+    if action.version != expected.version:
+        return f"its rule asks for version {expected.version}"
+    if action.rank != expected.rank:
+        return f"it is on rank {action.rank}; the placement puts it on rank {expected.rank}"
+    if not action.op.gives_gradients:
+        return _differs(action, expected.reads, expected.writes)
     before, after = ([v for v in values if v.kind == GRADIENTS] for values in (action.reads, action.writes))
     fault = _order_fault(action, schedule, before, after)
-    return fault or _differs(action, (*reads, *before), (*writes, *after))
+    return fault or _differs(action, (*expected.reads, *before), (*expected.writes, *after))
 
 
 def _order_fault(action: Action, schedule: Schedule, before: list[Value], after: list[Value]) -> str | None:
     """Say what is wrong with the sum that an action adds its micro-batch's gradients to."""
-    stage, m = action.stage, action.micro_batch
-    if len(before) > 1 or len(after) != 1:
+    if len(before) > 1 or len(after) != 1 or any((v.stage, v.parts) != (action.stage, 1) for v in before):
         return "it must add its gradients to at most one sum, and write one"
-    if after[0].stage != stage or after[0] != (_followed_by(before[0], m) if before else gradient_sum(stage, (m,))):
-        members = [*(m for value in before for m in value.members), m]
+    members = [*(m for value in before for m in value.members), action.micro_batch]
+    if after[0] != gradient_sum(action.stage, members) or [*after[0].members] != members:
         return f"{after[0]} would be of the micro-batches {members}, which is not their order"
     return _mixed(after[0], schedule)
-
-
-def _followed_by(total: Value, m: int) -> Value | None:
-    """Return a sum with micro-batch m added behind its last; None if the sum is a part, or m breaks its spacing."""
-    spacing = m - (total.stop - 1)
-    if total.parts > 1 or spacing < 1 or (len(total.members) > 1 and total.stride != spacing):
-        return None
-    return gradient_sum(total.stage, range(total.number, m + 1, spacing))
 
 
 def _add_fault(action: Action, schedule: Schedule) -> str | None:
@@ -150,9 +133,9 @@ def _send_fault(action: Action, _: Schedule) -> str | None:
     value = action.value
     if value is None or len(action.reads) != 1 or action.writes:
         return "it must read what it sends, and write nothing"
-    if value.kind not in (INPUT, OUTPUT_GRADIENT, GRADIENTS, BUFFERS, LENT_FORWARD, LENT_BACKWARD):
+    if value.kind not in (INPUT, OUTPUT_GRADIENT, GRADIENTS, BUFFERS, *LENT):
         return f"{value} cannot be sent"
-    own = parameters(value.stage, value.version) if value.kind in (LENT_FORWARD, LENT_BACKWARD) else value.whole
+    own = parameters(value.stage, value.version) if value.kind in LENT else value.whole
     return None if action.reads[0] in (value, own) else f"it must read {own}"
 
 
@@ -166,7 +149,7 @@ def _collective_fault(action: Action, schedule: Schedule) -> str | None:
     if value is None or action.writes != (value,) or len(action.reads) != 1 or action.reads[0].stage != value.stage:
         return "it must read what its rank brings, and write what it gets"
     (read,) = action.reads
-    if value.kind in (LENT_FORWARD, LENT_BACKWARD):
+    if value.kind in LENT:
         is_shard = read == parameters(value.stage, value.version).divided(action.rank + 1, schedule.ranks)
         return None if is_shard else "it must bring its rank's shard of the version"
     is_sum = value.kind == GRADIENTS == read.kind and value.parts in (1, schedule.ranks)
@@ -190,10 +173,7 @@ def _mixed(value: Value, schedule: Schedule) -> str | None:
 
 
 _FAULTS = {
-    Op.FORWARD: _compute_fault,
-    Op.BACKWARD: _compute_fault,
-    Op.BACKWARD_INPUT: _compute_fault,
-    Op.BACKWARD_WEIGHTS: _compute_fault,
+    **dict.fromkeys((Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHTS), _compute_fault),
     Op.ADD: _add_fault,
     Op.UPDATE: _update_fault,
     Op.SEND: _send_fault,

@@ -27,10 +27,13 @@ class Placement(ABC):
     is_sharded: ClassVar[bool] = False
     """Whether each holder of a stage has a part of its state, and all together hold it once."""
 
-    @property
-    @abstractmethod
+    @cached_property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Number of ranks: all that hold a stage or compute one."""
+        stages, together = range(self.timeline.sizes.stages), range(self.timeline.sizes.lanes)
+        computing = (self.rank_of(m, stage) for m in together for stage in stages)
+        holding = (max(held[0], held[-1]) for held in map(self.holders, stages))
+        return 1 + max(*holding, *computing)
 
     @abstractmethod
     def holders(self, stage: int) -> range:
@@ -52,11 +55,6 @@ class SingleDevice(Placement):
 
     name = "single_device"
 
-    @property
-    def ranks(self) -> int:
-        """1."""
-        return 1
-
     def holders(self, stage: int) -> range:  # noqa: ARG002 - the same for all
         """Return rank 0."""
         return range(1)
@@ -67,14 +65,9 @@ class Replicated(Placement):
 
     name = "replicated"
 
-    @cached_property
-    def ranks(self) -> int:
-        """N R."""
-        return self.timeline.sizes.lanes
-
     def holders(self, stage: int) -> range:  # noqa: ARG002 - every rank holds all stages
         """Return all ranks."""
-        return range(self.ranks)
+        return range(self.timeline.sizes.lanes)
 
 
 class Zero(Replicated):
@@ -84,7 +77,7 @@ class Zero(Replicated):
 
     def holders(self, stage: int) -> range:
         """Return the one owner of the stage; stages are spread evenly over the ranks."""
-        owner = stage * self.ranks // self.timeline.sizes.stages
+        owner = stage * self.timeline.sizes.lanes // self.timeline.sizes.stages
         return range(owner, owner + 1)
 
     def rank_of(self, micro_batch: int, stage: int) -> int:  # noqa: ARG002 - a worker computes all stages
@@ -104,11 +97,6 @@ class ParameterServer(Zero):
     """
 
     name = "parameter_server"
-
-    @cached_property
-    def ranks(self) -> int:
-        """N R + P."""
-        return self.timeline.sizes.lanes + self.timeline.sizes.servers
 
     def holders(self, stage: int) -> range:
         """Return the one server of the stage."""
@@ -130,52 +118,28 @@ class ShardedZero(Replicated):
 class Pipeline(Placement):
     """S/D stages a rank: micro-batches move, parameters stay. R copies of the pipeline.
 
-    The stages of a rank are consecutive, unless the timeline asks for another layout.
+    The timeline says which of D places a stage has: consecutive stages share one, or stage j is at j mod D, so that a
+    micro-batch goes round S/D times (Narayanan et al. 2021), or at place j for even micro-batches and at D-1-j for odd
+    ones, so that stages j and D-1-j share two ranks (Li and Hoefler 2021).
     """
 
     name = "pipeline"
 
-    @property
-    def ranks(self) -> int:
-        """D R."""
-        return self.timeline.sizes.pipeline_ranks * self.timeline.sizes.replicas
-
     def holders(self, stage: int) -> range:
-        """Return the R ranks of the stage, one for each replica of the pipeline."""
-        sizes = self.timeline.sizes
-        first = stage * sizes.pipeline_ranks // sizes.stages * sizes.replicas
-        return range(first, first + sizes.replicas)
-
-    @classmethod
-    def of(cls, timeline: Timeline, collectives: bool) -> Placement:  # noqa: ARG003 - a pipeline has none
-        """Return the one with the timeline's layout."""
-        return {"looped": LoopedPipeline, "both_ways": TwoWayPipeline}.get(timeline.layout, cls)(timeline)
-
-
-class LoopedPipeline(Pipeline):
-    """Stage j on rank j mod D: a micro-batch goes round the ranks S/D times (Narayanan et al. 2021)."""
-
-    def holders(self, stage: int) -> range:
-        """Return the R ranks of the stage."""
-        sizes = self.timeline.sizes
-        first = stage % sizes.pipeline_ranks * sizes.replicas
-        return range(first, first + sizes.replicas)
-
-
-class TwoWayPipeline(Pipeline):
-    """Stages 0 .. D-1 on ranks 0 .. D-1 for even micro-batches, on ranks D-1 .. 0 for odd ones (Li and Hoefler 2021).
-
-    So stages j and D-1-j share two ranks, which both hold both.
-    """
-
-    def holders(self, stage: int) -> range:
-        """Return the two ranks of the stage."""
-        low, high = sorted((stage, self.timeline.sizes.stages - 1 - stage))
-        return range(low, high + 1, high - low)
+        """Return the R ranks of the stage, one for each replica; of two directions one for each."""
+        sizes, layout = self.timeline.sizes, self.timeline.layout
+        if layout == "both_ways":
+            low, high = sorted((stage, sizes.stages - 1 - stage))
+            return range(low, high + 1, high - low)
+        ranks = sizes.pipeline_ranks
+        place = stage % ranks if layout == "looped" else stage * ranks // sizes.stages
+        return range(place * sizes.replicas, (place + 1) * sizes.replicas)
 
     def rank_of(self, micro_batch: int, stage: int) -> int:
-        """Return the rank of the micro-batch's direction."""
-        return self.timeline.sizes.stages - 1 - stage if micro_batch % 2 else stage
+        """Return the rank of the micro-batch's replica or direction."""
+        if self.timeline.layout == "both_ways":
+            return self.timeline.sizes.stages - 1 - stage if micro_batch % 2 else stage
+        return super().rank_of(micro_batch, stage)
 
 
 class ModelParallel(Placement):
@@ -186,11 +150,6 @@ class ModelParallel(Placement):
     """
 
     name = "model_parallel"
-
-    @property
-    def ranks(self) -> int:
-        """N(N+1)/2 R for the cyclic timeline with N = S, N S R for others."""
-        return self._holders[-1].stop
 
     def holders(self, stage: int) -> range:
         """Return the ranks of the stage's group, those of a micro-batch's replicas next to each other."""

@@ -132,8 +132,8 @@ class Program:
         if steps not in run.drains:
             if self.is_given:
                 raise ValueError(f"the program has no drain after {steps} steps from step {run.first_step}")
-            checked = self._checked(self._generated(run.first_step, steps), run.first_step, steps)
-            run.drains[steps] = checked.piece(steps)
+            checked = self._checked(self._generated(run.first_step, steps), run.first_step, steps).checked
+            run.drains[steps] = checked[self.begin(steps) :]
         return run.drains[steps]
 
     @property
@@ -195,17 +195,18 @@ class Program:
         The pattern repeats from the first step that begins and ends in the same state, but for a shift of one training
         step, and whose versions are not clipped at 0. So it is looked for in longer and longer runs.
         """
-        longest, checked = self.schedule.rule.longest, _CheckedRun(self, first_step)
+        longest, checker, begin = self.schedule.rule.longest, Checker(self.schedule, first_step), self.begin
         for steps in range(longest + 2, 2 * longest + MAX_STEPS):
             slots = self._generated(first_step, steps)
-            checked.follow(slots, steps)  # a longer run begins as a shorter one does: only what is new is checked
-            states = checked.states
+            for step in range(len(checker.states), steps + 1):  # a longer run begins as a shorter one does
+                checker.follow(slots, begin(step))
             for repeating in range(max(0, longest - first_step), steps):
-                if self._repeats(states[repeating], states[repeating + 1]):
-                    checked.end(slots, steps)
-                    pieces = [checked.piece(step) for step in range(repeating + 1)]
+                if self._repeats(*checker.states[repeating : repeating + 2]):
+                    checker.follow(slots, len(slots))
+                    checker.end(first_step + steps)
+                    pieces = [checker.checked[begin(step) : begin(step + 1)] for step in range(repeating + 1)]
                     extra = repeating + 1 - steps
-                    drain = self.shifted(checked.piece(steps), extra, extra)
+                    drain = self.shifted(checker.checked[begin(steps) :], extra, extra)
                     return Run(first_step, pieces[:repeating], pieces[repeating], {repeating + 1: drain})
         raise ScheduleError(f"{self.schedule}: none of the first {steps} training steps ends in the state it began in")
 
@@ -227,45 +228,13 @@ class Program:
             (later(rank), later(peer), value.shifted(*ahead), place) for rank, peer, value, place in before
         }
 
-    def _checked(self, slots: Sequence[Slot], first_step: int, steps: int) -> _CheckedRun:
+    def _checked(self, slots: Sequence[Slot], first_step: int, steps: int) -> Checker:
         """Check a whole run of `steps` training steps."""
-        checked = _CheckedRun(self, first_step)
-        checked.follow(slots, steps)
-        checked.end(slots, steps)
-        return checked
-
-
-class _CheckedRun:
-    """A run that is checked as far as it has been followed."""
-
-    def __init__(self, program: Program, first_step: int) -> None:
-        self._program, self._first_step = program, first_step
-        self._checker = Checker(program.schedule, first_step)
-        self._slots: list[Slot] = []
-        """The checked slots, each in an order in which one process could run it."""
-        self.states: list[State] = [self._checker.state()]
-        """Before the piece of each step, and behind the last."""
-
-    def follow(self, slots: Sequence[Slot], steps: int) -> None:
-        """Check the pieces of the first `steps` steps of `slots` that have not been checked yet, without the drain."""
-        for step in range(len(self.states), steps + 1):
-            self._check(slots, self._program.begin(step))
-            self.states.append(self._checker.state())
-
-    def end(self, slots: Sequence[Slot], steps: int) -> None:
-        """Check the drain after `steps` steps, and what it leaves."""
-        self._check(slots, len(slots))
-        self._checker.end(self._first_step + steps)
-
-    def piece(self, step: int) -> Piece:
-        """Return the checked slots of the piece of a step; behind the last one, those of the drain."""
-        begin, end = (self._program.begin(each) for each in (step, step + 1))
-        return self._slots[begin : end if step < len(self.states) - 1 else None]
-
-    def _check(self, slots: Sequence[Slot], end: int) -> None:
-        seen = 4 * self._program.schedule.stages
-        for place in range(len(self._slots), min(end, len(slots))):
-            self._slots.append(self._checker.slot(slots[place], slots[place + 1 : place + 1 + seen]))
+        checker = Checker(self.schedule, first_step)
+        for end in (*map(self.begin, range(1, steps + 1)), len(slots)):
+            checker.follow(slots, end)
+        checker.end(first_step + steps)
+        return checker
 
 
 def overlap(schedule: Schedule) -> int:
@@ -288,13 +257,15 @@ class RankProgram:
     def finishing(self) -> tuple[Op, int]:
         """The kind of action whose last one finishes a training step on this rank, and how many there are in a step.
 
-        That is the last update of each stage that it holds; for a rank that holds none, its backwards.
+        That is the last update of each stage that it holds; for a rank that holds none, its backwards, or their last
+        parts.
         """
         holders, stages = self.schedule.placement.holders, range(self.schedule.stages)
         if held := sum(self.rank in holders(stage) for stage in stages):
             return Op.UPDATE, held * self.schedule.sizes.updates
         own = self._picked(self._program.run_from(0)[0].period)[self.rank]
-        return Op.BACKWARD, sum(action.op is Op.BACKWARD for slot in own for action in slot.actions)
+        last = Op.BACKWARD_WEIGHTS if self.schedule.timeline.splits_backward else Op.BACKWARD
+        return last, sum(action.op is last for slot in own for action in slot.actions)
 
     def length(self, first_step: int, steps: int) -> int:
         """Return the slots of a run, drain included."""
@@ -309,7 +280,7 @@ class RankProgram:
         """Yield the slots of a run from `first_step` and `first_slot` in which the rank acts."""
         run, start = self._program.run_from(first_step)
         for piece, ahead in self._program.pieces(run, upcoming):
-            role = self._cycle[(self._cycle.index(self.rank) - start - ahead) % len(self._cycle)]
+            role = self._cycle[(-start - ahead) % len(self._cycle)]
             for slot in self._program.shifted(self._picked(piece)[role], ahead, start + ahead):
                 yield slot._replace(number=slot.number + first_slot)
 

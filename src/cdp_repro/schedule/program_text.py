@@ -125,8 +125,11 @@ class _Reader:
                     raise _broken(number, f"{line!r} stands twice in the run from step {first_step}")
                 self._sections[place] = []
             elif first_step < 0:
-                header |= _entry(number, line)
-            elif line.startswith("rank ") and line[5:].isdigit():
+                entry = _entry(number, line)
+                if repeated := entry.keys() & header:
+                    raise _broken(number, f"the header has {', '.join(repeated)} twice")
+                header |= entry
+            elif line.startswith("rank ") and line[5:].isdecimal():
                 rank = int(line[5:])
             elif place is None or rank < 0:
                 raise _broken(
@@ -135,7 +138,6 @@ class _Reader:
             else:
                 self._sections[place].append(_action(number, line, rank))
         schedule = _schedule(header)
-        self._refuse_other_ranks(schedule)
         found, needed = sorted({step for step, _, _ in self._sections}), [*range(schedule.rule.longest + 1)]
         if found != needed:
             raise ScheduleError(f"the file has runs from the steps {found}: {schedule} needs those from {needed}")
@@ -148,28 +150,15 @@ class _Reader:
             if said:
                 yield number, said
 
-    def _refuse_other_ranks(self, schedule: Schedule) -> None:
-        for lines in self._sections.values():
-            for number, _, action in lines:
-                if max(action.rank, action.peer) >= schedule.ranks:
-                    raise _broken(
-                        number,
-                        f"{action.label} of rank {action.rank}: {schedule} has ranks 0 to {schedule.ranks - 1}; change "
-                        "the header, or write the program again for these numbers",
-                    )
-
     def _run(self, first_step: int, schedule: Schedule) -> Run:
         """Return a run from its sections."""
         named = {(kind, number): each for (step, kind, number), each in self._sections.items() if step == first_step}
-        fill = sorted(number for kind, number in named if kind == "fill")
-        drains = sorted(number for kind, number in named if kind == "drain after")
-        repeating, where = len(fill), f"the run from step {first_step}"
-        if fill != list(range(repeating)):
-            raise ScheduleError(f"{where} has the fill {fill}: it needs 0, 1, .. without a gap")
-        if [number for kind, number in named if kind == "period"] != [repeating]:
-            raise ScheduleError(f"{where} has {repeating} pieces of fill, so it needs one `period {repeating}`")
-        if drains != list(range(1, repeating + 2)):
-            raise ScheduleError(f"{where} has drains after {drains} steps: it needs 1 to {repeating + 1}")
+        fill = [number for kind, number in named if kind == "fill"]
+        repeating, steps = len(fill), range(1, len(fill) + 2)
+        needed = [*(("fill", n) for n in range(repeating)), ("period", repeating), *(("drain after", n) for n in steps)]
+        if sorted(named) != sorted(needed):
+            found, wanted = (", ".join(f"{kind} {number}" for kind, number in each) for each in (named, needed))
+            raise ScheduleError(f"the run from step {first_step} has the pieces {found}: it needs {wanted}")
         period, early = schedule.slots_per_step, overlap(schedule)
 
         def piece(kind: str, step: int) -> list[Slot]:
@@ -181,9 +170,9 @@ class _Reader:
 
         return Run(
             first_step,
-            [piece("fill", step) for step in fill],
+            [piece("fill", step) for step in range(repeating)],
             piece("period", repeating),
-            {steps: _slots(named["drain after", steps], steps * period - early) for steps in drains},
+            {after: _slots(named["drain after", after], after * period - early) for after in steps},
         )
 
     def line_of(self, action: Action | None, slot: int | None, schedule: Schedule) -> int | None:
@@ -244,7 +233,7 @@ def _schedule(header: dict[str, Any]) -> Schedule:
 def _action(number: int, line: str, rank: int) -> tuple[int, int, Action]:
     """Return the line's number, slot and action."""
     slot, _, text = line.partition(" ")
-    if not slot.isdigit():
+    if not slot.isdecimal():
         raise _broken(number, f"{line[:60]!r} has no slot in front of its action")
     try:
         return number, int(slot), Action.parse(text, rank)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from cdp_repro.schedule.actions import Op
 from cdp_repro.schedule.sizes import Sizes
 
 
@@ -57,15 +58,12 @@ class Rule(ABC):
         """The largest staleness of all, in training steps: after so many, all reads are as stale as the rule says."""
         return -(-max(self.oldest) // self.sizes.updates)
 
-    def version(self, micro_batch: int, stage: int) -> int:
-        """Return v(m, j), the version of `stage` that micro-batch m reads; m counts replicas, too."""
+    def version(self, micro_batch: int, stage: int, op: Op = Op.FORWARD) -> int:
+        """Return v(m, j), the version of `stage` that a forward or backward of micro-batch m reads; m counts
+        replicas, too."""
         i = micro_batch % self.sizes.micro_batches // self.sizes.replicas
-        return max(0, micro_batch // self.sizes.summed - self.matrix[i][stage])
-
-    def backward_version(self, micro_batch: int, stage: int) -> int:
-        """Return the version that its backward reads."""
-        i = micro_batch % self.sizes.micro_batches // self.sizes.replicas
-        return max(0, micro_batch // self.sizes.summed - self.backward_staleness(i, stage))
+        delay = self.matrix[i][stage] if op is Op.FORWARD else self.backward_staleness(i, stage)
+        return max(0, micro_batch // self.sizes.summed - delay)
 
 
 class Fresh(Rule):

@@ -21,14 +21,10 @@ SLOT_ORDERS = ("paper", "backward_first")
 PIPELINE_SCHEDULES = ("one_f_one_b", "gpipe")
 PLACEMENT_SIZES = {"ranks": "pipeline", "servers": "parameter_server"}
 """By size that one placement alone has: its name."""
-MODE_SIZES = {
-    "speeds": ("dp", "ssp", "async"),
-    "jitter": ("ssp", "async"),
-    "message_time": ("ssp", "async"),
-    "slack": ("ssp",),
-    "slices": ("terapipe",),
-}
-"""By size that some modes alone have: their names."""
+OF_CLOCKS = ("speeds", "jitter", "message_time")
+"""Sizes of modes whose workers run on clocks of their own."""
+MODE_SIZES = (*OF_CLOCKS, "slack", "slices")
+"""Sizes that some modes alone have."""
 SPEED_PLACEMENTS = ("single_device", "parameter_server")
 """Where workers may have speeds of their own."""
 DEFAULT_SLACK, DEFAULT_SLICES = 3, 2
@@ -47,8 +43,8 @@ class Mode:
     rule: Callable[[Sizes], Rule]
     updates_each: bool = False
     """Whether each micro-batch is a training step of its own."""
-    is_bounded: bool = False
-    """Whether `slack` bounds how far a worker may be ahead."""
+    sizes: tuple[str, ...] = ()
+    """Those of `MODE_SIZES` that it has."""
 
     @property
     def pushes(self) -> bool:
@@ -57,7 +53,7 @@ class Mode:
 
     def slices(self, chosen: int | None) -> int:
         """Return L: what the user has chosen, where micro-batches are cut along the tokens, too; else 1."""
-        if self.timeline != "terapipe":
+        if "slices" not in self.sizes:
             return 1
         return DEFAULT_SLICES if chosen is None else chosen
 
@@ -65,7 +61,7 @@ class Mode:
 MODES: ByName[Mode] = ByName(
     "modes",
     {
-        "dp": Mode("simultaneous", Fresh),
+        "dp": Mode("simultaneous", Fresh, sizes=("speeds",)),
         "cdp_v1": Mode("cyclic", UniformDelay),
         "cdp_v2": Mode("cyclic", Freshest),
         "accumulation": Mode("sequential", Fresh),
@@ -74,13 +70,13 @@ MODES: ByName[Mode] = ByName(
         "one_f_one_b": Mode("one_f_one_b", Fresh),
         "interleaved": Mode("interleaved", Fresh),
         "zero_bubble": Mode("zero_bubble", Fresh),
-        "terapipe": Mode("terapipe", Fresh),
+        "terapipe": Mode("terapipe", Fresh, sizes=("slices",)),
         "chimera": Mode("chimera", Fresh),
         "pipedream": Mode("cyclic", Freshest, updates_each=True),
         "pipedream_2bw": Mode("cyclic", UniformDelay),
         "ampnet": Mode("cyclic", NoStashing, updates_each=True),
-        "ssp": Mode("clocked", Clock, is_bounded=True),
-        "async": Mode("clocked", Clock),
+        "ssp": Mode("clocked", Clock, sizes=(*OF_CLOCKS, "slack")),
+        "async": Mode("clocked", Clock, sizes=OF_CLOCKS),
     },
 )
 """By name, the paper's first. Some are one thing under the names of two literatures."""
@@ -91,9 +87,11 @@ def add_timeline(timeline: type[Timeline]) -> None:
     TIMELINES[timeline.name] = timeline
 
 
-def add_mode(name: str, timeline: str, rule: Callable[[Sizes], Rule], updates_each: bool = False) -> None:
-    """Enter a mode: a registered timeline with a rule, which is made from the sizes."""
-    MODES[name] = Mode(timeline, rule, updates_each)
+def add_mode(
+    name: str, timeline: str, rule: Callable[[Sizes], Rule], updates_each: bool = False, sizes: tuple[str, ...] = ()
+) -> None:
+    """Enter a mode: a registered timeline with a rule, which is made from the sizes; see `Mode`."""
+    MODES[name] = Mode(timeline, rule, updates_each, sizes)
 
 
 def add_placement(placement: type[Placement]) -> None:
@@ -165,7 +163,8 @@ class Spec:
     def sizes(self) -> Sizes:
         """The five numbers."""
         pipeline_ranks = 1 if self.placement != "pipeline" else self.workers if self.ranks is None else self.ranks
-        slack = (DEFAULT_SLACK if self.slack is None else self.slack) if self.chosen_mode.is_bounded else None
+        mode = self.chosen_mode
+        slack = DEFAULT_SLACK if self.slack is None else self.slack
         return Sizes(
             stages=self.stages,
             workers=self.workers,
@@ -173,13 +172,13 @@ class Spec:
             replicas=self.replicas,
             pipeline_ranks=pipeline_ranks,
             servers=1 if self.servers is None else self.servers,
-            updates_each=self.chosen_mode.updates_each,
-            pushes=self.chosen_mode.pushes,
+            updates_each=mode.updates_each,
+            pushes=mode.pushes,
             speeds=tuple(self.speeds or ()),
             jitter=self.jitter,
             message_time=self.message_time or 0,
-            slack=slack,
-            slices=self.chosen_mode.slices(self.slices),
+            slack=slack if "slack" in mode.sizes else None,
+            slices=mode.slices(self.slices),
             chosen_turns=self.micro_batches,
             branches=() if self.sources is None or self.sources == chain(self.stages) else self.sources,
         )
@@ -191,8 +190,9 @@ class Spec:
 
     def in_mode(self, mode: str | tuple[tuple[int, ...], ...]) -> Spec:
         """Return the same in another mode, without the sizes that it has not."""
-        left_out = {name: None for name, modes in MODE_SIZES.items() if mode not in modes}
-        return replace(self, mode=mode, **left_out)  # type: ignore[arg-type]
+        moved = replace(self, mode=mode)
+        left_out = {name: None for name in MODE_SIZES if name not in moved.chosen_mode.sizes}
+        return replace(moved, **left_out)  # type: ignore[arg-type]
 
     @property
     def forwards(self) -> int:
@@ -393,8 +393,9 @@ class Schedule:
 
 def _check_mode_sizes(spec: Spec) -> None:
     """Raise ValueError for a size that the mode has not, and for speeds on a placement that has none."""
-    for name, modes in MODE_SIZES.items():
-        if (value := getattr(spec, name)) is not None and spec.mode not in modes:
+    for name in MODE_SIZES:
+        if (value := getattr(spec, name)) is not None and name not in spec.chosen_mode.sizes:
+            modes = [each for each, mode in MODES.items() if name in mode.sizes]
             shown = [*value] if isinstance(value, tuple) else value
             raise ValueError(
                 f"{name}={shown} is for mode={' or '.join(modes)}; mode={_name(spec.mode)} has none: leave {name} out"

@@ -197,7 +197,7 @@ class Sizes:
                 f"speeds={[*self.speeds]} are of {len(self.speeds)} workers, workers={self.workers}: give one each, "
                 f"such as speeds={works}"
             )
-        if any(speed < 1 for speed in self.speeds) or math.lcm(*self.speeds) > MOST_TICKS:
+        if any(type(speed) is not int or speed < 1 for speed in self.speeds) or math.lcm(*self.speeds) > MOST_TICKS:
             raise ValueError(
                 f"speeds={[*self.speeds]}: use integers from 1 whose least common multiple is at most {MOST_TICKS}, "
                 f"such as speeds={[1] * (self.workers - 1) + [2]}"

@@ -35,6 +35,7 @@ GRADIENTS: Final = "g"
 PARAMETERS: Final = "p"
 LENT_FORWARD: Final = "pf"
 LENT_BACKWARD: Final = "pb"
+LENT = (LENT_FORWARD, LENT_BACKWARD)
 BUFFERS: Final = "b"
 # plain strings: a large program hashes millions of values, and hashing an enum member calls Python code
 
@@ -86,7 +87,7 @@ class Value(NamedTuple):
         ahead = number + micro_batches
         if kind == GRADIENTS:
             return _fast((kind, stage, ahead, 0, stop + micro_batches, stride, part, parts))
-        return _fast((kind, stage, ahead, version + versions if kind in _LENT else 0, 0, 1, 0, 1))
+        return _fast((kind, stage, ahead, version + versions if kind in LENT else 0, 0, 1, 0, 1))
 
     def __str__(self) -> str:
         names = {
@@ -94,7 +95,7 @@ class Value(NamedTuple):
             PARAMETERS: f"@v{self.number}",
             BUFFERS: f".w{self.number}",
         }
-        version = f"@v{self.version}" if self.kind in _LENT else ""
+        version = f"@v{self.version}" if self.kind in LENT else ""
         part = "" if self.parts == 1 else f"#{self.part}/{self.parts}"
         return f"{self.kind}{self.stage}{names.get(self.kind, f'.m{self.number}')}{version}{part}"
 
@@ -121,8 +122,6 @@ class Value(NamedTuple):
         raise ValueError(f"not a value: {text!r}; values look like x2.m5, s2.m5, d2.m5, k2.m5, g2[4:6], p2@v3, "
                          "pf2.m5@v3, pb2.m5@v3, b2.w1, g2[4:6]#1/4")  # fmt: skip
 
-
-_LENT = (LENT_FORWARD, LENT_BACKWARD)
 
 _fast = partial(tuple.__new__, Value)
 """Makes a value of all its fields in a fifth of the time: a large program has millions."""

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from cdp_repro.schedule.actions import Action, Op, Slot, message_name
+from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.schedule.rings import collective_name, next_in_ring
 from cdp_repro.schedule.sizes import Sizes
-from cdp_repro.schedule.values import Value
+from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT, Value
 from cdp_repro.trace.chains import longest_chain
 
 
@@ -241,3 +241,18 @@ class TraceRecorder:
         """Return the records of all slots so far, and the messages sent in them."""
         self._close()
         return tuple(self._records), tuple(self._messages)
+
+
+def message_name(value: Value, micro_batches: int, readers: Sequence[int]) -> tuple[str, int]:
+    """Return what a message carries, as reports name it: its kind, and the stage that has made it.
+
+    `micro_batches` are those of a training step: a whole sum of all of them is a `total`. `readers` are as in `Sizes`.
+    """
+    kind, stage = value.kind, value.stage
+    if kind == INPUT:
+        return "activations", stage - 1
+    if kind == OUTPUT_GRADIENT:
+        return "input_gradients", readers[stage]
+    if kind == GRADIENTS:
+        return ("total" if len(value.members) == micro_batches and value.parts == 1 else "gradients"), stage
+    return ("buffers" if kind == BUFFERS else "parameters"), stage

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from cdp_repro.schedule.actions import Action, Op
-from cdp_repro.schedule.meaning import compute_values, lent_for, version_read
+from cdp_repro.schedule.meaning import compute_action
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.values import parameters
 
 Slots = list[list[Action]]
 """The actions of each slot, from the first of a run, in an order in which one process could run them all."""
@@ -34,24 +34,11 @@ def compute(schedule: Schedule, first_step: int, steps: int) -> Slots:
 def _timed(schedule: Schedule, first_step: int, steps: int) -> Iterator[tuple[int, Action]]:
     """Yield each forward and backward with its slot, counted from the start of the run."""
     sizes, timeline, replicas = schedule.sizes, schedule.timeline, schedule.sizes.replicas
-    for step in range(steps):
-        start, before = step * timeline.period, (first_step + step) * sizes.micro_batches
-        for i in range(sizes.turns):
-            for stage in range(sizes.stages):
-                forward, backward = start + timeline.forward(i, stage), start + timeline.backward(i, stage)
-                for m in range(before + i * replicas, before + (i + 1) * replicas):
-                    yield forward, _compute(schedule, Op.FORWARD, m, stage)
-                    if timeline.splits_backward:
-                        yield backward, _compute(schedule, Op.BACKWARD_INPUT, m, stage)
-                        weights = start + timeline.backward_weights(i, stage)
-                        yield weights, _compute(schedule, Op.BACKWARD_WEIGHTS, m, stage)
-                    else:
-                        yield backward, _compute(schedule, Op.BACKWARD, m, stage)
-
-
-def _compute(schedule: Schedule, op: Op, m: int, stage: int) -> Action:
-    rank, version = schedule.placement.rank_of(m, stage), version_read(schedule, op, m, stage)
-    is_own = rank in schedule.placement.holders(stage) and not schedule.placement.is_sharded
-    read = parameters(stage, version) if is_own else lent_for(op, m, stage, version)
-    reads, writes = compute_values(schedule, op, m, stage, read)
-    return Action(op, rank, stage, m, version, reads=reads, writes=writes)
+    backwards = {Op.BACKWARD: timeline.backward}
+    if timeline.splits_backward:
+        backwards = {Op.BACKWARD_INPUT: timeline.backward, Op.BACKWARD_WEIGHTS: timeline.backward_weights}
+    for step, i, stage in product(range(steps), range(sizes.turns), range(sizes.stages)):
+        first = (first_step + step) * sizes.micro_batches + i * replicas
+        for op, slot_of in ({Op.FORWARD: timeline.forward} | backwards).items():
+            for m in range(first, first + replicas):
+                yield step * timeline.period + slot_of(i, stage), compute_action(schedule, op, m, stage)

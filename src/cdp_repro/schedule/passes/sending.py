@@ -9,16 +9,7 @@ from __future__ import annotations
 from cdp_repro.schedule.actions import Action, Op, send
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.values import (
-    INPUT,
-    LENT_BACKWARD,
-    LENT_FORWARD,
-    OUTPUT_GRADIENT,
-    Value,
-    buffers,
-    micro_batch_value,
-    parameters,
-)
+from cdp_repro.schedule.values import INPUT, LENT, OUTPUT_GRADIENT, Value, buffers, micro_batch_value, parameters
 
 
 def add_boundary_messages(slots: Slots, schedule: Schedule) -> Slots:
@@ -53,7 +44,7 @@ def add_lending(slots: Slots, schedule: Schedule) -> Slots:
         made = {(a.stage, a.version) for a in slots[place] if a.op is Op.UPDATE} if number else set()
         for action in actions:
             for lent in action.reads if action.op.is_compute else ():
-                if lent.kind in (LENT_FORWARD, LENT_BACKWARD):
+                if lent.kind in LENT:
                     target = late if (lent.stage, lent.version) in made else out
                     target[place] += _brought(lent, action.rank, schedule)
     return [[*early, *actions, *after] for early, actions, after in zip(out, slots, late, strict=True)]

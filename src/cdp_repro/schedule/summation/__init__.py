@@ -7,7 +7,7 @@ elsewhere: what it does stands in the values of its actions.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
@@ -19,7 +19,7 @@ from cdp_repro.schedule.summation.owner import sum_at_owner
 from cdp_repro.schedule.summation.reduce_scatter import sum_by_reduce_scatter
 from cdp_repro.schedule.summation.relay import sum_by_relay
 
-Strategy = Callable[[Slots, Schedule, Iterable[int]], Slots]
+Strategy = Callable[[Slots, Schedule, frozenset[int]], Slots]
 
 
 def add_sums(slots: Slots, schedule: Schedule) -> Slots:
@@ -28,7 +28,7 @@ def add_sums(slots: Slots, schedule: Schedule) -> Slots:
     for stage in range(schedule.stages):
         chosen[strategy_of(schedule, stage)].append(stage)
     for strategy, stages in chosen.items():
-        slots = strategy(slots, schedule, stages)
+        slots = strategy(slots, schedule, frozenset(stages))
     return slots
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from cdp_repro.schedule.actions import Action, Op
 from cdp_repro.schedule.passes.placing import Slots
@@ -11,20 +11,20 @@ from cdp_repro.schedule.summation.common import members_with, replace_backwards,
 from cdp_repro.schedule.values import GRADIENTS, Value, gradient_sum
 
 
-def sum_by_all_reduce(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
+def sum_by_all_reduce(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
     """Reduce the gradients of each stage as soon as all ranks have them; update before the first read."""
     slots = join_collectives(slots, schedule, stages, lambda total, _: total)
     return update_before_reads(slots, schedule, stages)
 
 
 def join_collectives(
-    slots: Slots, schedule: Schedule, stages: Iterable[int], result: Callable[[Value, int], Value]
+    slots: Slots, schedule: Schedule, stages: frozenset[int], result: Callable[[Value, int], Value]
 ) -> Slots:
     """Have each rank add its own gradients of a step, and bring the last sum to a collective after the slot's compute.
 
     `result` maps the sum of the step and a rank to what the collective makes there.
     """
-    chosen, lanes = frozenset(stages), schedule.sizes.lanes
+    lanes = schedule.sizes.lanes
 
     def accumulated(backward: Action) -> tuple[Action]:
         m, stage = backward.micro_batch, backward.stage
@@ -32,9 +32,9 @@ def join_collectives(
         before = gradient_sum(stage, range(first, m, lanes)) if m > first else None
         return (summed(backward, before, gradient_sum(stage, range(first, m + lanes, lanes))),)
 
-    found = replace_backwards(slots, chosen, accumulated)
+    found = replace_backwards(slots, stages, accumulated)
     for actions in found:
-        ends = [a for a in actions if a.op.gives_gradients and a.stage in chosen]
+        ends = [a for a in actions if a.op.gives_gradients and a.stage in stages]
         for action in ends:
             members = members_with(schedule, action.micro_batch)
             if action.micro_batch >= members.stop - lanes:

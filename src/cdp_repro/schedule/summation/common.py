@@ -31,21 +31,20 @@ def members_with(schedule: Schedule, micro_batch: int) -> range:
     return range(first, first + schedule.sizes.summed)
 
 
-def replace_backwards(slots: Slots, stages: Iterable[int], by: Callable[[Action], Iterable[Action]]) -> Slots:
+def replace_backwards(slots: Slots, stages: frozenset[int], by: Callable[[Action], Iterable[Action]]) -> Slots:
     """Put what `by` returns in the place of each action that gives gradients of `stages`."""
-    chosen = frozenset(stages)
     found: Slots = []
     for actions in slots:
         found.append([])
         for action in actions:
-            if action.op.gives_gradients and action.stage in chosen:
+            if action.op.gives_gradients and action.stage in stages:
                 found[-1] += by(action)
             else:
                 found[-1].append(action)
     return found
 
 
-def completed(action: Action, schedule: Schedule, stages: Iterable[int]) -> int | None:
+def completed(action: Action, schedule: Schedule, stages: frozenset[int]) -> int | None:
     """Return the version that can be made when `action` has completed the sum of one of `stages`; else None.
 
     A sum is completed on a rank that holds the stage. A received one was completed elsewhere, but for the gradients of
@@ -60,12 +59,11 @@ def completed(action: Action, schedule: Schedule, stages: Iterable[int]) -> int 
     return None
 
 
-def update_at_once(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
+def update_at_once(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
     """Update each of `stages` where its sum is completed, as soon as it is, and the version before it is there.
 
     Sums of single pushes may overtake each other.
     """
-    chosen = frozenset(stages)
     computed = (action.micro_batch for actions in slots for action in actions if action.op.is_compute)
     first = 1 + min(computed, default=0) // schedule.sizes.summed
     complete: set[tuple[int, int, int]] = set()
@@ -75,7 +73,7 @@ def update_at_once(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> S
         found.append([])
         for action in actions:
             found[-1].append(action)
-            if (version := completed(action, schedule, chosen)) is not None:
+            if (version := completed(action, schedule, stages)) is not None:
                 rank, stage = action.rank, action.stage
                 complete.add((rank, stage, version))
                 while (rank, stage, following := first + made[rank, stage]) in complete:
@@ -84,44 +82,45 @@ def update_at_once(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> S
     return found
 
 
-def update_before_reads(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
+def update_before_reads(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
     """Update each of `stages`, on every rank where its sum is completed, at the end of the slot before the first read.
 
     So nobody keeps an old version longer than it reads it, and a rank waits for a sum as late as it can. What is not
     read in this run is updated in one more slot.
     """
-    chosen = frozenset(stages)
     open_sums: dict[tuple[int, int], list[int]] = defaultdict(list)
     found: Slots = []
     for number, actions in enumerate(slots):
         for action in actions:
-            if (version := completed(action, schedule, chosen)) is not None:
+            if (version := completed(action, schedule, stages)) is not None:
                 open_sums[action.rank, action.stage].append(version)
         following = slots[number + 1] if number + 1 < len(slots) else []
-        found.append([*actions, *_due(following, schedule, open_sums)])
+        found.append([*actions, *(update(schedule, *each) for each in due(following, open_sums))])
     rest = [
         update(schedule, stage, version, rank) for (rank, stage), versions in open_sums.items() for version in versions
     ]
     return [*found, rest] if rest else found
 
 
-def _due(following: list[Action], schedule: Schedule, open_sums: dict[tuple[int, int], list[int]]) -> list[Action]:
-    """Return, and take out of `open_sums`, the updates that the computes of the next slot ask for."""
+def due(following: list[Action], open_sums: dict[tuple[int, int], list[int]]) -> list[tuple[int, int, int]]:
+    """Return stage, version and rank of the updates that computes of the next slot ask for; they are open no more.
+
+    `open_sums` are, by rank and stage, the versions that can be made, oldest first.
+    """
     found = []
     for action in following:
         versions = open_sums.get((action.rank, action.stage)) if action.op.is_compute else None
         while versions and versions[0] <= action.version:
-            found.append(update(schedule, action.stage, versions.pop(0), action.rank))
+            found.append((action.stage, versions.pop(0), action.rank))
     return found
 
 
-def put_off(slots: Slots, stages: Iterable[int], schedule: Schedule) -> Slots:
+def put_off(slots: Slots, stages: frozenset[int], schedule: Schedule) -> Slots:
     """Move each action of `stages` that adds or scatters received sums, or updates, to the end of the next slot.
 
     By then what it waits for has arrived, and nobody has waited. Not where the next slot reads the new version, or one
     after it.
     """
-    chosen = frozenset(stages)
     found: Slots = []
     waiting: list[Action] = []
     for actions, following in zip_longest(slots, slots[1:]):
@@ -133,7 +132,7 @@ def put_off(slots: Slots, stages: Iterable[int], schedule: Schedule) -> Slots:
         urgent: list[Action] = []
         later: list[Action] = []
         for action in actions:
-            if action.op not in (Op.ADD, Op.UPDATE) or action.stage not in chosen:
+            if action.op not in (Op.ADD, Op.UPDATE) or action.stage not in stages:
                 stays.append(action)
             elif following is None or step_version(action, schedule) <= read_next.get(action.stage, 0):
                 urgent.append(action)

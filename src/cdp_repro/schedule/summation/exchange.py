@@ -11,7 +11,7 @@ total. Partial sums of earlier micro-batches are relayed as between more holders
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from cdp_repro.schedule.actions import Action, Op, send
 from cdp_repro.schedule.passes.placing import Slots
@@ -43,11 +43,11 @@ def only_exchanges(schedule: Schedule) -> bool:
     return all(len({schedule.placement.rank_of(m, stage) for stage in range(schedule.stages)}) == 1 for m in range(2))
 
 
-def sum_by_exchange(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
+def sum_by_exchange(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
     """Exchange the last two parts of each sum; add them as late as the sum allows, update before the first read."""
     receives_early = only_exchanges(schedule)
     slots = replace_backwards(slots, stages, lambda backward: _exchanged(backward, schedule, receives_early))
-    return _add_late(update_before_reads(slots, schedule, stages), schedule, frozenset(stages))
+    return _add_late(update_before_reads(slots, schedule, stages), schedule, stages)
 
 
 def _exchanged(backward: Action, schedule: Schedule, receives_early: bool) -> Iterator[Action]:

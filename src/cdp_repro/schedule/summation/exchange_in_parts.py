@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cdp_repro.schedule.actions import Action, Op, send
@@ -103,7 +103,7 @@ def _start(schedule: Schedule, worker: int) -> int:
     return schedule.timeline.forward(worker // schedule.sizes.replicas, 0)
 
 
-def sum_by_exchange_in_parts(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
+def sum_by_exchange_in_parts(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
     """Exchange as `sum_by_exchange` does, but send parts in the order of their `departures`.
 
     All that a rank adds, and all that was made of the sum to which it adds, has left before. In a slot a rank sends

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation.common import replace_backwards, update_at_once
 from cdp_repro.schedule.summation.relay import relayed_sum
 
 
-def sum_locally(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
+def sum_locally(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
     """Add each backward's gradients to the sum of its training step; update when it is complete."""
     slots = replace_backwards(slots, stages, lambda backward: relayed_sum(backward, schedule))  # on one rank
     return update_at_once(slots, schedule, stages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from cdp_repro.schedule.actions import Action, send
 from cdp_repro.schedule.passes.placing import Slots
@@ -11,7 +11,7 @@ from cdp_repro.schedule.summation.common import add, members_with, put_off, repl
 from cdp_repro.schedule.values import gradient_sum
 
 
-def sum_at_owner(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
+def sum_at_owner(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
     """Send the gradients of each micro-batch to the owner, which adds them a slot later, when they have arrived."""
 
     def sent(backward: Action) -> Iterator[Action]:

@@ -21,20 +21,14 @@ from cdp_repro.schedule.actions import Action, Op, send
 from cdp_repro.schedule.meaning import total_of, update
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.common import (
-    add,
-    completed,
-    members_with,
-    replace_backwards,
-    summed,
-)
+from cdp_repro.schedule.summation.common import add, completed, due, members_with, replace_backwards, summed
 from cdp_repro.schedule.values import gradient_sum
 
 
-def sum_by_relay(slots: Slots, schedule: Schedule, stages: Iterable[int]) -> Slots:
+def sum_by_relay(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
     """Relay partial sums along the micro-batches, and totals along the holders in the order of their need."""
     slots = replace_backwards(slots, stages, lambda backward: relayed_sum(backward, schedule))
-    return _relay_totals(slots, schedule, frozenset(stages))
+    return _relay_totals(slots, schedule, stages)
 
 
 def relayed_sum(backward: Action, schedule: Schedule) -> Iterator[Action]:
@@ -123,14 +117,17 @@ def _relay_totals(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> S
     the last slot the totals reach the remaining holders.
     """
     totals: _Totals = {}
+    open_sums: dict[tuple[int, int], list[int]] = defaultdict(list)
     found: Slots = []
     for number, actions in enumerate(slots):
         for action in actions:
             if (version := completed(action, schedule, stages)) is not None:
                 need = order_of_need(schedule, action.stage, version)
                 totals[action.stage, version] = _Total(action.stage, version, need, action.rank, number)
+                for rank in need:
+                    open_sums[rank, action.stage].append(version)
         following = slots[number + 1] if number + 1 < len(slots) else []
-        early, late = _handed_on(totals, schedule, _first_reads(following, totals, stages), number)
+        early, late = _handed_on(totals, schedule, due(following, open_sums), number)
         found.append([*early, *actions, *late])
     while totals:
         oldest = dict(sorted(totals, reverse=True))  # by stage: the last entry of each is its oldest version
@@ -138,20 +135,6 @@ def _relay_totals(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> S
         early, late = _handed_on(totals, schedule, reads, len(found))
         found.append([*early, *late])
     return found
-
-
-def _first_reads(following: list[Action], totals: _Totals, stages: frozenset[int]) -> list[tuple[int, int, int]]:
-    """Return (stage, version, rank) of each update that a compute of the next slot asks for, in order of versions."""
-    versions: dict[int, list[int]] = defaultdict(list)
-    for stage, version in sorted(totals):
-        versions[stage].append(version)
-    return [
-        (action.stage, version, action.rank)
-        for action in following
-        if action.op.is_compute and action.stage in stages
-        for version in versions.get(action.stage, ())
-        if version <= action.version and action.rank not in totals[action.stage, version].updated
-    ]
 
 
 def _handed_on(

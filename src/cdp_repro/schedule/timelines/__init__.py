@@ -3,8 +3,14 @@
 from cdp_repro.schedule.by_name import ByName
 from cdp_repro.schedule.timelines.clocked import Clocked
 from cdp_repro.schedule.timelines.cyclic import Cyclic
-from cdp_repro.schedule.timelines.flushing import GPipe, OneForwardOneBackward, TeraPipe
-from cdp_repro.schedule.timelines.ordered import Chimera, Interleaved, ZeroBubble
+from cdp_repro.schedule.timelines.ordered import (
+    Chimera,
+    GPipe,
+    Interleaved,
+    OneForwardOneBackward,
+    TeraPipe,
+    ZeroBubble,
+)
 from cdp_repro.schedule.timelines.sequential import Sequential
 from cdp_repro.schedule.timelines.simultaneous import Simultaneous
 from cdp_repro.schedule.timelines.timeline import Timeline

@@ -1,6 +1,9 @@
-"""Pipelines whose ranks each have an order of their own: interleaved, zero-bubble, and in two directions.
+"""Pipelines, whose ranks each have an order of their own, with a flush at the end of each training step.
 
-A rank begins what comes next in its order as soon as it can. The order says all; the slots follow from it.
+A rank begins what comes next in its order as soon as it can. The order says all; the slots follow from it. D ranks have
+S/D stages each. Where these are consecutive a micro-batch runs them one after the other: what the literature draws for
+one stage a rank holds for such chunks, and a chunk takes S/D slots. So no rank computes two things in a slot, whatever
+M and D are: M = kNL micro-batches, all of which may be under way at once.
 """
 
 from __future__ import annotations
@@ -8,10 +11,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import TypeVar
 
 from cdp_repro.schedule.actions import Op
-from cdp_repro.schedule.timelines.flushing import check_chunks
 from cdp_repro.schedule.timelines.timeline import Timeline
 
 Task = tuple[Op, int, int]
@@ -77,6 +80,27 @@ class Ordered(Timeline):
         reader = self.sizes.readers[j]
         return [(Op.FORWARD, i, j) if reader < 0 else (op, i, reader)]
 
+    def _of_rank(self, op: Op, rank: int) -> list[list[Task]]:
+        """Return of each micro-batch what a rank with consecutive stages does: backwards from the last stage on."""
+        chunk = self.sizes.stages // self.ranks
+        stages = range(rank * chunk, (rank + 1) * chunk)[:: 1 if op is Op.FORWARD else -1]
+        return [[(op, i, j) for j in stages] for i in range(self.sizes.turns)]
+
+    def check(self, placement: str) -> None:
+        """Raise ValueError if the stages of a pipeline's rank are not one behind the other."""
+
+        def fits(ranks: int) -> bool:
+            chunk = sizes.stages // ranks
+            return all(stage % chunk == 0 or sizes.sources[stage] == (stage - 1,) for stage in range(sizes.stages))
+
+        sizes = self.sizes
+        if placement == "pipeline" and not fits(sizes.pipeline_ranks):
+            works = [ranks for ranks in range(2, sizes.stages + 1) if sizes.stages % ranks == 0 and fits(ranks)]
+            raise ValueError(
+                f"ranks={sizes.pipeline_ranks} puts stages on one rank that are not one behind the other, as "
+                f"branches join: use {' or '.join(f'ranks={ranks}' for ranks in works)}"
+            )
+
     def _refuse_branches(self) -> None:
         """Raise ValueError, with modes that work, if the stages are no chain."""
         if self.sizes.branches:
@@ -84,6 +108,60 @@ class Ordered(Timeline):
                 f"mode={self.name} passes a chain of stages to and fro, not branches that join: use "
                 "mode=gpipe, one_f_one_b or zero_bubble"
             )
+
+
+class GPipe(Ordered):
+    """All forwards, then all backwards (Huang et al. 2019). The idle share is (D-1)/(M + D-1). M = D = 3:
+
+    unit    0  1  2  3  4  5  6  7  8  9
+    rank 0  F  F  F              B  B  B
+    rank 1     F  F  F        B  B  B
+    rank 2        F  F  F  B  B  B
+
+    A unit is S/D slots. Branches that join run side by side: a micro-batch passes E < D ranks one after the other, and
+    E takes the place of D, here and in 1F1B.
+    """
+
+    name = "gpipe"
+
+    def order(self, rank: int) -> Iterable[Task]:
+        """Return the forwards, of the slices of a sequence from its first tokens on, and the backwards."""
+        forwards, slices = self._of_rank(Op.FORWARD, rank), self.sizes.slices
+        sequences = [forwards[first : first + slices][::-1] for first in range(0, len(forwards), slices)]
+        return chain(*chain(*sequences), *self._of_rank(Op.BACKWARD, rank))
+
+
+class TeraPipe(GPipe):
+    """GPipe with micro-batches cut along the tokens, too (Li et al. 2021): forwards from the first tokens of a sequence
+    to the last, backwards the other way. Micro-batches have the numbers of their backwards (`Sizes.place`). L = D = 3:
+
+        unit    0  1  2  3  4  5  6  7  8  9
+        rank 0  F2 F1 F0             B0 B1 B2
+        rank 1     F2 F1 F0       B0 B1 B2
+        rank 2        F2 F1 F0 B0 B1 B2
+    """
+
+    name = "terapipe"
+
+
+class OneForwardOneBackward(Ordered):
+    """A backward as soon as one is due, one forward after each (Narayanan et al. 2019). M = D = 3:
+
+        unit    0  1  2  3  4  5  6  7  8  9
+        rank 0  F  F  F        B     B     B
+        rank 1     F  F     B  F  B     B
+        rank 2        F  B  F  B  F  B
+
+    Rank r runs its first D-r forwards at once, then one forward after each backward: no rank holds more than D-r
+    micro-batches. The idle share is that of GPipe.
+    """
+
+    name = "one_f_one_b"
+
+    def order(self, rank: int) -> Iterable[Task]:
+        """Return as many forwards as ranks follow, then one forward and one backward in turn."""
+        forwards, backwards = self._of_rank(Op.FORWARD, rank), self._of_rank(Op.BACKWARD, rank)
+        return chain(*_one_of_each(forwards, backwards, self.sizes.behind[rank]))
 
 
 class Interleaved(Ordered):
@@ -145,24 +223,15 @@ class ZeroBubble(Ordered):
     name = "zero_bubble"
     splits_backward = True
 
-    def check(self, placement: str) -> None:
-        """Raise ValueError if a rank of a pipeline would have stages of two branches."""
-        if placement == "pipeline":
-            check_chunks(self.sizes)
-
     def order(self, rank: int) -> Iterable[Task]:
         """Return the order of 1F1B with the gradients of weights behind; a rank's stages run as one."""
-        turns, chunk, behind = self.sizes.turns, self.sizes.stages // self.ranks, self.sizes.behind[rank]
+        behind = self.sizes.behind[rank]
         level = self.sizes.depth - 1 - behind  # of a chain the rank itself
-        stages = range(rank * chunk, (rank + 1) * chunk)
-        forwards = [[(Op.FORWARD, i, j) for j in stages] for i in range(turns)]
-        backwards = [
-            [(Op.BACKWARD_INPUT, i, j) for j in stages[::-1]]
-            + ([(Op.BACKWARD_WEIGHTS, i - level, j) for j in stages[::-1]] if i >= level else [])
-            for i in range(turns)
-        ]
-        rest = [(Op.BACKWARD_WEIGHTS, i, j) for i in range(max(0, turns - level), turns) for j in stages[::-1]]
-        return [task for tasks in _one_of_each(forwards, backwards, behind) for task in tasks] + rest
+        forwards, inputs, weights = (
+            self._of_rank(op, rank) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHTS)
+        )
+        backwards = [tasks + later for tasks, later in zip(inputs, [[]] * level + weights, strict=False)]
+        return chain(*_one_of_each(forwards, backwards, behind), *weights[max(0, self.sizes.turns - level) :])
 
 
 class Chimera(Ordered):
