@@ -315,7 +315,7 @@ def test_a_mini_batch_that_its_micro_batches_do_not_divide(mode):
     [
         (
             (torch.zeros(0, 4), torch.zeros(0)),
-            r"is empty; it needs a multiple of its 3 micro-batches .* e\.g\. 3 samples",
+            r"a mini-batch of 0 is not divisible by its 3 micro-batches .*; 3 would be",
         ),
         ((torch.zeros(10, 4), torch.zeros(10)), r"9 would be.*drop_last=True"),
         (torch.zeros(9, 4), r"two tensors, \(inputs \[B, \.\.\.\], targets \[B\]\), not \(a tensor \[9, 4\]\)"),
@@ -484,6 +484,20 @@ def test_a_refused_state_changes_nothing():
     after = engine.state_dict()
     for mine, theirs in zip(after["stages"], before["stages"], strict=True):
         assert mine["versions"].keys() == theirs["versions"].keys()
+
+
+def test_a_state_of_other_parameter_groups_changes_nothing():
+    def in_groups(parameters):
+        return torch.optim.SGD([{"params": [parameter]} for parameter in parameters], lr=0.1, momentum=0.9)
+
+    state = state_of()
+    engine = Engine(linears(), F.cross_entropy, in_groups, "cdp_v1")
+    train(engine, make_batches(1))
+    before = copy.deepcopy(engine.state_dict())
+    with pytest.raises(ValueError, match=r"groups of \[2\] parameters, this engine's has groups of \[1, 1\]"):
+        engine.load_state_dict(state)
+    for mine, theirs in zip(engine.state_dict()["stages"], before["stages"], strict=True):
+        torch.testing.assert_close(mine["versions"], theirs["versions"], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

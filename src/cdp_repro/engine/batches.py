@@ -30,14 +30,9 @@ class TensorMiniBatch:
     """A mini-batch held as two tensors; micro-batch i is the i-th slice."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, micro_batches: int, device: torch.device) -> None:
-        if not len(inputs):
-            raise ValueError(
-                f"a mini-batch is empty; it needs a multiple of its {micro_batches} micro-batches "
-                f"(accumulate x workers x replicas), e.g. {micro_batches} samples"
-            )
         if len(inputs) != len(targets):
             raise ValueError(f"a mini-batch has {len(inputs)} inputs but {len(targets)} targets; it needs one for each")
-        if len(inputs) % micro_batches:
+        if not len(inputs) or len(inputs) % micro_batches:
             nearest = max(1, len(inputs) // micro_batches) * micro_batches
             raise ValueError(
                 f"a mini-batch of {len(inputs)} is not divisible by its {micro_batches} micro-batches "

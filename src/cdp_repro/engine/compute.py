@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from cdp_repro.engine.binding import Binding
 from cdp_repro.engine.checkpointing import RefusingReentrant
@@ -260,19 +260,26 @@ def accumulate(
             sums[name], parameter.grad = gradient, None
 
 
+def children_first(root: Node) -> list[Node]:
+    """Return all operations of a graph, each after those that it leads to."""
+    found: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False)]
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            found.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
+    return found
+
+
 def _leaves_of(output: Tensor) -> list[Tensor]:
     """Return the tensors in which gradients would arrive by the graph of `output`."""
-    unseen = [] if output.grad_fn is None else [output.grad_fn]
-    seen, found = {*unseen}, []
-    while unseen:
-        node = unseen.pop()
-        variable = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
-        if isinstance(variable, Tensor):
-            found.append(variable)
-        following = {other for other, _ in node.next_functions if other is not None} - seen
-        seen |= following
-        unseen += following
-    return found
+    nodes = children_first(output.grad_fn) if output.grad_fn is not None else []
+    return [each.variable for each in nodes if hasattr(each, "variable")]  # of nodes that accumulate a leaf's gradient
 
 
 def _loss_of(loss_fn: LossFn, output: Tensor, targets: Tensor) -> Tensor:

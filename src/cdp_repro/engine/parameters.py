@@ -159,6 +159,12 @@ class StageState:
                 f"the checkpoint is of the optimizer {state['optimizer']['class']}, "
                 f"this engine has {self._optimizer_class}"
             )
+        theirs = [len(group["params"]) for group in (state["optimizer"]["state"] or {}).get("param_groups", ())]
+        if theirs != (ours := [len(group["params"]) for group in self._groups]):
+            raise ValueError(
+                f"the checkpoint is of an optimizer with groups of {theirs} parameters, "
+                f"this engine's has groups of {ours}"
+            )
         for tensors in state["versions"].values():
             check_same_tensors(self._parameters, tensors)
 

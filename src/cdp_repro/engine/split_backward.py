@@ -20,7 +20,7 @@ from typing import TypeAlias
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version, accumulate
+from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version, accumulate, children_first
 
 _Incoming: TypeAlias = tuple[Tensor | None, ...]
 
@@ -96,7 +96,7 @@ def _sides(root: Node, saved: SavedForward) -> dict[Node, set[str]]:
     reaches_input: dict[Node, bool] = {}
     below: dict[Node, set[str]] = {}
     """Of each operation: the parameters that it reaches."""
-    for node in _children_first(root):
+    for node in children_first(root):
         variable = getattr(node, "variable", None)
         children = [child for child, _ in node.next_functions if child is not None]
         reaches_input[node] = id(variable) in leaves or any(reaches_input[child] for child in children)
@@ -107,20 +107,4 @@ def _sides(root: Node, saved: SavedForward) -> dict[Node, set[str]]:
         off = [child for child, _ in node.next_functions if child is not None and not reaches_input[child]]
         if is_on_the_way and (joining := set().union(*(below[child] for child in off))):
             found[node] = joining
-    return found
-
-
-def _children_first(root: Node) -> list[Node]:
-    """Return all operations of a graph, each after those that it leads to."""
-    found: list[Node] = []
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(root, False)]
-    while stack:
-        node, is_done = stack.pop()
-        if is_done:
-            found.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
     return found
