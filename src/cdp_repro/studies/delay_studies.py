@@ -166,6 +166,8 @@ CIFAR10 = Benchmark(
         "mode=cdp_v2 delay=error_feedback": 0.4,
         "mode=cdp_v2 delay=prediction": 0.2,
         "mode=cdp_v2 accumulate=2": 0.2,
+        "mode=cdp_v2 accumulate=4": 0.2,
+        "mode=cdp_v1 delay=compensation": 0.2,
     },
 )
 
