@@ -26,10 +26,10 @@ from cdp_repro.studies.study import Cell, Study
 from cdp_repro.training.run import train
 
 SETTINGS = tuple(text for text in TINY if not text.startswith(("wandb", "epochs", "dataset.train_samples")))
-CELL = Cell(("mode=cdp_v2", "workers=2", "optim.lr=0.01", "dataset.train_samples=1600", "epochs=4", *SETTINGS))
+CELL = Cell(("mode=cdp_v2", "workers=2", "optim.lr=0.01", "dataset.train_samples=1600", "epochs=10", *SETTINGS))
 STUDY = Study("queued", "accuracy", "one cell has no data", (CELL, Cell(("mode=dp", "dataset=cifar10"))))
-STEPS = 400
-"""Of CELL: enough to stop it twice."""
+STEPS = 1000
+"""Of CELL: enough to stop it twice, however late a signal comes."""
 
 pytestmark = NEEDS_SLURM
 
