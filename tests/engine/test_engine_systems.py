@@ -23,7 +23,9 @@ from torch.distributed.pipelining.schedules import (
 from cdp_repro import Engine
 from cdp_repro.predict.profiling import profile_stages
 from cdp_repro.predict.simulate import simulate
-from cdp_repro.schedule import Program, Schedule
+from cdp_repro.schedule import Program, Schedule, add_mode, add_timeline
+from cdp_repro.schedule.rules import Fresh
+from cdp_repro.schedule.timelines.ordered import ZeroBubble
 
 SYNCHRONOUS = {
     2: [
@@ -61,6 +63,23 @@ def runs(cases, ranks, folder, pieces):
     assert {ranks_of(*arguments[:4], **choices) for arguments, choices in listed} == {ranks}
     found = run_ranks(train_each, ranks, listed, folder=folder)
     return [[each[number] for each in found] for number in range(len(cases))]
+
+
+class Anywhere(ZeroBubble):
+    """Backwards in two parts, on any placement."""
+
+    name = "anywhere"
+    placements = None
+
+
+def train_anywhere():
+    add_timeline(Anywhere)
+    add_mode("anywhere", "anywhere", Fresh)
+    return train("anywhere", "zero", 3, 2)
+
+
+def test_a_rank_that_holds_no_stage_ends_its_steps_where_backwards_are_in_two_parts(tmp_path):
+    check_same(run_ranks(train_anywhere, 3, folder=tmp_path), train("dp", "single_device", 3, 2))
 
 
 @pytest.mark.parametrize("ranks", SYNCHRONOUS)
