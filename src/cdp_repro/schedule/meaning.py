@@ -93,12 +93,21 @@ def _compute_fault(action: Action, schedule: Schedule) -> str | None:
 
 def _order_fault(action: Action, schedule: Schedule, before: list[Value], after: list[Value]) -> str | None:
     """Say what is wrong with the sum that an action adds its micro-batch's gradients to."""
-    if len(before) > 1 or len(after) != 1 or any((v.stage, v.parts) != (action.stage, 1) for v in before):
+    stage, m = action.stage, action.micro_batch
+    if len(before) > 1 or len(after) != 1 or any((v.stage, v.parts) != (stage, 1) for v in before):
         return "it must add its gradients to at most one sum, and write one"
-    members = [*(m for value in before for m in value.members), action.micro_batch]
-    if after[0] != gradient_sum(action.stage, members) or [*after[0].members] != members:
+    if after[0] != (_followed_by(before[0], m) if before else gradient_sum(stage, (m,))):
+        members = [*(m for value in before for m in value.members), m]
         return f"{after[0]} would be of the micro-batches {members}, which is not their order"
     return _mixed(after[0], schedule)
+
+
+def _followed_by(total: Value, m: int) -> Value | None:
+    """Return a sum with micro-batch m added behind its last, None if m breaks its spacing; without listing members."""
+    spacing = m - (total.stop - 1)
+    if spacing < 1 or (len(total.members) > 1 and total.stride != spacing):
+        return None
+    return gradient_sum(total.stage, range(total.number, m + 1, spacing))
 
 
 def _add_fault(action: Action, schedule: Schedule) -> str | None:

@@ -185,14 +185,14 @@ class Spec:
 
     def on(self, placement: str) -> Spec:
         """Return the same on another placement, without the sizes that this one alone has."""
-        left_out = {name: None for name, of in PLACEMENT_SIZES.items() if of != placement}
-        return replace(self, placement=placement, **left_out)  # type: ignore[arg-type]
+        left_out: dict[str, Any] = {name: None for name, of in PLACEMENT_SIZES.items() if of != placement}
+        return replace(self, placement=placement, **left_out)
 
     def in_mode(self, mode: str | tuple[tuple[int, ...], ...]) -> Spec:
         """Return the same in another mode, without the sizes that it has not."""
         moved = replace(self, mode=mode)
-        left_out = {name: None for name in MODE_SIZES if name not in moved.chosen_mode.sizes}
-        return replace(moved, **left_out)  # type: ignore[arg-type]
+        left_out: dict[str, Any] = {name: None for name in MODE_SIZES if name not in moved.chosen_mode.sizes}
+        return replace(moved, **left_out)
 
     @property
     def forwards(self) -> int:

@@ -34,11 +34,14 @@ def compute(schedule: Schedule, first_step: int, steps: int) -> Slots:
 def _timed(schedule: Schedule, first_step: int, steps: int) -> Iterator[tuple[int, Action]]:
     """Yield each forward and backward with its slot, counted from the start of the run."""
     sizes, timeline, replicas = schedule.sizes, schedule.timeline, schedule.sizes.replicas
-    backwards = {Op.BACKWARD: timeline.backward}
+    micro_batches, period, slot_of = sizes.micro_batches, timeline.period, {Op.FORWARD: timeline.forward}
     if timeline.splits_backward:
-        backwards = {Op.BACKWARD_INPUT: timeline.backward, Op.BACKWARD_WEIGHTS: timeline.backward_weights}
+        slot_of |= {Op.BACKWARD_INPUT: timeline.backward, Op.BACKWARD_WEIGHTS: timeline.backward_weights}
+    else:
+        slot_of[Op.BACKWARD] = timeline.backward
     for step, i, stage in product(range(steps), range(sizes.turns), range(sizes.stages)):
-        first = (first_step + step) * sizes.micro_batches + i * replicas
-        for op, slot_of in ({Op.FORWARD: timeline.forward} | backwards).items():
+        first = (first_step + step) * micro_batches + i * replicas
+        for op, within in slot_of.items():
+            slot = step * period + within(i, stage)
             for m in range(first, first + replicas):
-                yield step * timeline.period + slot_of(i, stage), compute_action(schedule, op, m, stage)
+                yield slot, compute_action(schedule, op, m, stage)
