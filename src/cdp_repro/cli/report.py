@@ -9,12 +9,14 @@ from pathlib import Path
 from cdp_repro.cli.console import exit_code_of
 from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError
+from cdp_repro.config.keys import settings_of
 from cdp_repro.config.paths import typed_path
+from cdp_repro.observe.run_directory import RunDirectory
 from cdp_repro.observe.text import table as text_table
 from cdp_repro.schedule.garbage import without_collection
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.collecting import collect
-from cdp_repro.studies.rows import ROWS, Row, write_row
+from cdp_repro.studies.rows import ROWS, Row, cell_hash, write_row
 from cdp_repro.studies.status import status_text
 
 USAGE = f"""usage: cdp-report build   [--results=results] [--root=.]
@@ -128,8 +130,8 @@ def _with_study(run_dir: Path, study: str | None) -> Row:
         if not study.replace("-", "").replace("_", "").isalnum():
             raise ConfigError([f"--study={study}: use letters, digits, - and _, as it names a folder"])
         return collect(run_dir, study)
-    row = collect(run_dir, "", diverged_too=True)
-    its = [each for each in STUDIES.values() if any(cell.hash == row.cell for cell in each.cells)]
+    own = cell_hash(settings_of(RunDirectory.open(run_dir).config()))
+    its = [each for each in STUDIES.values() if any(cell.hash == own for cell in each.cells)]
     if not its:
         raise ConfigError(
             [f"{run_dir} belongs to none of the studies {', '.join(STUDIES)}: name one of yours by --study=NAME"]

@@ -76,8 +76,8 @@ def _filled(name: str, overrides: Sequence[str]) -> Launcher:
         try:
             override = OverridesParser.create().parse_override(text)
             value = override.value()
-            if kind.__annotations__[key] == "str | None" and isinstance(value, float):
-                value = override.get_value_string()  # as it was typed: SLURM knows no 1000.0
+            if isinstance(value, float):  # no launcher has one; as text of SLURM's it stands as it was typed
+                value = override.get_value_string()
             found = OmegaConf.merge(found, nested(key, value))
         except (HydraException, OmegaConfBaseException) as error:
             problems.append(f"{text}: {str(error).splitlines()[0]}")
