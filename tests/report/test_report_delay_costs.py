@@ -191,14 +191,21 @@ def test_a_rate_is_chosen_when_it_lies_between_two_that_lose_at_full_length(worl
     assert [row[-1] for row in table.rows] == [missing or "0.2", "0.2", "0.2", "0.2"]
 
 
-def test_a_rate_between_two_of_the_grid_may_win(world):
+@pytest.mark.parametrize(
+    ("full", "between", "best"),
+    [
+        (BEST_AT_02, ((0.15, 0.7), (0.3, 0.8)), 0.15),
+        ((None, 1.0, 0.9, None), ((0.3, 1.1),), 0.2),  # 0.3 stands nearer than 0.4, which need not run
+    ],
+)
+def test_a_rate_between_two_of_the_grid_may_win_or_lose(world, full, between, best):
     finals = world.studies["delay-finals"]
-    own = tried(finals, [BEST_AT_02] * len(SETTINGS))
-    for rate, loss in ((0.15, 0.7), (0.3, 0.8)):
+    own = tried(finals, [full, *[BEST_AT_02] * 3])
+    for rate, loss in between:
         cell = replace(finals.cells[0], overrides=(*finals.cells[0].overrides, f"optim.lr={rate}"))
         own += grouped([row_of(cell, TUNING_SEED, finals.name, **{"train/loss": loss})], finals.varied)
     world.have("delay-finals", own)
-    assert tuned_rates(finals, world.groups)[setting_of(finals.cells[0].settings)].rate == 0.15
+    assert tuned_rates(finals, world.groups)[setting_of(finals.cells[0].settings)].rate == best
 
 
 def test_no_rate_is_chosen_that_the_short_runs_did_not_pass_on(world):
