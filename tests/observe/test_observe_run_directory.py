@@ -289,6 +289,8 @@ def test_truncate_after_a_step_lets_a_resumed_run_hold_each_row_once(tmp_path: P
     assert steps_in(path) == [0, 1, 2, 2] and before.startswith(path.read_bytes())
     log.log(3, {"train/loss": 0.0})
     assert path.read_bytes() == before and names(tmp_path) == ["m.jsonl"]
+    log.truncate_after(2, "eval/top1_percent")
+    assert path.read_bytes() == b"".join(before.splitlines(keepends=True)[:3])
     log.truncate_after(-1)
     assert path.read_bytes() == b""
 

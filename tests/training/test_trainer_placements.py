@@ -248,3 +248,30 @@ def test_a_damaged_image_ends_a_run_on_one_device_after_a_checkpoint(tmp_path, i
     _, error = train_and_count(config_of_images(root, "mode=cdp_v2"), tmp_path / "run")
     assert str(damaged) in error
     assert CheckpointStore(tmp_path / "run" / "checkpoints").load().step == step
+
+
+@pytest.mark.parametrize("placement", ["single_device", "pipeline"])
+def test_a_damaged_test_image_costs_no_training_and_the_run_goes_on_bitwise(tmp_path, images, placement):
+    root = tmp_path / "images"
+    shutil.copytree(images, root)
+    config = config_of_images(root, f"placement={placement}", "mode=cdp_v2", "epochs=2", "log_every_steps=1")
+
+    def ends(run_dir, resume=False):
+        if placement == "single_device":
+            return train(config, run_dir, ["test"], resume)
+        return launch(train, (config, run_dir, ["test"], resume), config.processes, 2)
+
+    ends(tmp_path / "whole")
+    damaged = root / "val" / "b" / "9.png"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(b"no image")
+    with pytest.raises((DatasetError, RankFailedError), match=re.escape(str(damaged))):
+        ends(tmp_path / "run")
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    assert store.load().step == 16, "the training of the first epoch"
+    damaged.write_bytes(whole)
+    ends(tmp_path / "run", resume=True)
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl") == read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    mine, theirs = (tensors(outcome(tmp_path / name)[0].tensors) for name in ("run", "whole"))
+    assert mine.keys() == theirs.keys()
+    assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]

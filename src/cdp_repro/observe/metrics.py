@@ -45,10 +45,15 @@ class MetricsLog:
         if self._mirror is not None:
             self._mirror.log(step, values)
 
-    def truncate_after(self, step: int) -> None:
-        """Drop the rows of steps later than `step`, so that a run resumed there holds each row once."""
+    def truncate_after(self, step: int, last_key: str | None = None) -> None:
+        """Drop the rows of steps later than `step`, so that a run resumed there holds each row once.
+
+        With `last_key` it will log a row with that key at `step` itself: drop that, too.
+        """
         _, rows = _rows(self.path)
-        kept = b"".join(line for line, row in rows if row["step"] <= step)
+        kept = b"".join(
+            line for line, row in rows if row["step"] < step or (row["step"] == step and last_key not in row)
+        )
         self._file.close()
         replace_file(self.path, kept)
         self._file = self.path.open("ab", buffering=0)

@@ -50,6 +50,8 @@ class Interrupted(RuntimeError):  # noqa: N818 - not an error of the program
 
 _IDLE_SHARE = "time/idle_share_of_slots"
 """Key of the summary."""
+_EPOCH_LOSS = "train/epoch_loss"
+"""Key of the metrics, in the rows that are logged at the ends of epochs."""
 
 
 @dataclass
@@ -144,7 +146,16 @@ class Trainer:
 
     def _truncate_metrics(self, step: int) -> None:
         if self._metrics is not None:
-            self._metrics.truncate_after(step)
+            self._metrics.truncate_after(step, _EPOCH_LOSS if self._is_epoch_over else None)
+
+    @property
+    def _is_epoch_over(self) -> bool:
+        """Whether the last step of an epoch is trained, and its end not logged yet.
+
+        The checkpoint is written in this state: an evaluation that fails, on a damaged image, say, costs no training,
+        and is made again when the run resumes.
+        """
+        return self.position.loss_steps > 0 and self._engine.step % self._steps_per_epoch == 0
 
     def fit(self, stop: StopRequest) -> None:
         """Train to the end.
@@ -157,6 +168,8 @@ class Trainer:
         self._measure_parameters()
         unit = self._config.task.unit
         with Progress(self._total_steps, self._engine.step, self._units_per_step, unit, self._is_main) as progress:
+            if self._is_epoch_over:  # of a run that ended between this checkpoint and the end of its evaluation
+                self._end_epoch(progress)
             while self._engine.step < self._total_steps:
                 was_tracing = self._engine.is_tracing
                 self._train_segment(stop, progress)
@@ -165,13 +178,13 @@ class Trainer:
                 self.position.ledger_reads = self._earlier_reads + sum(self._team.gather(self._engine.ledger_reads))
                 if was_tracing:
                     self._keep_trace()
-                if self.position.loss_steps and self._engine.step % self._steps_per_epoch == 0:
-                    self._end_epoch(progress)
                 self._save(self._checkpoints)
                 self._stop_damaged()
                 signal = self._team.share(next(filter(None, self._team.gather(stop.signal)), None))
                 if signal is not None and self._engine.step < self._total_steps:
                     raise Interrupted(signal, self._engine.step, self._checkpoints.directory.parent)
+                if self._is_epoch_over:
+                    self._end_epoch(progress)
 
     def _measure_parameters(self) -> None:
         """Note, on rank 0, the bytes of parameter versions, optimizers and last steps on the rank with most of each."""
@@ -253,7 +266,7 @@ class Trainer:
         epoch = self._engine.step // self._steps_per_epoch
         self._team.positions.enter(f"the end of epoch {epoch}")
         self.position.epoch_loss = self.position.loss_sum / self.position.loss_steps
-        values = {"train/epoch_loss": self.position.epoch_loss}
+        values = {_EPOCH_LOSS: self.position.epoch_loss}
         self.position.loss_sum, self.position.loss_steps = 0.0, 0
         if epoch % self._config.evaluate_every_epochs == 0 or epoch == self._config.epochs:
             size = self._config.evaluation_batch_size
