@@ -170,9 +170,10 @@ def test_a_flag_with_a_value_is_refused_in_plain_words(capsys):
 
 
 def test_hydras_folders_say_where_runs_go(capsys):
-    stamp = r"\d{8}-\d{6}"
+    stamp = r"\d{8}-\d{6}-\d{6}"
     assert re.fullmatch(rf"runs/digits-resnet8-dp-seed3-{stamp}", str(output_folder("run", ["mode=dp", "seed=3"])))
     assert re.fullmatch(rf"runs/sweep-{stamp}", str(output_folder("sweep", ["seed=0,1"])))
+    assert output_folder("run", []) != output_folder("run", []), "two runs within a second"
     assert output_folder("sweep", ["hydra.sweep.dir=x/${mode.name}", "mode=dp"]) == Path("x/dp")
     with pytest.raises(ConfigError, match=r"hydra.run.dir cannot be resolved"):
         output_folder("run", ["hydra.run.dir=${nothing}"])
