@@ -21,6 +21,7 @@ from training.test_trainer_placements import same_outcome
 
 from cdp_repro.cli import plan as plan_command
 from cdp_repro.cli import train as command
+from cdp_repro.launch import StalledError
 
 
 @pytest.fixture(autouse=True)
@@ -359,3 +360,15 @@ def test_a_wrong_value_in_the_configuration_of_a_run_is_named_with_its_file(tiny
     assert f"{path}: epochs=banana: Value 'banana' could not be converted" in refused(capsys, "resume=mine")
     path.write_text("epochs: 1\n")
     assert f"{path} has no placement" in refused(capsys, "resume=mine")
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", ["the run had not begun: nothing is written"]), ("1", [])])
+def test_only_rank_0_knows_that_nothing_is_written(monkeypatch, capsys, rank, told):
+    def fail(*_):
+        raise StalledError((1 - int(rank),), "the other rank is gone", "")
+
+    monkeypatch.setattr(command, "launch", fail)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert command.main(["placement=replicated", "workers=2"]) == 1
+    assert capsys.readouterr().err.splitlines() == ["error: the other rank is gone", *told]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from cdp_repro.config.keys import RESUME_KEYS
 from cdp_repro.config.paths import PATH_KEYS, typed_path
 from cdp_repro.config.sweep_launcher import LAUNCHERS, SlurmLauncher, split_launcher
 from cdp_repro.config.task import task_of
-from cdp_repro.launch import RankFailedError, StalledError, launch
+from cdp_repro.launch import RankFailedError, StalledError, is_rank_0, launch
 from cdp_repro.observe.run_directory import (
     CONFIG,
     LOGS,
@@ -86,7 +85,10 @@ def _single(overrides: Sequence[str], source: Source) -> int:
     try:
         summary = launch(_train_rank, arguments, config.processes, config.grace_seconds, ["cdp_repro.training.run"])
     except (RankFailedError, StalledError) as error:
-        error.add_note(_how_to_go_on(run_dir))
+        if (run_dir / CONFIG).exists():
+            error.add_note(_how_to_go_on(run_dir))
+        elif is_rank_0():  # others do not know under which name it may have begun
+            error.add_note("the run had not begun: nothing is written")
         raise
     if summary:
         try:
@@ -100,7 +102,7 @@ def _train_rank(
     config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool, restart: bool
 ) -> dict[str, Any]:
     """Train in one rank; only rank 0 logs to the console."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_rank_0():
         console_logging()
     from cdp_repro.training.run import train  # here: torch takes seconds, and what is wrong is told before
 
@@ -109,8 +111,6 @@ def _train_rank(
 
 def _how_to_go_on(run_dir: Path) -> str:
     """Return the newest checkpoint of a run that has ended by an error, the command that goes on, and its logs."""
-    if not (run_dir / CONFIG).exists():
-        return "the run had not begun: nothing is written"
     newest = newest_checkpoint(run_dir)
     return (
         f"newest checkpoint: {newest or 'none was due yet'}\n"

@@ -7,5 +7,6 @@ each rank stands, `control_messages` is what ranks tell each other. It and `proc
 
 from cdp_repro.launch.failures import LaunchError, RankFailedError, StalledError
 from cdp_repro.launch.launcher import launch
+from cdp_repro.launch.starters import is_rank_0
 
-__all__ = ["LaunchError", "RankFailedError", "StalledError", "launch"]
+__all__ = ["LaunchError", "RankFailedError", "StalledError", "is_rank_0", "launch"]

@@ -37,6 +37,11 @@ def variables_of_starter(environ: Mapping[str, str]) -> dict[str, str] | None:
     return None
 
 
+def is_rank_0() -> bool:
+    """Return whether this process is rank 0, or one that has started the ranks."""
+    return (variables_of_starter(os.environ) or {}).get("RANK", "0") == "0"
+
+
 def _number(environ: Mapping[str, str], name: str, missing: str | None = None) -> int:
     """Return a variable as a number, 0 or more."""
     text = environ[name] if missing is None else environ.get(name, missing)
