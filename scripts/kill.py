@@ -164,11 +164,8 @@ def trial(settings: Sequence[str], folder: Path, moments: Sequence[tuple[str, in
 
 
 def _next(begin: Sequence[str], run: Path) -> list[str]:
-    """Return the arguments that begin the run, or go on with it; a folder without configuration is no run yet."""
-    if (run / CONFIG).exists():
-        return arguments_to_go_on(run)
-    shutil.rmtree(run, ignore_errors=True)
-    return [*begin, f"run_dir={run}"]
+    """Return the arguments that begin the run, or go on with it."""
+    return arguments_to_go_on(run) if (run / CONFIG).exists() else [*begin, f"run_dir={run}"]
 
 
 def _started(

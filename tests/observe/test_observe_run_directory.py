@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,13 +97,45 @@ def test_a_place_that_cannot_be_written_is_named() -> None:
 
 def test_of_two_runs_that_start_at_once_one_is_refused(tmp_path: Path) -> None:
     class Late(RunDirectory):
-        def _claim(self) -> None:
+        def _claimed(self) -> AbstractContextManager[None]:
             RunDirectory.create(self.path, {"first": 1}, COMMAND)  # after our look, before our claim
-            super()._claim()
+            return super()._claimed()
 
-    with pytest.raises(RunDirectoryError, match="File exists"):
+    with pytest.raises(RunDirectoryError, match="already holds another run"):
         Late.create(tmp_path / "run", {"second": 2}, COMMAND)
     assert RunDirectory.open(tmp_path / "run").config() == {"first": 1}
+    assert ".claim" not in names(tmp_path / "run")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from cdp_repro.observe import run_directory
+moment = sys.argv[2]
+honest = run_directory.replace_file
+def replace_file(path, data):
+    if moment == "within":
+        path.with_name(f".{path.name}.new").write_bytes(data[:1])
+    if moment == "after":
+        honest(path, data)
+    os.kill(os.getpid(), signal.SIGKILL)
+run_directory.replace_file = replace_file
+run_directory.RunDirectory.create(Path(sys.argv[1]), {"a": 1}, ["x"])
+"""
+
+
+@pytest.mark.parametrize("moment", ["before", "within"])
+def test_a_run_killed_before_it_has_its_configuration_can_begin_again(tmp_path: Path, moment: str) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "run"), moment], check=False)
+    assert ".claim" in names(tmp_path / "run")
+    run = RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)
+    assert names(run.path) == ["checkpoints", "command.txt", "config.yaml", "logs"] and run.config() == CONFIG
+
+
+def test_a_run_killed_after_it_has_its_configuration_goes_on(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "run"), "after"], check=False)
+    with RunDirectory.open(tmp_path / "run").locked() as run:
+        assert run.config() == {"a": 1}
 
 
 def test_open_refuses_what_is_not_a_run_and_says_what_to_pass(tmp_path: Path) -> None:

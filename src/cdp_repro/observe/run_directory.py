@@ -31,6 +31,9 @@ from cdp_repro.observe.json_values import valid_json
 
 CONFIG, COMMAND, METRICS, SUMMARY = "config.yaml", "command.txt", "metrics.jsonl", "summary.json"
 CHECKPOINTS, LOGS = "checkpoints", "logs"
+_CLAIM = ".claim"
+_UNBEGUN = {_CLAIM, f".{CONFIG}.new"}
+"""What there is of a run before it has its configuration."""
 SAVED = (f"{CHECKPOINTS}/step-*", f"{CHECKPOINTS}/.replaced-step-*")
 """Where checkpoints are; the second is the old copy of a step that is being saved again."""
 _WITHOUT_IT = "Delete it: the run then goes on from its newest checkpoint"
@@ -60,14 +63,14 @@ class RunDirectory:
             missing = _missing(run.path)
             _refuse_occupied(run.path)
             run.path.mkdir(parents=True, exist_ok=True)
-            run._claim()
+            with run._claimed():
+                run._fill(text, command)
         except OSError as error:
             _remove_empty(missing)
             raise RunDirectoryError(
                 f"cannot make the run directory {run.path}: {error.strerror or error}. "
                 "Pass run_dir=<a folder that can be written>"
             ) from error
-        run._fill(text, command)
         return run
 
     @classmethod
@@ -184,15 +187,25 @@ class RunDirectory:
         except OSError as error:
             raise RunDirectoryError(f"cannot write to {self.path}: {os_error_text(error, self.path)}") from error
 
-    def _claim(self) -> None:
-        """Take the directory: of two runs that start at once, the second finds `checkpoints` made and fails."""
-        self.checkpoints_path.mkdir()
-        (self.path / LOGS).mkdir()
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """Keep other processes from beginning a run here meanwhile; a kill ends the claim."""
+        claim = self.path / _CLAIM
+        with claim.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                _refuse_occupied(self.path)  # by a run that has begun since the first look
+                yield
+            finally:
+                claim.unlink(missing_ok=True)
 
     def _fill(self, config: str, command: Sequence[str]) -> None:
+        """Write what a new run starts with; it is there from the moment on when its configuration is, whole."""
         try:
-            self.add_command(command)
             replace_file(self.path / CONFIG, config.encode())
+            self.add_command(command)
+            for folder in (self.checkpoints_path, self.path / LOGS):
+                folder.mkdir()
         except OSError as error:
             for name in (CONFIG, COMMAND):
                 (self.path / name).unlink(missing_ok=True)
@@ -201,8 +214,8 @@ class RunDirectory:
 
 
 def _refuse_occupied(path: Path) -> None:
-    """Raise RunDirectoryError if there is anything at `path` but an empty directory."""
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    """Raise RunDirectoryError if there is more at `path` than an empty directory or what a killed `create` leaves."""
+    if not path.exists() or (path.is_dir() and {entry.name for entry in path.iterdir()} <= _UNBEGUN):
         return
     if (path / CONFIG).exists() or (path / METRICS).exists():
         holds, ways = "already holds another run", f"pass another run_dir=, or go on with that run by {_resuming(path)}"
