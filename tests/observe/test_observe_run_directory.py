@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -165,6 +166,15 @@ def test_a_link_that_leads_to_nothing_is_told_before_training(tmp_path: Path) ->
     run.checkpoints_path.symlink_to("checkpoints")
     with pytest.raises(RunDirectoryError, match="checkpoints is a link that leads to nothing: move it away"):
         RunDirectory.open(run.path)
+
+
+def test_a_run_that_cannot_be_written_is_read_and_not_trained(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)
+    (run.path / "logs" / ".lock").mkdir()
+    with pytest.raises(RunDirectoryError, match=rf"cannot write to {run.path}: .*bytes free"), run.locked():
+        pass
+    shutil.rmtree(run.path / "logs")
+    assert RunDirectory.open(run.path).config() == CONFIG and "logs" not in names(run.path)
 
 
 @pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "\x00", ""])

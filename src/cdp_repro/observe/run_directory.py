@@ -90,9 +90,14 @@ class RunDirectory:
     def locked(self) -> Iterator[RunDirectory]:
         """Keep other processes from training in this directory; the lock ends with the process, however it ends.
 
-        Raises RunDirectoryError if one does already.
+        Raises RunDirectoryError if one does already, or nothing can be written.
         """
-        with (self.path / LOGS / ".lock").open("w") as file:
+        try:
+            (self.path / LOGS).mkdir(exist_ok=True)
+            file = (self.path / LOGS / ".lock").open("w")
+        except OSError as error:
+            raise RunDirectoryError(f"cannot write to {self.path}: {os_error_text(error, self.path)}") from error
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -171,7 +176,7 @@ class RunDirectory:
         replace_file(self.summary_path, text.encode())
 
     def _refuse_damaged(self) -> None:
-        """Raise RunDirectoryError where a file should be a folder, or a folder a file; make the folder of logs."""
+        """Raise RunDirectoryError where a file should be a folder, or a folder a file."""
         for name in (CONFIG, COMMAND, METRICS, SUMMARY):
             path = self.path / name
             if path.exists() and not path.is_file():
@@ -182,10 +187,6 @@ class RunDirectory:
             if os.path.lexists(path) and not path.is_dir():
                 found = "is a file, expected a folder" if path.exists() else "is a link that leads to nothing"
                 raise RunDirectoryError(f"{path} {found}: move it away to go on")
-        try:
-            (self.path / LOGS).mkdir(exist_ok=True)
-        except OSError as error:
-            raise RunDirectoryError(f"cannot write to {self.path}: {os_error_text(error, self.path)}") from error
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:

@@ -64,12 +64,15 @@ def train(
     with process_group(device, config.processes, config.timeout_seconds), ExitStack() as stack:
         team = Team(config.processes, device, f"baseline {config.baseline}" if config.baseline else str(schedule))
         stack.enter_context(team.naming_stalled())
-        directory, checkpoint = None, None
+        directory, checkpoint, finished = None, None, None
         if resume and team.rank == 0:
-            directory = stack.enter_context(RunDirectory.open(run_dir).locked())
-            checkpoint = _newest_checkpoint(directory, restart)
+            directory = RunDirectory.open(run_dir)
+            finished = _finished(directory)
+            if finished is None:  # else nothing is written, and the directory may be one that cannot be
+                stack.enter_context(directory.locked())
+                checkpoint = _newest_checkpoint(directory, restart)
         own = None if checkpoint is None else (checkpoint.step, checkpoint.tensors, checkpoint.meta)
-        finished, found = team.share((_finished(directory), own))
+        finished, found = team.share((finished, own))
         checkpoint = None if found is None else Checkpoint(*found)
         if finished is not None:
             logger.info("%s is finished already", run_dir)
@@ -126,9 +129,7 @@ def _same_cut(config: RunConfig, team: Team, blocks_per_stage: Sequence[int] | N
 
 
 def _newest_checkpoint(directory: RunDirectory, restart: bool) -> Checkpoint | None:
-    """Return the checkpoint to go on from; None if the run is finished, or begins anew."""
-    if _finished(directory) is not None:
-        return None
+    """Return the checkpoint to go on from; None if the run begins anew."""
     store = CheckpointStore(directory.checkpoints_path)
     newest = store.latest()
     if newest is None and not restart:
@@ -144,9 +145,9 @@ def _newest_checkpoint(directory: RunDirectory, restart: bool) -> Checkpoint | N
     return None if newest is None else store.load()
 
 
-def _finished(directory: RunDirectory | None) -> dict[str, Any] | None:
+def _finished(directory: RunDirectory) -> dict[str, Any] | None:
     """Return the summary of a run that is finished already."""
-    summary = directory.summary() if directory else {}
+    summary = directory.summary()
     return summary if summary.get("status") == "finished" else None
 
 
