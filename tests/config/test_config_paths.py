@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cdp_repro.config import ConfigError
-from cdp_repro.config.compose import compose_config, compose_known, expand_sweep
-from cdp_repro.config.paths import PATH_KEYS, quoted_for_hydra, typed_path
+from cdp_repro.config.compose import compose_config, compose_known, expand_sweep, output_folder
+from cdp_repro.config.paths import PATH_KEYS, quoted_for_hydra, shortened, typed_path
 
 NAMES = (
     "runs/mine", "früße", "two words", "it's", "a,b", "a=b", "(x)", "{x}", "[x]",
@@ -57,3 +57,23 @@ def test_only_paths_are_taken_as_they_stand():
     assert expand_sweep(["seed=0,1", "run_dir=a,b"]) == [["seed=0", "run_dir='a,b'"], ["seed=1", "run_dir='a,b'"]]
     assert quoted_for_hydra("model=resnet8") == "model=resnet8"
     assert Path(typed_path("x")) == Path("x")
+
+
+def test_a_name_that_no_file_system_takes_is_refused_with_both_numbers():
+    longest, beyond = "ü" * 127 + "x", "ü" * 128
+    assert typed_path(f"runs/{longest}/run") == f"runs/{longest}/run"
+    said = r"has 256 bytes: use at most 255, such as ü{20}$"
+    with pytest.raises(ConfigError, match=said):
+        typed_path(f"runs/{beyond}/run")
+    with pytest.raises(ConfigError, match=rf"(?s){said[:-1]}.*'epochs' is not of the form"):
+        compose_config([f"run_dir={beyond}", "epochs"])
+    with pytest.raises(ConfigError, match=r"the path .* has 5000 bytes: use at most 4095"):
+        typed_path("x/" * 2500)
+    with pytest.raises(ConfigError, match="has 256 bytes: use at most 255"):
+        output_folder("run", [f"hydra.run.dir={'x' * 256}"])
+
+
+def test_a_name_of_ours_that_is_too_long_is_cut_and_told_from_others():
+    assert shortened("seed=0", 255) == "seed=0"
+    one, other = (shortened("ü" * 200 + end, 255) for end in "ab")
+    assert one != other and one.startswith("ü" * 100) and max(len(each.encode()) for each in (one, other)) <= 255

@@ -14,6 +14,7 @@ from cdp_repro.cli.streams import write_error, write_out
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import Source, written_out
 from cdp_repro.config.errors import nearest
+from cdp_repro.config.paths import typed_path
 
 HYDRA_USAGE = """
 Hydra's own options:
@@ -125,7 +126,7 @@ def _parser(options: Mapping[tuple[str, ...], Mapping[str, Any]]) -> ArgumentPar
 
 def _source(given: Namespace) -> Source:
     name = given.config_name.removesuffix(".yaml")  # as Hydra does
-    return Source(name=name) if given.config_dir is None else Source(Path(given.config_dir), name)
+    return Source(name=name) if given.config_dir is None else Source(Path(typed_path(given.config_dir)), name)
 
 
 def _for_hydra(given: Namespace, flags: Collection[str], source: Source) -> list[str]:

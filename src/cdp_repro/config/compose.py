@@ -25,7 +25,7 @@ from yaml import YAMLError
 from cdp_repro.config import ConfigError, RunConfig, load_config
 from cdp_repro.config.errors import nearest
 from cdp_repro.config.keys import EXAMPLES, leaves, nested
-from cdp_repro.config.paths import quoted_for_hydra
+from cdp_repro.config.paths import quoted_for_hydra, refuse_long_names
 from cdp_repro.schedule.by_name import is_entered
 
 TREE = "cdp_repro.config.hydra_tree"
@@ -151,15 +151,17 @@ def output_folder(kind: str, overrides: Sequence[str], source: Source = OURS) ->
     """Return the folder that Hydra's setting `hydra.run.dir` (kind `run`) or `hydra.sweep.dir` (`sweep`) stands for.
 
     Raises:
-        ConfigError: it cannot be resolved.
+        ConfigError: it cannot be resolved, or a name in it is too long.
     """
     single = [_text(each) for each in _parsed_forms(overrides, source) if not each.is_sweep_override()]
     composable, *_ = _examined(single, source)  # what is wrong is told with the cells
     tree = _composed(composable, source, with_hydra=True)
     try:
-        return Path(tree.hydra[kind].dir)
+        folder = str(tree.hydra[kind].dir)
     except OmegaConfBaseException as error:
         raise ConfigError([f"hydra.{kind}.dir cannot be resolved: {str(error).splitlines()[0]}"]) from error
+    refuse_long_names(folder)
+    return Path(folder)
 
 
 @cache
@@ -342,6 +344,8 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
             problems.append(
                 f"{text!r} is not text in UTF-8: use another name, or a locale that knows it (LANG=C.UTF-8)"
             )
+        except ConfigError as error:
+            problems += error.problems
         except HydraException:
             key, equals, _ = text.partition("=")
             closed = f": close its brackets and quotes, or write {key}='...' if it is text" if equals else ""

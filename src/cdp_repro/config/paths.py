@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -9,20 +11,48 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from cdp_repro.config.errors import ConfigError
+
+LONGEST_NAME = 255
+"""Bytes: file systems take no longer name of a file or folder."""
+_LONGEST_PATH = 4095
+"""Bytes: Linux takes no longer path in one call."""
 PATH_KEYS = ("run_dir", "dataset.root", "program", "model.weights")
 """Settings whose values are paths."""
 
 
 def typed_path(text: str) -> str:
-    """Return the path that `text` stands for: `~` written out, and taken out of the quotes that Hydra would need."""
+    """Return the path that `text` stands for: `~` written out, and taken out of the quotes that Hydra would need.
+
+    Raises:
+        ConfigError: a name in it is longer than file systems take.
+    """
     path = text
     if len(text) > 1 and text[0] in "'\"" and text[0] == text[-1]:
         with suppress(HydraException):  # else the quotes belong to the name
             path = str(OverridesParser.create().parse_override(f"path={text}").value())
     if path.startswith("~"):
         with suppress(RuntimeError):  # nobody of that name: a folder that is called so
-            return str(Path(path).expanduser())
+            path = str(Path(path).expanduser())
+    refuse_long_names(path)
     return path
+
+
+def refuse_long_names(path: str) -> None:
+    """Raise ConfigError if a path, or a name in it, is longer than the system takes."""
+    names = [(name, "name", LONGEST_NAME) for name in path.split("/")]
+    for text, kind, longest in (*names, (path, "path", _LONGEST_PATH)):
+        if (length := len(os.fsencode(text))) > longest:
+            begin = text[:20]
+            raise ConfigError([f"the {kind} {begin}... has {length} bytes: use at most {longest}, such as {begin}"])
+
+
+def shortened(name: str, longest: int) -> str:
+    """Return a name of at most so many bytes: a longer one ends in a digest, which tells it from others."""
+    if len(os.fsencode(name)) <= longest:
+        return name
+    digest = hashlib.blake2b(os.fsencode(name), digest_size=6).hexdigest()
+    return f"{os.fsencode(name)[: longest - 13].decode(errors='ignore')}-{digest}"
 
 
 def quoted_for_hydra(override: str) -> str:

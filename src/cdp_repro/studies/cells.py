@@ -1,7 +1,7 @@
 """A sweep of `cdp-train`: its cells, each a run with a directory of its own, and the file that lists them.
 
 <sweep>/sweep.json      what each cell is, for those who look later; written when it is started
-<sweep>/<cell>/         the run directory of a cell, named after the overrides in which it differs
+<sweep>/<cell>/         the run directory of a cell, named after the overrides in which it differs; cut if too long
 <sweep>/<cell>.log      what its processes printed, where several run at once
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import Source, compose_config, expand_sweep
 from cdp_repro.config.keys import settings_of
+from cdp_repro.config.paths import LONGEST_NAME, shortened
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.run_directory import CONFIG, RunDirectory, arguments_to_go_on
 
@@ -58,7 +59,7 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
     problems: dict[str, None] = {}
     for texts in expanded:
         name = ",".join(text for text in texts if text not in fixed).replace("/", "-") or "single"
-        directory = root / name
+        directory = root / shortened(name, LONGEST_NAME - len(".log"))  # which its log ends in
         if directory in found:
             which = "all cells are one" if name == "single" else f"two cells are the same ({name})"
             problems[f"{which}: a sweep gives a value twice"] = None
