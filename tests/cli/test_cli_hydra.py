@@ -128,8 +128,10 @@ def test_folders_and_files_that_are_wrong_are_told(capsys, mine):
 def test_values_are_added_and_removed_as_hydra_does():
     assert compose_config(["++seed=3"]).seed == 3
     assert compose_config(["+experiment=paper/cifar10_resnet18"]).epochs == 101
-    removed = compose_config(["~optim.momentum", "~experiment", "optim.lr=0.5"])
-    assert (removed.optim.momentum, removed.optim.lr) == (0.9, 0.5), "a removed value has its default"
+    assert compose_config(["~experiment", "optim.lr=0.5"]).optim.lr == 0.5
+    for key, example in (("epochs", "epochs=1"), ("optim.momentum", "optim.momentum=0.9"), ("stages", "stages=4")):
+        with pytest.raises(ConfigError, match=rf"^~{key}: every run has a value .* deleted: give one, e.g. {example}$"):
+            compose_config([f"~{key}"])
     with pytest.raises(ConfigError, match="already at 'seed'"):
         compose_config(["+seed=3"])
     with pytest.raises(ConfigError, match="unknown key 'sed'; did you mean 'seed'"):

@@ -24,7 +24,7 @@ from yaml import YAMLError
 
 from cdp_repro.config import ConfigError, RunConfig, load_config
 from cdp_repro.config.errors import nearest
-from cdp_repro.config.keys import EXAMPLES, leaves, nested
+from cdp_repro.config.keys import EXAMPLES, defaults, example_of, leaves, nested
 from cdp_repro.config.paths import quoted_for_hydra, refuse_long_names
 from cdp_repro.schedule.by_name import is_entered
 
@@ -421,6 +421,8 @@ def _unknown_key(override: Override, source: Source, known: Sequence[str], missi
         return "restart=true needs resume=RUN_DIRECTORY beside it, with cdp-train"
     if group in GROUPS and rest == "name" and key not in missing:
         return f"{key} is set by {group}=..., with what belongs to it"
+    if override.is_delete() and key in defaults():
+        return f"~{key}: every run has a value of {key}, so that it cannot be deleted: give one, e.g. {example_of(key)}"
     if source.is_group(key) or any(leaf == key or leaf.startswith(f"{key}.") for leaf in known):
         return None
     if key not in (leaf for leaf, _ in leaves(OmegaConf.structured(RunConfig))):
