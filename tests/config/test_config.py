@@ -132,6 +132,13 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (["epochs=two"], "epochs=two: Value 'two' could not be converted to Integer"),
         (["optim.lr=[0.1]"], "optim.lr=[0.1]: Value '[0.1]' could not be converted to Float; use e.g. optim.lr=0.1"),
         (["optim.lr=1e308"], "optim.lr=1e+308: must be at most 1e+38, beyond which fp32 ends"),
+        (["optim.weight_decay=1e300"], "optim.weight_decay=1e+300: must be at most 1e+38, beyond which fp32 ends"),
+        (["delay=error_feedback", "delay.strength=1e39"], "delay.strength=1e+39: must be at most 1e+38"),
+        (
+            ["optim.schedule=step", "optim.step_epochs=2", "optim.gamma=1e20", "epochs=5"],
+            "optim.gamma=1e+20 multiplies optim.lr=0.1 2 times in epochs=5, beyond 1e+38, where fp32 ends: use at "
+            "most optim.gamma=9.9e+18",
+        ),
         (["optim.lr='${nope}'"], "optim.lr: the configuration cannot be resolved: Interpolation key 'nope' not found"),
         (["learning_rate=0.1"], "unknown key 'learning_rate'; did you mean 'optim.lr'?"),
         (["mode=[[1,1],[1,0]"], "is not of the form key=value: close its brackets and quotes"),
@@ -195,6 +202,9 @@ def test_presets_hold_the_set_up_of_the_paper(name):
             "batch_size=64 is not divisible by micro_batches=6: use batch_size=60 or",
         ),
         (["mode=dp", "baseline=ddp", "micro_batches=6"], "baseline=ddp knows no micro_batches=6: use workers=6"),
+        (["mode=dp", "baseline=ddp", "speeds=[1,1,1,2]"], "without speeds=[1, 1, 1, 2]: leave speeds out"),
+        (["mode=dp", "baseline=ddp", "program=file"], "own loop, without program=file: leave program out"),
+        (["mode=dp", "baseline=ddp", "slot_order=backward_first"], "leave slot_order out"),
         (["mode=gpipe", "slices=2"], "slices=2 is for mode=terapipe; mode=gpipe has none: leave slices out"),
         (
             ["mode=terapipe"],

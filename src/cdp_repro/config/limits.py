@@ -104,8 +104,10 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
         value = _value(config, key)
         if not 0 <= value < 1:
             yield key, f"{key}={value}: must be at least 0 and below 1"
-    if _LARGEST_RATE < config.optim.lr < math.inf:
-        yield "optim.lr", f"optim.lr={config.optim.lr}: must be at most {_LARGEST_RATE:g}, beyond which fp32 ends"
+    for key in ("optim.lr", "optim.weight_decay", "delay.strength"):
+        value = _value(config, key)
+        if value is not None and _LARGEST_RATE < value < math.inf:
+            yield key, f"{key}={value}: must be at most {_LARGEST_RATE:g}, beyond which fp32 ends"
     for key in _SIZES:
         value = _value(config, key)
         if value is not None and value > _LARGEST_SIZE:
@@ -235,6 +237,7 @@ def _wrong_with_optimizer(config: RunConfig) -> Iterable[str]:
     if optim.name == "muon" and (config.baseline is not None or _is_sharded(config)):
         where = f"baseline={config.baseline}" if config.baseline else "collectives=true on placement=zero"
         yield f"optim=muon needs whole matrices, which {where} does not give it: use optim=adamw"
+    yield from _too_large_in_the_end(config)
     if optim.clip_norm is None:
         return
     if config.baseline is not None:
@@ -244,6 +247,18 @@ def _wrong_with_optimizer(config: RunConfig) -> Iterable[str]:
         schedule = config.schedule()
         if clips_globally(schedule) and not knows_norms_in_time(Program(schedule)):
             yield f"optim.{refusal(schedule)}"
+
+
+def _too_large_in_the_end(config: RunConfig) -> Iterable[str]:
+    """Yield a sentence if a schedule in steps leads to a learning rate beyond fp32, where an optimizer would fail."""
+    optim, steps = config.optim, (config.epochs - 1) // max(1, config.optim.step_epochs)
+    if optim.schedule == "step" and steps > 0 and optim.lr <= _LARGEST_RATE and optim.gamma < math.inf:
+        largest = (_LARGEST_RATE / max(1.0, optim.lr)) ** (1 / steps)
+        if optim.gamma > largest:
+            yield (
+                f"optim.gamma={optim.gamma} multiplies optim.lr={optim.lr} {steps} times in epochs={config.epochs}, "
+                f"beyond {_LARGEST_RATE:g}, where fp32 ends: use at most optim.gamma={0.99 * largest:.3g}"
+            )
 
 
 def _is_sharded(config: RunConfig) -> bool:
@@ -312,6 +327,9 @@ def _wrong_with_baseline(config: RunConfig) -> Iterable[str]:
     for name, neutral in (("replicas", 1), ("accumulate", 1), ("micro_batches", None)):
         if (value := getattr(config, name)) != neutral:
             yield f"baseline={config.baseline} knows no {name}={value}: use workers={config.step_micro_batches}"
+    for name, unless_given in (("speeds", None), ("program", None), ("slot_order", "paper")):
+        if (given := getattr(config, name)) != unless_given:
+            yield f"baseline={config.baseline} runs the library's own loop, without {name}={given}: leave {name} out"
     if config.baseline in ("torch_gpipe", "torch_1f1b") and config.stage_count != config.workers:
         yield (
             f"baseline={config.baseline} runs one stage a process, not stages={config.stage_count} on "
