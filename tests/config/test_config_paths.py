@@ -55,6 +55,9 @@ def test_a_name_that_is_no_text_is_refused():
 
 def test_only_paths_are_taken_as_they_stand():
     assert expand_sweep(["seed=0,1", "run_dir=a,b"]) == [["seed=0", "run_dir='a,b'"], ["seed=1", "run_dir='a,b'"]]
+    assert expand_sweep(["dataset=cifar10", "dataset.root=choice(/data/a,'b, c')"]) == [
+        ["dataset=cifar10", "dataset.root=/data/a"], ["dataset=cifar10", "dataset.root=b, c"]
+    ]  # fmt: skip
     assert quoted_for_hydra("model=resnet8") == "model=resnet8"
     assert Path(typed_path("x")) == Path("x")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,7 +25,7 @@ from yaml import YAMLError
 from cdp_repro.config import ConfigError, RunConfig, load_config
 from cdp_repro.config.errors import nearest
 from cdp_repro.config.keys import EXAMPLES, defaults, example_of, leaves, nested
-from cdp_repro.config.paths import quoted_for_hydra, refuse_long_names
+from cdp_repro.config.paths import PATH_KEYS, quoted_for_hydra, refuse_long_names
 from cdp_repro.schedule.by_name import is_entered
 
 TREE = "cdp_repro.config.hydra_tree"
@@ -257,6 +257,8 @@ def _alternatives(override: Override, source: Source) -> list[str]:
     if not override.is_discrete_sweep():
         raise ConfigError([f"{_text(override)} has no end: list its values, or use range(start,stop,step)"])
     key, value = override.key_or_group, override.value()
+    if key in PATH_KEYS and isinstance(value, ChoiceSweep):  # as they are typed, without Hydra's escapes
+        return [f"{key}={each.text if isinstance(each, QuotedString) else each}" for each in value.list]
     names = value.filter(source.choices(key)) if isinstance(value, Glob) else [*override.sweep_string_iterator()]
     if not names:
         choices = source.choices(key)

@@ -56,9 +56,12 @@ def shortened(name: str, longest: int) -> str:
 
 
 def quoted_for_hydra(override: str) -> str:
-    """Return an override with its path in quotes, so that Hydra takes it as it stands; others as they are."""
+    """Return an override with its path in quotes, so that Hydra takes it as it stands; others as they are.
+
+    A comma is a part of the path. So a sweep over several is written as Hydra's function: `choice(a,b)`.
+    """
     key, _, text = override.partition("=")
-    if key not in PATH_KEYS or text in ("", "null"):
+    if key not in PATH_KEYS or text in ("", "null") or re.fullmatch(r"choice\(.*\)", text):
         return override
     escaped = re.sub(r"(\\*)('|$)", lambda end: end[1] * 2 + (end[2] and "\\'"), typed_path(text))
     return f"{key}='{escaped}'"
