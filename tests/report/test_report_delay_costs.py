@@ -235,11 +235,21 @@ def test_verdicts_come_from_fresh_seeds_alone_and_the_other_table_chooses(world)
     delay = world.studies["delay"]
     world.have("delay", compared(delay, lambda number, seed: 90 + 0.1 * seed + (0, -0.2, -0.4, -0.1)[number]))
     table = world.table("delay")
-    assert table.columns[5] == "judged on fresh seeds" and "only chooses" in " ".join(table.notes)
+    assert table.columns[5] == "goes on to fresh seeds" and "only chooses" in " ".join(table.notes)
     assert {row[1]: row[5] for row in table.rows} == {
         "sgd": "", "sgd + prediction": "", "sgd nesterov": "yes", "sgd + compensation": "yes"
     }  # fmt: skip
     assert [each.verdict for each in world.standings("delay")] == [""] * 3
+
+
+def test_a_setting_is_chosen_when_all_runs_of_its_mode_have_ended(world):
+    def said(keep):
+        world.have("delay", compared(world.studies["delay"], lambda number, seed: 90 - number, keep))
+        return {row[1]: row[5] for row in world.table("delay").rows if row[5]}
+
+    assert said(lambda number, seed: True) == {"sgd + prediction": "yes", "sgd + compensation": "yes"}
+    assert said(lambda number, seed: number != 3) == {"sgd + prediction": "best so far", "sgd + compensation": "yes"}
+    assert said(lambda number, seed: number != 2 or seed == 0)["sgd + compensation"] == "best so far"
 
 
 def test_a_verdict_waits_for_all_runs_of_both_sides_and_says_for_which(world):

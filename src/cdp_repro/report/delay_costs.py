@@ -50,8 +50,7 @@ def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequ
     `groups` are those of all studies by name, `found` is how those of this one stand.
     """
     task, tuned = task_of(study.cells[0].settings["dataset.name"]), rates_for(study, groups)
-    by_cell, best = {each.group.cell: each for each in found}, best_of_each_mode(found).values()
-    judged = {each.group.cell for each in best}
+    by_cell, chosen = {each.group.cell: each for each in found}, _chosen(study, groups[study.name], found)
     rows = []
     for group in groups[study.name]:
         standing = by_cell.get(group.cell)
@@ -62,12 +61,12 @@ def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequ
                 _rate(group, tuned),
                 group.finished.sample(task.metric).text(task.digits) if group.finished else DIVERGED,
                 standing.difference if standing else "",
-                _verdict(standing) if study.margin is not None else "yes" if group.cell in judged else "",
+                _verdict(standing) if study.margin is not None else chosen.get(group.cell, ""),
                 _state(group),
                 times.get((group.config["dataset.name"], setting_of(group.config)), ""),
             ]
         )
-    last = "verdict" if study.margin is not None else "judged on fresh seeds"
+    last = "verdict" if study.margin is not None else "goes on to fresh seeds"
     present = {group.cell for group in groups[study.name]}
     rows += [_missing(cell) for cell in study.cells if cell.hash not in present]
     columns = (
@@ -76,6 +75,16 @@ def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequ
     )  # fmt: skip
     evidence = provenance([row for group in groups[study.name] for row in group.rows])
     return Table(study.name.replace("-", "_"), study.title, columns, rows, _notes(study), evidence)
+
+
+def _chosen(study: Study, groups: Sequence[Group], found: Sequence[Standing]) -> dict[str, str]:
+    """Return, for the best cell of each mode, whether it is chosen: only when all runs of the mode have ended."""
+    seeds = {group.cell: {*group.seeds} for group in groups}
+    open_modes = {
+        label_of_mode(cell.settings) for cell in study.cells if not seeds.get(cell.hash, set()) >= {*cell.seeds}
+    }
+    best = {mode: standing.group.cell for mode, standing in best_of_each_mode(found).items()}
+    return {cell: "best so far" if mode in open_modes else "yes" for mode, cell in best.items()}
 
 
 def _rate(group: Group, tuned: Mapping[Setting, TunedRate]) -> str:
