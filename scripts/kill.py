@@ -30,9 +30,11 @@ import torch
 
 from cdp_repro.cli.console import only_folder, run_script
 from cdp_repro.cli.streams import write_out
+from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import CONFIG, arguments_to_go_on
-from cdp_repro.observe.versions import short, versions
+from cdp_repro.observe.versions import versions
+from cdp_repro.report.evidence import origin
 from cdp_repro.training.checkpoint import CheckpointStore
 
 ROOT = Path(__file__).parents[1]
@@ -92,12 +94,12 @@ def set_ups() -> dict[str, tuple[str, ...]]:
 def main(arguments: list[str]) -> None:
     folder = (only_folder(arguments) or ROOT / "runs" / "kill").absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"command": "python scripts/kill.py", **versions(), "kills": {}}
+    results: dict[str, Any] = {"command": "python scripts/kill.py", "set_ups": {}}
     names = _mixed(list(set_ups()))
     with ThreadPoolExecutor(TOGETHER) as pool:
-        for name, kills in zip(names, pool.map(lambda name: kept_trial(name, folder), names), strict=True):
-            write_out(f"{name}: {'; '.join(map(_told, kills))}\n")
-            results["kills"][name] = kills
+        for name, found in zip(names, pool.map(lambda name: kept_trial(name, folder), names), strict=True):
+            write_out(f"{name}: {'; '.join(map(_told, found['kills']))}\n")
+            results["set_ups"][name] = found
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
             DOCUMENT.write_text(renewed(DOCUMENT.read_text(), results))
 
@@ -111,21 +113,16 @@ def _told(kill: Mapping[str, Any]) -> str:
     return f"{kill['moment']}, {kill['victim']}, {'went on' if kill['equal'] else kill['problem']}"
 
 
-def _file(folder: Path, name: str) -> Path:
-    return folder / f"{re.sub('[^a-z0-9_]+', '-', name)}.json"
-
-
-def kept_trial(name: str, folder: Path) -> list[dict[str, Any]]:
-    """Return what `trial` has found, now or in an earlier call."""
-    file = _file(folder, name)
+def kept_trial(name: str, folder: Path) -> dict[str, Any]:
+    """Return what `trial` has found, now or in an earlier call, with the versions that it was found with."""
+    own = folder / re.sub("[^a-z0-9_]+", "-", name)
+    file = own / "found.json"
     if not file.exists():
         number = list(set_ups()).index(name)
-        found = trial(set_ups()[name], file.with_suffix(""), list(moments_of(number)))
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(found))
-        partial.replace(file)
-    kills: list[dict[str, Any]] = json.loads(file.read_text())
-    return kills
+        found = {**versions(), "kills": trial(set_ups()[name], own, list(moments_of(number)))}
+        replace_file(file, json.dumps(found).encode())
+    kept: dict[str, Any] = json.loads(file.read_text())
+    return kept
 
 
 def moments_of(number: int) -> Iterator[tuple[str, int, str]]:
@@ -288,7 +285,8 @@ def renewed(text: str, results: Mapping[str, Any]) -> str:
 
 def table(results: Mapping[str, Any]) -> str:
     """Return kills by kind of set-up and moment, how many of them went on bitwise, and where the numbers come from."""
-    kills = [(name.partition(":")[0], kill) for name, found in results["kills"].items() for kill in found]
+    set_ups: Mapping[str, Any] = results["set_ups"]
+    kills = [(name.partition(":")[0], kill) for name, found in set_ups.items() for kill in found["kills"]]
     made, well = Counter(), Counter()  # type: ignore[var-annotated]
     for kind, kill in kills:
         for row, column in product((kind, "all"), (kill["moment"], "all")):
@@ -304,10 +302,9 @@ def table(results: Mapping[str, Any]) -> str:
     return "\n".join([
         *lines,
         "",
-        f"{len(results['kills'])} set-ups; killed: {who['tree']} times the whole tree of processes, {who['launcher']} "
+        f"{len(set_ups)} set-ups; killed: {who['tree']} times the whole tree of processes, {who['launcher']} "
         f"the launching process, {who['rank']} one rank. All processes had ended after at most {longest:g} s.",
-        f"`{results['command']}`, commit {short(results['version/git_commit'])}, torch {results['version/torch']}, "
-        f"Python {results['version/python']}, {results['hardware']}.",
+        f"`{results['command']}`, {origin(set_ups.values())}.",
         "",
     ])  # fmt: skip
 

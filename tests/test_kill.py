@@ -54,21 +54,40 @@ def test_the_table_counts_kills_and_what_went_wrong():
         return {"moment": moment, "victim": victim, "seconds_until_all_ended": 1.5, "equal": equal, "problem": ""}
 
     results = {
-        "command": "python scripts/kill.py", "version/git_commit": "0" * 40, "version/torch": "2", "hardware": "a CPU",
-        "version/python": "3",
-        "kills": {"zero: dp": [found("training", "rank", True)], "zero: cdp_v1": [found("training", "tree", False)]},
-    }  # fmt: skip
+        "command": "python scripts/kill.py",
+        "set_ups": {
+            "zero: dp": {**EVIDENCE, "kills": [found("training", "rank", True)]},
+            "zero: cdp_v1": {**EVIDENCE, "kills": [found("training", "tree", False)], "version/git_commit": "1" * 40},
+        },
+    }
     lines = kill.table(results).splitlines()
     assert lines[2] == "| zero | - | 1 of 2 | - | - | 1 of 2 |"
     assert "2 set-ups; killed: 1 times the whole tree of processes, 0 the launching process, 1 one rank" in lines[-2]
+    assert lines[-1] == f"`python scripts/kill.py`, commit {'0' * 12} and {'1' * 12}, torch 2, Python 3, a CPU."
+
+
+def test_a_result_that_is_kept_keeps_its_evidence(tmp_path, monkeypatch):
+    name = next(iter(kill.set_ups()))
+    monkeypatch.setattr(kill, "trial", lambda _, folder, moments: folder.mkdir() or [{"victim": "tree"}])
+    monkeypatch.setattr(kill, "versions", lambda: EVIDENCE)
+    first = kill.kept_trial(name, tmp_path)
+    monkeypatch.setattr(kill, "versions", lambda: {**EVIDENCE, "version/git_commit": "1" * 40})
+    assert kill.kept_trial(name, tmp_path) == first == {**EVIDENCE, "kills": [{"victim": "tree"}]}
 
 
 def test_the_documentation_shows_the_results():
     text = kill.DOCUMENT.read_text()
     results = json.loads(kill.RESULTS.read_text()) if kill.RESULTS.exists() else None
     assert text == (kill.renewed(text, results) if results else text)
-    assert kill.renewed(text, {**json.loads(EXAMPLE)}) != text, "the marks are there"
+    assert kill.renewed(text, EXAMPLE) != text, "the marks are there"
 
 
-EXAMPLE = """{"command": "", "version/git_commit": "", "version/torch": "", "hardware": "", "version/python": "",
-"kills": {"zero: dp": [{"moment": "training", "victim": "rank", "seconds_until_all_ended": 1, "equal": true}]}}"""
+EVIDENCE = {"version/git_commit": "0" * 40, "version/torch": "2", "version/python": "3", "hardware": "a CPU"}
+EXAMPLE = {
+    "command": "",
+    "set_ups": {
+        "zero: dp": {
+            **EVIDENCE, "kills": [{"moment": "training", "victim": "rank", "seconds_until_all_ended": 1, "equal": True}]
+        }
+    },
+}  # fmt: skip

@@ -143,7 +143,7 @@ def test_a_study_of_ones_own_gets_lines(results):
 def test_an_empty_folder_and_damaged_simulations_are_explained(results, tmp_path):
     with pytest.raises(RowError, match=r"holds no rows: train with scripts/accuracy\.py"):
         Report(tmp_path / "nowhere")
-    (results / "simulated.json").write_text(json.dumps({"values": 3}))
+    (results / "simulated.json").write_text(json.dumps({"parts": 3}))
     with pytest.raises(RowError, match=r"simulated\.json is damaged"):
         build(results)
 

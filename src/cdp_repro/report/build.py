@@ -28,7 +28,16 @@ from cdp_repro.report.accuracy import (
 from cdp_repro.report.activation_memory import SHOWN_WORKERS, Case, answer, cases, memory_table
 from cdp_repro.report.bounded_staleness import draw_regret, measured, regret_table
 from cdp_repro.report.claims import HOLDS, Claim, claim_table, claims, verdict_table
-from cdp_repro.report.cost_table import SIMULATED, Line, agreement_table, cost_table, large_lines, large_table, lines
+from cdp_repro.report.cost_table import (
+    SIMULATED,
+    Line,
+    agreement_table,
+    cost_table,
+    large_lines,
+    large_table,
+    lines,
+    simulations_of,
+)
 from cdp_repro.report.delay_advice import advice
 from cdp_repro.report.delay_costs import delay_table, read_times
 from cdp_repro.report.delay_figures import differences, rate_caption, rate_curves
@@ -101,7 +110,7 @@ class Report:
         """Of the stored simulations."""
         path = self._results / SIMULATED
         try:
-            return large_lines(json.loads(path.read_text())["values"]) if path.exists() else []
+            return large_lines(simulations_of(json.loads(path.read_text())["parts"])) if path.exists() else []
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RowError(f"{path} is damaged ({error!r}): restore it from git") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cdp_repro.observe.text import format_bytes
 from cdp_repro.predict.closed_forms import QUANTITIES, Setting, Values, closed_form
@@ -13,7 +14,7 @@ from cdp_repro.report.tables import Table
 from cdp_repro.studies.cost_settings import EXECUTED_WORKERS, SETTINGS
 
 SIMULATED = "simulated.json"
-"""File of the simulations that are too long to repeat with every report."""
+"""File of the simulations that are too long to repeat with every report; each part has the versions that gave it."""
 _SHORT = {
     "devices": "devices",
     "activation_bytes_per_device": "activations, device with most",
@@ -112,6 +113,15 @@ def lines(groups: Sequence[Group]) -> list[Line]:
                 )
             )
     return found
+
+
+def simulations_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Values]]:
+    """Return {N: {setting and mode: values}} of all parts of the file of simulations."""
+    found: dict[str, dict[str, Values]] = {}
+    for part in parts:
+        for n, values in part["values"].items():
+            found.setdefault(n, {}).update(values)
+    return {n: found[n] for n in sorted(found, key=int)}
 
 
 def large_lines(simulations: Mapping[str, Mapping[str, Values]]) -> list[Line]:

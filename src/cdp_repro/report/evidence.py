@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from cdp_repro.observe.versions import short
 from cdp_repro.studies.rows import Row
@@ -23,6 +24,16 @@ def _evidence(rows: Sequence[Row]) -> str:
         f"seeds {_numbers(row.seed for row in rows)}; {_all(s['hardware'] for s in summaries)}; "
         f"torch {_all(s['version/torch'] for s in summaries)}, Python {_all(s['version/python'] for s in summaries)}; "
         f"commit {_all(short(s['version/git_commit']) for s in summaries)}."
+    )
+
+
+def origin(results: Iterable[Mapping[str, Any]]) -> str:
+    """Return commits, versions and hardware of results that carry those of `versions`."""
+    found = list(results)
+    return (
+        f"commit {_all(short(each['version/git_commit']) for each in found)}, "
+        f"torch {_all(each['version/torch'] for each in found)}, "
+        f"Python {_all(each['version/python'] for each in found)}, {_all(each['hardware'] for each in found)}"
     )
 
 
