@@ -265,8 +265,9 @@ def test_a_damaged_test_image_costs_no_training_and_the_run_goes_on_bitwise(tmp_
     damaged = root / "val" / "b" / "9.png"
     whole = damaged.read_bytes()
     damaged.write_bytes(b"no image")
-    with pytest.raises((DatasetError, RankFailedError), match=re.escape(str(damaged))):
+    with pytest.raises(DatasetError, match=re.escape(str(damaged))) as failure:
         ends(tmp_path / "run")
+    assert str(failure.value).endswith(f"this run goes on by: cdp-train resume={tmp_path / 'run'}")
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     assert store.load().step == 16, "the training of the first epoch"
     damaged.write_bytes(whole)

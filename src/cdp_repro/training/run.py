@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ import torch
 
 from cdp_repro.config import RunConfig
 from cdp_repro.config.loading import without_effect
-from cdp_repro.data import Dataset
+from cdp_repro.data import Dataset, DatasetError
 from cdp_repro.engine.allocator import keep_freed_memory
 from cdp_repro.engine.team import Team
 from cdp_repro.launch.process_group import process_group, refuse_differing
@@ -226,6 +227,9 @@ class _Run:
                 self._finish(_status_of(error))
             except OSError as second:  # a full disk, say: what ended the run is told, and this beside it
                 error.add_note(f"and {self._directory.summary_path} could not be written: {second}")
+            if isinstance(error, DatasetError):  # a damaged image: a checkpoint holds what was trained before
+                way_on = shlex.join(["cdp-train", f"resume={self._directory.path}"])
+                raise DatasetError(f"{error}\nWith the data whole again, this run goes on by: {way_on}") from error
             raise
         return self._finish("finished")
 
