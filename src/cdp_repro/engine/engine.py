@@ -151,9 +151,10 @@ class Engine:
             self._tracer,
             self.team.positions,
         )
-        self._executor.hold(self._initial_values(program))
         self._program = program
-        self._next_slot = self._runs = 0
+        first = {number: {0: state.newest(0)} for number, state in self._states.items()}
+        self._hold(0, first, [[dict(stage.named_buffers())] * self.schedule.sizes.statistics for stage in self._stages])
+        self._runs = 0
         self._undrained: str | None = None
         self.step = 0
 
@@ -177,24 +178,22 @@ class Engine:
         pieces = {name: nn.Parameter(piece, whole[name].requires_grad) for name, piece in shards.pieces(whole).items()}
         return StageState(pieces, shards.optimizer(optimizer, trainable))
 
-    def _initial_values(self, program: Program) -> dict[Value, Any]:
-        """Return theta[0] of the stages that this rank holds, and a copy of the buffers for each worker."""
+    def _hold(
+        self, step: int, versions: Mapping[int, Mapping[int, Version]], of_workers: Sequence[Sequence[Buffers]]
+    ) -> None:
+        """Take over what this rank holds at a step: some `versions` of its stages, and copies of workers' buffers."""
         found: dict[Value, Any] = {}
-        for value in program.held_at(0).get(self.team.rank, ()):
+        for value in self._program.held_at(step).get(self.team.rank, ()):
             if value.kind == PARAMETERS:
-                found[value] = self._states[value.stage].newest(0)
+                found[value] = versions[value.stage][value.number]
             else:
-                found[value] = {name: b.detach().clone() for name, b in self._stages[value.stage].named_buffers()}
-        return found
+                theirs, like = of_workers[value.stage][value.number], self._stages[value.stage].named_buffers()
+                found[value] = {name: theirs[name].detach().to(buffer, copy=True) for name, buffer in like}
+        self._executor.values = found
 
     def _holds(self, number: int) -> bool:
         """Whether this rank holds all of a stage."""
         return number in self._states and not self._shards
-
-    @property
-    def _newest(self) -> int:
-        """The number of the newest version when drained: updates so far."""
-        return self.schedule.ahead(self.step)[1]
 
     @property
     def rank(self) -> int:
@@ -278,20 +277,19 @@ class Engine:
 
     def _results(self, feed: Feed) -> Iterator[StepResult]:
         program, first_step = self._executor.program, self.step
-        self._tracer.begin_run(self._next_slot, first_step)
+        self._tracer.begin_run(program.next_slot, first_step)
 
         def upcoming() -> bool:
             with self.team.positions.noting("ending the run"):
                 return feed.begin_step()
 
-        for slot in program.replay(first_step, upcoming, self._next_slot):
+        for slot in program.replay(first_step, upcoming):
             self._tracer.enter(slot, feed.begun)
             for result in self._executor.execute(slot, feed):
                 self.step = result.step + 1
                 yield result
         self._executor.finish()
         self.step = first_step + feed.begun
-        self._next_slot += program.length(first_step, feed.begun)
 
     def _as_mini_batch(self, batch: tuple[Tensor, Tensor] | MiniBatch) -> MiniBatch:
         sizes = self.schedule.sizes
@@ -348,11 +346,10 @@ class Engine:
     def _whole_parameters(self, number: int) -> Mapping[str, Tensor]:
         """Return the current parameters of a stage, from the ranks that hold them; all must ask for it together."""
         if self._shards:
-            newest = self._states[number].newest(self._newest)
-            transfer, views = self._shards[number].gather(newest.tensors)
+            transfer, views = self._shards[number].gather(self._states[number].newest(0).tensors)
             return {name: view.clone() for name, view in views(transfer.wait()).items()}
         own = dict(self._stages[number].named_parameters()) if self._holds(number) else None
-        return self.team.broadcast(self._parameter_layouts[number], own, self._keepers(number, self.step)[self._newest])
+        return self.team.broadcast(self._parameter_layouts[number], own, self.schedule.placement.holders(number)[0])
 
     def _keepers(self, number: int, step: int) -> dict[int, int]:
         """Return, by version of a stage, the first rank that holds it after a training step.
@@ -440,12 +437,13 @@ class Engine:
 
     def _own_state(self, number: int) -> dict[str, Any]:
         """Return this rank's part of a stage's state: of its shards all, else what no rank before it has."""
-        state, versions = self._states[number], self._versions(number)
-        if self._shards:
-            return state.state_dict(versions)
-        keepers, rank = self._keepers(number, self.step), self.team.rank
-        own = state.state_dict({v: content for v, content in versions.items() if keepers[v] == rank})
-        return own if keepers[self._newest] == rank else {"versions": own["versions"]}
+        keepers = self._keepers(number, self.step)
+        held = self._executor.values.items()
+        versions = {v.number: content for v, content in held if v.kind == PARAMETERS and v.stage == number
+                    and (self._shards or keepers[v.number] == self.team.rank)}  # fmt: skip
+        own = self._states[number].state_dict(versions)
+        is_first = self._shards or self.schedule.placement.holders(number)[0] == self.team.rank
+        return own if is_first else {"versions": own["versions"]}
 
     def _whole_state(self, parts: Sequence[dict[str, Any]], number: int) -> dict[str, Any]:
         """Return the state of a stage from the parts of its holders, in the order of their ranks."""
@@ -453,11 +451,6 @@ class Engine:
             return self._shards[number].join_states(parts, self._states[number].optimized)
         versions = {version: tensors for part in parts for version, tensors in part["versions"].items()}
         return {**parts[0], "versions": dict(sorted(versions.items()))}
-
-    def _versions(self, number: int) -> dict[int, Version]:
-        """Return the versions of a stage that this rank holds."""
-        held = self._executor.values.items()
-        return {v.number: content for v, content in held if v.kind == PARAMETERS and v.stage == number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on, bitwise, from what `state_dict` returned, on any placement; nothing is traced from there on.
@@ -482,24 +475,10 @@ class Engine:
             mine.check_state(held[number], {*self._keepers(number, step)})
         for stage, theirs in zip(self._stages, stages, strict=True):
             check_buffers(dict(stage.named_buffers()), theirs["buffers"], schedule.sizes.statistics)
-        self._executor.hold(self._loaded_values(step, held, stages))
+        versions = {number: mine.load_state_dict(held[number]) for number, mine in self._states.items()}
+        self._hold(step, versions, [stage["buffers"] for stage in stages])
         self.step = step
         self._tracer.stop()
-
-    def _loaded_values(self, step: int, held: Mapping[int, Any], stages: Sequence[Any]) -> dict[Value, Any]:
-        """Take over the state of each stage that this rank holds; return the values to go on with."""
-        wanted = self._program.held_at(step).get(self.team.rank, [])
-        found: dict[Value, Any] = {}
-        for number, mine in self._states.items():
-            values = {v.number: v for v in wanted if v.kind == PARAMETERS and v.stage == number}
-            for version, content in mine.load_state_dict(held[number], values).items():
-                found[values[version]] = content
-        for value in wanted:
-            if value.kind != PARAMETERS:
-                theirs = stages[value.stage]["buffers"][value.number]
-                like = self._stages[value.stage].named_buffers()
-                found[value] = {name: theirs[name].to(buffer, copy=True) for name, buffer in like}
-        return found
 
     def _require_drained(self) -> None:
         if self._undrained is not None:

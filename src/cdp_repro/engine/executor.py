@@ -128,10 +128,6 @@ class Executor:
             Op.COLLECTIVE: self._collective,
         }
 
-    def hold(self, values: Mapping[Value, Any]) -> None:
-        """Take over what the rank holds between two runs, in place of what it held."""
-        self.values = dict(values)
-
     def execute(self, slot: Slot, feed: Feed) -> list[StepResult]:
         """Run the actions of one slot; return the training steps that they finish on this rank."""
         self._positions.enter("slot", slot)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-from cdp_repro.schedule import Action, Op, Schedule
+from cdp_repro.schedule import Action, Schedule
 
 
 class LedgerError(RuntimeError):
@@ -12,29 +10,22 @@ class LedgerError(RuntimeError):
 
 
 class Ledger:
-    """Compares each read with the rule's staleness, independently of the passes that wrote the program."""
+    """Compares each read, as tagged by the update that made it, with the version that the rule asks for."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._sizes, self._rule = schedule.sizes, schedule.rule
-        self._delay = cache(self._staleness)
-        self.reads = 0
+        self._sizes, self._rule, self.reads = schedule.sizes, schedule.rule, 0
 
     def record(self, action: Action, version: int) -> None:
-        """Record that a forward or backward used `version`, as tagged by the update that made it.
+        """Record that a forward or backward used `version`.
 
         Raises:
             LedgerError: the rule asks for another.
         """
-        sizes = self._sizes
-        step, i = divmod(action.micro_batch, sizes.micro_batches)
-        delay = self._delay(action.op is Op.FORWARD, i // sizes.replicas, action.stage)
-        asked = max(0, step * sizes.updates + i // sizes.summed - delay)
+        asked = self._rule.version(action.micro_batch, action.stage, action.op)
         if version != asked:
+            step, i = divmod(action.micro_batch, self._sizes.micro_batches)
             raise LedgerError(
                 f"{action.op.name.lower()} of stage {action.stage} on micro-batch {i} of step {step} used version "
-                f"{version}; its staleness {delay} asks for version {asked}"
+                f"{version}; the rule asks for version {asked}"
             )
         self.reads += 1
-
-    def _staleness(self, is_forward: bool, i: int, j: int) -> int:
-        return self._rule.staleness(i, j) if is_forward else self._rule.backward_staleness(i, j)

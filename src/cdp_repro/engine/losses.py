@@ -12,7 +12,8 @@ from torch import Tensor
 from cdp_repro.engine.transfers import Outgoing, Transfer
 from cdp_repro.schedule import Schedule
 
-_TAG = 1
+_FIRST_TAG = 1 << 20
+"""Of the losses of micro-batch 0; those of each have a tag of their own."""
 
 
 class Losses:
@@ -36,7 +37,8 @@ class Losses:
         self._known.setdefault(step, {})[worker] = loss
         if self._rank and self._group:
             value = loss.detach().to("cpu", torch.float64).reshape(1)
-            self._outgoing.append(Transfer.of(value, dist.isend(value, 0, group=self._group, tag=_TAG)), step)
+            sent = dist.isend(value, 0, group=self._group, tag=_FIRST_TAG + worker)
+            self._outgoing.append(Transfer.of(value, sent), step)
 
     def flush(self) -> None:
         """Wait until all have been sent."""
@@ -44,26 +46,19 @@ class Losses:
 
     def of(self, step: int) -> Tensor:
         """Return the losses of the micro-batches, [kN], of a step that is finished; rank 0 waits for all."""
+        schedule = self._schedule
         self._outgoing.let_go(before=step - self._lag)
         known = self._known.pop(step, {})
         if self._rank == 0:
-            known |= {worker: self._received(source) for worker, source in self._elsewhere(step)}
+            first, last_stage = step * schedule.micro_batches, schedule.stages - 1
+            ranks = [schedule.placement.rank_of(first + i, last_stage) for i in range(schedule.micro_batches)]
+            known |= {i: self._received(rank, i) for i, rank in enumerate(ranks) if rank}
         like = next(iter(known.values()), torch.zeros(()))
         missing = torch.full_like(like, torch.nan)
-        losses = torch.stack([known.get(worker, missing).to(like) for worker in range(self._schedule.micro_batches)])
-        return losses.view(-1, self._schedule.sizes.replicas).mean(1)
+        losses = torch.stack([known.get(worker, missing).to(like) for worker in range(schedule.micro_batches)])
+        return losses.view(-1, schedule.sizes.replicas).mean(1)
 
-    def _elsewhere(self, step: int) -> list[tuple[int, int]]:
-        """Return (micro-batch, rank) of each loss of a step that another rank computes, in the order they are sent."""
-        schedule, last_stage = self._schedule, self._schedule.stages - 1
-        first, replicas = step * schedule.micro_batches, schedule.sizes.replicas
-        computed = sorted(  # forwards may run in another order than micro-batches are numbered
-            range(schedule.micro_batches), key=lambda i: (schedule.timeline.forward(i // replicas, last_stage), i)
-        )
-        ranks = {i: schedule.placement.rank_of(first + i, last_stage) for i in computed}
-        return [(i, rank) for i, rank in ranks.items() if rank]
-
-    def _received(self, source: int) -> Tensor:
+    def _received(self, source: int, micro_batch: int) -> Tensor:
         value = torch.empty(1, dtype=torch.float64)
-        dist.recv(value, source, group=self._group, tag=_TAG)
+        dist.recv(value, source, group=self._group, tag=_FIRST_TAG + micro_batch)
         return value[0]

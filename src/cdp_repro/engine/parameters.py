@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -168,12 +168,12 @@ class StageState:
         for tensors in state["versions"].values():
             check_same_tensors(self._parameters, tensors)
 
-    def load_state_dict(self, state: dict[str, Any], versions: Iterable[int]) -> dict[int, Version]:
-        """Take over a copy of what `state_dict` returned and `check_state` accepts; return `versions` of it."""
+    def load_state_dict(self, state: dict[str, Any]) -> dict[int, Version]:
+        """Take over a copy of what `state_dict` returned and `check_state` accepts; return its versions by number."""
         if self._optimizer is not None:
             self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]["state"]))
         newest, found = max(state["versions"]), {}
-        for number in sorted(versions):
+        for number in sorted(state["versions"]):
             for name, parameter in self._parameters.items():
                 parameter.data = state["versions"][number][name].detach().to(parameter, copy=True)
             found[number] = self.newest(number, newest - number)

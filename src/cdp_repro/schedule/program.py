@@ -252,6 +252,8 @@ class RankProgram:
         self._cycle = program.roles.cycle(rank)
         self._own: dict[int, dict[int, list[Slot]]] = {}
         """By the identity of a piece, and by role: the slots in which there is something to do."""
+        self.next_slot = 0
+        """The number of the slot in which the next run begins: they count on from run to run, the same on all ranks."""
 
     @property
     def finishing(self) -> tuple[Op, int]:
@@ -267,22 +269,15 @@ class RankProgram:
         last = Op.BACKWARD_WEIGHTS if self.schedule.timeline.splits_backward else Op.BACKWARD
         return last, sum(action.op is last for slot in own for action in slot.actions)
 
-    def length(self, first_step: int, steps: int) -> int:
-        """Return the slots of a run, drain included."""
-        if not steps:
-            return 0
-        run, _ = self._program.run_from(first_step)
-        last = min(steps, len(run.fill) + 1)
-        drained = self._program.begin(last) + len(self._program.drain(run, last))
-        return drained + (steps - last) * self.schedule.slots_per_step
-
-    def replay(self, first_step: int, upcoming: Upcoming, first_slot: int = 0) -> Iterator[Slot]:
-        """Yield the slots of a run from `first_step` and `first_slot` in which the rank acts."""
-        run, start = self._program.run_from(first_step)
+    def replay(self, first_step: int, upcoming: Upcoming) -> Iterator[Slot]:
+        """Yield the slots of a run from `first_step` in which the rank acts."""
+        (run, start), first_slot = self._program.run_from(first_step), self.next_slot
         for piece, ahead in self._program.pieces(run, upcoming):
             role = self._cycle[(-start - ahead) % len(self._cycle)]
             for slot in self._program.shifted(self._picked(piece)[role], ahead, start + ahead):
                 yield slot._replace(number=slot.number + first_slot)
+            if piece:
+                self.next_slot = first_slot + piece[-1].number + 1 + ahead * self.schedule.slots_per_step
 
     def _picked(self, piece: Piece) -> dict[int, list[Slot]]:
         """Return the slots of a piece with the actions of each role that the rank plays; found once."""
