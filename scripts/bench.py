@@ -42,8 +42,8 @@ from cdp_repro.cli.console import run_script
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.errors import nearest
 from cdp_repro.config.schema import DatasetConfig, ModelConfig
-from cdp_repro.engine.allocator import keep_freed_memory
 from cdp_repro.launch import launch
+from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.launch.process_group import process_group
 from cdp_repro.observe.figures import save_figure
 from cdp_repro.observe.versions import short, versions

@@ -31,8 +31,8 @@ from torch.distributed.pipelining.schedules import (
 from cdp_repro import Engine
 from cdp_repro.config import RunConfig
 from cdp_repro.config.schema import DatasetConfig, ModelConfig
-from cdp_repro.engine.allocator import keep_freed_memory
 from cdp_repro.launch import launch
+from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.launch.process_group import process_group
 from cdp_repro.predict.cutting import cut_model
 

@@ -20,7 +20,7 @@ from torch import nn
 from two_hosts import Host, star
 
 from cdp_repro import Engine
-from cdp_repro.engine.allocator import keep_freed_memory
+from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.launch.process_group import process_group
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.pricing import Cluster, Link, price

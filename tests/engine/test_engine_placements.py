@@ -13,7 +13,7 @@ from small_runs import mixed_stages
 from torch import nn
 
 from cdp_repro import Engine
-from cdp_repro.engine.mailbox import Arrival
+from cdp_repro.engine.mailbox import Pending
 from cdp_repro.models import build_model, cut
 from cdp_repro.predict.partition import partition
 from cdp_repro.predict.profiling import profile_stages
@@ -254,7 +254,7 @@ def left_over(kind, mode, placement, settings):
         for _ in engine.run(part):
             pass
     mailbox, values = engine._executor.mailbox, engine._executor.values
-    under_way = sum(isinstance(content, Arrival) for content in values.values())
+    under_way = sum(isinstance(content, Pending) for content in values.values())
     too_many = values.keys() - set(engine._program.held_at(engine.step)[engine.rank])
     return kept_bytes(mailbox._outgoing), *map(len, (mailbox._leaving, mailbox._arriving, too_many)), under_way
 

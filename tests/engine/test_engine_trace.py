@@ -12,8 +12,8 @@ from torch import nn
 from cdp_repro import Engine
 from cdp_repro.engine.compute import StageCompute, Version
 from cdp_repro.engine.memory import ActivationMeter
-from cdp_repro.engine.team import Team
 from cdp_repro.engine.tracing import Tracer
+from cdp_repro.launch.team import Team
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import Program, Schedule

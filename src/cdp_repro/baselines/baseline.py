@@ -18,7 +18,7 @@ from cdp_repro.engine.engine import refuse_shared_parameters
 from cdp_repro.engine.executor import StepResult
 from cdp_repro.engine.outputs import TestBatches, outputs_of
 from cdp_repro.engine.parameters import OptimizerFactory, average, check_buffers, check_same_tensors
-from cdp_repro.engine.team import Team
+from cdp_repro.launch.team import Team
 from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.trace import Trace
 

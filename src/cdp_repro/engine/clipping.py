@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdp_repro.engine.compute import Gradients
-from cdp_repro.engine.team import Team
 from cdp_repro.engine.transfers import Outgoing, Transfer
+from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Program, Schedule, Value
 from cdp_repro.schedule.norms import clips_globally, completed_step, knows_norms_in_time, refusal, teller
 

@@ -109,8 +109,6 @@ class StageCompute:
 
         Without `stashes` a backward may bring other parameters than its forward read.
         """
-        self.parameters = [(name, parameter.requires_grad) for name, parameter in module.named_parameters()]
-        """Name of each parameter, and whether it takes a gradient."""
         self._module = module
         self._binding = Binding(module)
         self._causal = causal_layers(module)

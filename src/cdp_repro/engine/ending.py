@@ -6,7 +6,7 @@ import time
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from cdp_repro.engine.team import Team
+from cdp_repro.launch.team import Team
 
 
 class Ending:

@@ -18,14 +18,14 @@ from cdp_repro.engine.ending import Ending
 from cdp_repro.engine.executor import Executor, Settings, StepResult
 from cdp_repro.engine.losses import Losses
 from cdp_repro.engine.mailbox import Mailbox, connect
-from cdp_repro.engine.messages import Layout, layouts_of
+from cdp_repro.engine.messages import Layout, broadcast, layouts_of
 from cdp_repro.engine.outputs import PipelinedOutputs, TestBatches, outputs_of
 from cdp_repro.engine.parameters import Buffers, OptimizerFactory, StageState, average, check_buffers
 from cdp_repro.engine.prefix import check_causal
 from cdp_repro.engine.seal import Seal
 from cdp_repro.engine.shards import Shards
-from cdp_repro.engine.team import Team
-from cdp_repro.engine.tracing import Tracer, as_plain, from_plain
+from cdp_repro.engine.tracing import Tracer
+from cdp_repro.launch.team import Team
 from cdp_repro.models.chain import joined
 from cdp_repro.schedule import Program, RankProgram, Schedule, Value
 from cdp_repro.schedule.forward_only import is_pipelined
@@ -33,6 +33,7 @@ from cdp_repro.schedule.schedule import Choices
 from cdp_repro.schedule.summation import strategy_of
 from cdp_repro.schedule.values import GRADIENTS, PARAMETERS, buffers
 from cdp_repro.trace import Trace
+from cdp_repro.trace.record import as_plain, from_plain
 
 
 class Engine:
@@ -255,7 +256,7 @@ class Engine:
                 [*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast,
                 self.schedule.sizes.sources,
             )  # fmt: skip
-            self._size([layout[GRADIENTS].nbytes for layout in layouts.stages])
+            self._size([layout[GRADIENTS].nbytes for layout in layouts])
             with self.team.positions.noting("connecting"):
                 groups = connect(self._program, self._device)
             self._executor.mailbox = Mailbox(layouts, self._shards, groups, self._device, 2 * self.schedule.stages)
@@ -349,7 +350,7 @@ class Engine:
             transfer, views = self._shards[number].gather(self._states[number].newest(0).tensors)
             return {name: view.clone() for name, view in views(transfer.wait()).items()}
         own = dict(self._stages[number].named_parameters()) if self._holds(number) else None
-        return self.team.broadcast(self._parameter_layouts[number], own, self.schedule.placement.holders(number)[0])
+        return broadcast(self.team, self._parameter_layouts[number], own, self.schedule.placement.holders(number)[0])
 
     def _keepers(self, number: int, step: int) -> dict[int, int]:
         """Return, by version of a stage, the first rank that holds it after a training step.
@@ -372,7 +373,7 @@ class Engine:
         for worker in range(self.schedule.sizes.statistics):
             own = self._executor.values.get(buffers(number, worker))
             source = self.schedule.placement.rank_of(self.schedule.next_with(worker, following), number)
-            found.append(dict(self.team.broadcast(layout, own, source)))
+            found.append(dict(broadcast(self.team, layout, own, source)))
         return found
 
     def trace(self) -> Trace:
@@ -437,12 +438,14 @@ class Engine:
 
     def _own_state(self, number: int) -> dict[str, Any]:
         """Return this rank's part of a stage's state: of its shards all, else what no rank before it has."""
-        keepers = self._keepers(number, self.step)
-        held = self._executor.values.items()
-        versions = {v.number: content for v, content in held if v.kind == PARAMETERS and v.stage == number
-                    and (self._shards or keepers[v.number] == self.team.rank)}  # fmt: skip
+        keepers, rank = self._keepers(number, self.step), self.team.rank
+        versions = {
+            value.number: content
+            for value, content in self._executor.values.items()
+            if value.kind == PARAMETERS and value.stage == number and (self._shards or keepers[value.number] == rank)
+        }
         own = self._states[number].state_dict(versions)
-        is_first = self._shards or self.schedule.placement.holders(number)[0] == self.team.rank
+        is_first = self._shards or self.schedule.placement.holders(number)[0] == rank
         return own if is_first else {"versions": own["versions"]}
 
     def _whole_state(self, parts: Sequence[dict[str, Any]], number: int) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Vers
 from cdp_repro.engine.ledger import Ledger
 from cdp_repro.engine.loan import Loan
 from cdp_repro.engine.losses import Losses
-from cdp_repro.engine.mailbox import Arrival, Mailbox
-from cdp_repro.engine.messages import VALUE
+from cdp_repro.engine.mailbox import Mailbox, Pending
 from cdp_repro.engine.parameters import StageState
 from cdp_repro.engine.prefix import Prefix
 from cdp_repro.engine.randomness import seeded
@@ -37,7 +36,6 @@ from cdp_repro.schedule.values import (
     BUFFERS,
     GRADIENTS,
     INPUT,
-    LENT,
     LENT_BACKWARD,
     LENT_FORWARD,
     OUTPUT_GRADIENT,
@@ -75,18 +73,11 @@ class Settings:
     """Factor on the optimizer's learning rate in the updates of a training step."""
 
 
-@dataclass(frozen=True)
-class Late:
-    """A version that is made when it is first read: the norm by which its gradients are clipped may not be known."""
-
-    make: Callable[[], Version]
-
-
 class Executor:
     """Executes the program of one rank, from a drained state to a drained state.
 
     `values` are what is there, by name: between two runs the parameter versions and buffers that the rank holds, within
-    a run also saved forwards, inputs, gradients and sums. What a message will bring is there as an `Arrival`.
+    a run also saved forwards, inputs, gradients and sums. What a message will bring is there as `Pending`.
     """
 
     def __init__(
@@ -189,10 +180,8 @@ class Executor:
     def _read(self, value: Value) -> Any:
         """Return a value that stays."""
         content = self.values[value]
-        if isinstance(content, Arrival):
-            content = self.values[value] = _received(value, content)
-        elif isinstance(content, Late):
-            content = self.values[value] = content.make()
+        if isinstance(content, Pending):
+            content = self.values[value] = content.get()
         return content
 
     def _forward(self, action: Action) -> None:
@@ -201,7 +190,7 @@ class Executor:
         written = {value.kind: value for value in action.writes}
         batch = self._feed[step]
         is_last = stage == self._last_stage
-        inputs = [self._input(value) for value in _in_order(action.reads, INPUT)] or [batch.inputs(i)]
+        inputs = [self._take(value) for value in _in_order(action.reads, INPUT)] or [batch.inputs(i)]
         version, loan = self._parameters(action, read, LENT_FORWARD)
         self.ledger.record(action, version.number)
         buffers = self._take(read[BUFFERS])
@@ -299,7 +288,8 @@ class Executor:
             gradients_are_ours=total in action.frees,
         )
         is_late = self._clipping is not None and self._clipping.is_late
-        self.values[after] = Late(update) if is_late else update()
+        # the norm by which the gradients are clipped may not be known before the version is read
+        self.values[after] = Pending(update) if is_late else update()
         self._count(Op.UPDATE, step)
 
     def _update_of(self, micro_batch: int) -> int:
@@ -318,11 +308,10 @@ class Executor:
 
     def _send(self, action: Action) -> None:
         assert self.mailbox is not None and action.value is not None
-        (read,) = action.reads
-        content = self._take(read) if read in action.frees and read.kind != PARAMETERS else self._read(read)
+        content = self._read(action.reads[0])
         if isinstance(content, Version):
             content = content.read_in(self._update_of(action.value.number))
-        size = self.mailbox.send(action.value, action.peer, _as_message(content), _tag(content))
+        size = self.mailbox.send(action.value, action.peer, content)
         if size and self._tracer.active:
             self._tracer.sent(action, size)
 
@@ -332,31 +321,17 @@ class Executor:
 
     def _collective(self, action: Action) -> None:
         assert self.mailbox is not None and action.value is not None
-        (read,) = action.reads
-        content = self._take(read) if read in action.frees and read.kind != PARAMETERS else self._read(read)
-        self.values[action.value], size = self.mailbox.join(action.value, _as_message(content), _tag(content))
+        self.values[action.value], size = self.mailbox.join(action.value, self._read(action.reads[0]))
         if self._tracer.active and (sent := ring_bytes(action, size, self._ranks)):
             self._tracer.sent(action, sent)
 
-    def _input(self, value: Value) -> Tensor:
-        """Return the input of a stage, made here or received."""
-        content: Tensor | Arrival = self.values.pop(value)
-        if not isinstance(content, Arrival):
-            return content
-        assert self.mailbox is not None
-        received: Tensor = _received(value, content)
-        return received.requires_grad_(self.mailbox.requires_grad(value))
-
     def _parameters(self, action: Action, read: Mapping[str, Value], lent: str) -> tuple[Version, Loan | None]:
         """Return the parameters that a forward or backward reads: the rank's own, or a copy that is lent to it."""
-        if lent not in read:
-            version: Version = self._read(read[PARAMETERS])
-            return version.read_in(self._update_of(action.micro_batch)), None
-        tensors, came = self._take(read[lent])
-        for name, requires_grad in self._compute[action.stage].parameters:
-            tensors[name].requires_grad_(requires_grad)
-        number = action.version if came is None else came  # parameters without values do not travel
-        return Version(number, tensors), Loan(tensors)
+        if lent in read:
+            version: Version = self._take(read[lent])
+            return version, Loan(version.tensors)
+        version = self._read(read[PARAMETERS])
+        return version.read_in(self._update_of(action.micro_batch)), None
 
 
 _STAGE = attrgetter("stage")
@@ -365,30 +340,6 @@ _STAGE = attrgetter("stage")
 def _in_order(values: Sequence[Value], kind: str) -> list[Value]:
     """Return the values of a kind in the order of their stages, in which a stage takes its inputs."""
     return sorted([value for value in values if value.kind == kind], key=_STAGE)
-
-
-def _received(value: Value, arrival: Arrival) -> Any:
-    """Return what a message has brought, as a value is kept."""
-    tensors, number = arrival.wait()
-    if value.kind in (INPUT, OUTPUT_GRADIENT):
-        return tensors.get(VALUE)
-    if value.kind == BUFFERS:
-        return {name: tensor.clone() for name, tensor in tensors.items()}  # not as parts of one buffer
-    return (tensors, number) if value.kind in LENT else tensors
-
-
-def _as_message(content: Any) -> Mapping[str, Tensor]:
-    """Return the tensors of a value by name."""
-    if isinstance(content, Version):
-        return content.tensors
-    if content is None:
-        return {}
-    return {VALUE: content} if isinstance(content, Tensor) else content
-
-
-def _tag(content: Any) -> int:
-    """Return the version that travels with parameters; 0 with other values."""
-    return content.number if isinstance(content, Version) else 0
 
 
 def _copied(gradients: Gradients) -> Gradients:

@@ -5,40 +5,33 @@ And collectives of all ranks, which do not block either: what they make arrives 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdp_repro.engine.messages import Layouts
+from cdp_repro.engine.compute import Version
+from cdp_repro.engine.messages import VALUE, VERSION, Layout, Layouts, numbered
 from cdp_repro.engine.shards import Shards, Views
 from cdp_repro.engine.transfers import Outgoing, Transfer
 from cdp_repro.schedule import Program, Value
 from cdp_repro.schedule.parts import part_of
 from cdp_repro.schedule.transport import Communicator, Edge, directions
-from cdp_repro.schedule.values import LENT, OUTPUT_GRADIENT
+from cdp_repro.schedule.values import BUFFERS, INPUT, LENT, OUTPUT_GRADIENT
 
-TAG_BYTES = 16
-"""In front of lent parameters: the version that travels with them. Reported bytes are those of the parameters alone."""
+_NUMBER_BYTES = 8
+"""Of the version that travels with lent parameters. Reported bytes are those of the parameters alone."""
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """What a message or collective will bring; a value of 0 bytes is there at once, as it is never sent."""
+class Pending:
+    """A value that is not there yet: a message or collective brings it, or it is made when it is first read."""
 
-    transfer: Transfer | None
-    buffer: Tensor
-    views: Views
-    tag: Tensor | None = None
-    """The version that comes with parameters; None if nothing comes, and so none can be wrong."""
-
-    def wait(self) -> tuple[dict[str, Tensor], int | None]:
-        """Wait for it; return its tensors by name, and the version that came with parameters, else None."""
-        if self.transfer is not None:
-            self.transfer.wait()
-        return self.views(self.buffer), None if self.tag is None else int(self.tag.view(torch.int64)[0])
+    get: Callable[[], Any]
+    """Waits for it, or makes it."""
 
 
 class Mailbox:
@@ -79,73 +72,79 @@ class Mailbox:
         """Wait until everything has been sent."""
         self._outgoing.flush()
 
-    def send(self, value: Value, peer: int, tensors: Mapping[str, Tensor], version: int) -> int:
-        """Start to send a copy of `tensors`, or of a part of them; return the bytes without a tag.
+    def send(self, value: Value, peer: int, content: Any) -> int:
+        """Start to send a copy of a value, or of a part of it; return the bytes, without the number of a version.
 
         The first part copies for all.
         """
         if value.whole not in self._leaving:
-            self._leaving[value.whole] = self._packed(value, tensors, version), {*range(1, value.parts + 1)}
+            packed = self._layout(value).pack(_as_message(content), self._device)
+            self._leaving[value.whole] = packed, {*range(1, value.parts + 1)}
         buffer = _part(self._leaving, value)
         if len(buffer):
             group = self._groups[self._rank, peer]
             self._outgoing.append(Transfer.of(buffer, dist.isend(buffer, peer, group=group)), self._slot)
-        return len(buffer) - self._tag_bytes(value)
+        return len(buffer) - (_NUMBER_BYTES if value.kind in LENT and len(buffer) else 0)
 
-    def receive(self, value: Value, peer: int) -> Arrival:
+    def receive(self, value: Value, peer: int) -> Pending:
         """Get ready for a message, or for a part of one; the first part brings the tensors of all."""
-        layout, tag_bytes = self._layouts.of(value), self._tag_bytes(value)
-        is_first = value.whole not in self._arriving
+        layout, is_first = self._layout(value), value.whole not in self._arriving
         if is_first:
-            whole = torch.empty(tag_bytes + layout.nbytes, dtype=torch.uint8, device=self._device)
+            whole = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
             self._arriving[value.whole] = whole, {*range(1, value.parts + 1)}
         everything = self._arriving[value.whole][0]
         buffer = _part(self._arriving, value)
-        transfer = None
-        if len(buffer):
-            transfer = Transfer.of(buffer, dist.irecv(buffer, peer, group=self._groups[peer, self._rank]))
-        return Arrival(
-            transfer,
-            everything,
-            lambda received: layout.views(received[tag_bytes:]) if is_first else {},
-            everything[:tag_bytes] if tag_bytes else None,
-        )
+        works = [dist.irecv(buffer, peer, group=self._groups[peer, self._rank])] if len(buffer) else []
+        transfer = Transfer.of(everything, *works)
+        return Pending(lambda: self._content(value, layout.views(transfer.wait()) if is_first else {}))
 
-    def join(self, value: Value, tensors: Mapping[str, Tensor], version: int) -> tuple[Arrival, int]:
-        """Start this rank's part in the collective that makes `value`, with copies of `tensors`.
+    def join(self, value: Value, content: Any) -> tuple[Pending, int]:
+        """Start this rank's part in the collective that makes `value`, with a copy of `content`.
 
         Returns what it will bring, and the bytes of the whole.
         """
-        layout = self._layouts.of(value)
+        layout, tensors = self._layout(value), _as_message(content)
+        number = {VERSION: tensors.pop(VERSION)} if VERSION in tensors else {}  # each rank knows it
+        views: Views = layout.views
         if not layout.nbytes:
-            return Arrival(None, torch.empty(0, dtype=torch.uint8, device=self._device), layout.views), 0
-        if value.kind in LENT:
+            transfer = Transfer((), torch.empty(0, dtype=torch.uint8, device=self._device))
+        elif value.kind in LENT:
             transfer, views = self._shards[value.stage].gather(tensors)
-            tag = torch.tensor([version], dtype=torch.int64, device=self._device)
-            return Arrival(transfer, transfer.buffer, views, tag), layout.nbytes
-        layout.check(tensors)
-        if value.parts > 1:
-            transfer, views = self._shards[value.stage].reduce(tensors)
-            return Arrival(transfer, transfer.buffer, views), layout.nbytes
-        buffer = layout.pack(tensors, self._device)
-        works = [dist.all_reduce(values, async_op=True) for values in layout.values(buffer)]
-        return Arrival(Transfer.of(buffer, *works), buffer, layout.views), layout.nbytes
+        else:
+            layout.check(tensors)
+            if value.parts > 1:
+                transfer, views = self._shards[value.stage].reduce(tensors)
+            else:
+                buffer = layout.pack(tensors, self._device)
+                works = [dist.all_reduce(values, async_op=True) for values in layout.values(buffer)]
+                transfer = Transfer.of(buffer, *works)
+        size = layout.nbytes - (_NUMBER_BYTES if number else 0)
+        return Pending(lambda: self._content(value, views(transfer.wait()) | number)), size
 
-    def requires_grad(self, value: Value) -> bool:
-        """Whether a received input takes a gradient."""
-        return bool(self._layouts.stages[value.stage - 1][OUTPUT_GRADIENT].tensors)
+    def _layout(self, value: Value) -> Layout:
+        """Return the layout of a value, whole."""
+        return self._layouts[value.stage - 1 if value.kind == INPUT else value.stage][value.kind]
 
-    def _packed(self, value: Value, tensors: Mapping[str, Tensor], version: int) -> Tensor:
-        """Return a new buffer with copies of the tensors, and the version of lent parameters in front of them."""
-        tag_bytes = self._tag_bytes(value)
-        buffer = self._layouts.of(value).pack(tensors, self._device, tag_bytes)
-        if tag_bytes:
-            buffer[:tag_bytes].view(torch.int64).fill_(version)
-        return buffer
+    def _content(self, value: Value, tensors: dict[str, Tensor]) -> Any:
+        """Return what a message has brought, as a value is kept."""
+        if value.kind in (INPUT, *LENT):
+            layouts = self._layout(value).tensors
+            tensors = {name: tensor.requires_grad_(layouts[name].takes_gradient) for name, tensor in tensors.items()}
+        if value.kind in LENT:
+            number = tensors.pop(VERSION, None)  # parameters without values do not travel
+            return Version(value.version if number is None else int(number), tensors)
+        if value.kind == BUFFERS:
+            return {name: tensor.clone() for name, tensor in tensors.items()}  # not as parts of one buffer
+        return tensors.get(VALUE) if value.kind in (INPUT, OUTPUT_GRADIENT) else tensors
 
-    def _tag_bytes(self, value: Value) -> int:
-        is_lent = value.kind in LENT
-        return TAG_BYTES if is_lent and self._layouts.of(value).nbytes else 0
+
+def _as_message(content: Any) -> dict[str, Tensor]:
+    """Return the tensors of a value by name; with parameters travels the number of their version."""
+    if isinstance(content, Version):
+        return numbered(content.tensors, content.number)
+    if content is None:
+        return {}
+    return {VALUE: content} if isinstance(content, Tensor) else content
 
 
 def _part(buffers: dict[Value, tuple[Tensor, set[int]]], value: Value) -> Tensor:

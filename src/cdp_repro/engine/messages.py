@@ -11,28 +11,30 @@ from itertools import accumulate
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdp_repro.engine.compute import LossFn
 from cdp_repro.engine.rehearsal import Autocast, Rehearsal, fake_tensors
-from cdp_repro.schedule import Value
-from cdp_repro.schedule.branches import Sources, chain
-from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT, PARAMETERS
+from cdp_repro.launch.team import Team
+from cdp_repro.schedule.branches import Sources
+from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, LENT_BACKWARD, LENT_FORWARD, OUTPUT_GRADIENT
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Shape, strides and type of a tensor that is dense in memory."""
+    """Shape, strides and type of a tensor that is dense in memory, and whether it takes a gradient."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    takes_gradient: bool
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorLayout:
         """Return the layout of a dense tensor; of one with gaps or overlaps, that of a contiguous copy."""
         dense = torch.empty_like(tensor, device="meta")
-        return cls(tuple(dense.shape), tuple(dense.stride()), dense.dtype)
+        return cls(tuple(dense.shape), tuple(dense.stride()), dense.dtype, tensor.requires_grad)
 
     @property
     def nbytes(self) -> int:
@@ -80,34 +82,47 @@ class Layout:
             differing = sorted(tensors.keys() ^ self.tensors.keys())
             raise RuntimeError(f"a micro-batch differs from the first in what takes a gradient: {differing[:3]}")
 
-    def pack(self, tensors: Mapping[str, Tensor], device: torch.device, before: int = 0) -> Tensor:
-        """Return a new buffer that holds copies of the tensors, behind `before` bytes for something else.
+    def pack(self, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+        """Return a new buffer that holds copies of the tensors.
 
         Raises:
             RuntimeError: they are not those of the layout.
         """
         self.check(tensors)
-        buffer = torch.empty(before + self.nbytes, dtype=torch.uint8, device=device)
-        for name, view in self.views(buffer[before:]).items():
+        buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        for name, view in self.views(buffer).items():
             view.copy_(tensors[name].detach())
         return buffer
+
+
+def broadcast(team: Team, layout: Layout, tensors: Mapping[str, Tensor] | None, source: int) -> Mapping[str, Tensor]:
+    """Return the tensors of rank `source`, which alone must give them; all ranks must call it together."""
+    if team.size == 1 or not layout.nbytes:
+        return tensors or layout.views(torch.empty(0, dtype=torch.uint8, device=team.device))
+    if team.rank == source:
+        assert tensors is not None
+        dist.broadcast(layout.pack(tensors, team.device), source)
+        return tensors
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=team.device)
+    dist.broadcast(buffer, source)
+    return {name: view.clone() for name, view in layout.views(buffer).items()}
 
 
 VALUE = "value"
 """The name of the one tensor of a message with activations or their gradient."""
 
+Layouts = Sequence[Mapping[str, Layout]]
+"""Of each stage what its values look like when they are sent, by kind; INPUT is that of the next one, its output."""
 
-@dataclass(frozen=True)
-class Layouts:
-    """What each value looks like when it is sent."""
+VERSION = ".version"
+"""The name, which no parameter can have, of a tensor that travels with lent parameters: the number of their version."""
 
-    stages: Sequence[Mapping[str, Layout]]
-    """Of each stage by the kind of value; INPUT is that of the next one, its output."""
 
-    def of(self, value: Value) -> Layout:
-        """Return the layout of a value, whole."""
-        layouts = self.stages[value.stage - 1 if value.kind == INPUT else value.stage]
-        return layouts.get(value.kind, layouts[PARAMETERS])  # of lent ones, too
+def numbered(parameters: Mapping[str, Tensor], version: int) -> dict[str, Tensor]:
+    """Return parameters with the number of their version; where they have no values, nothing travels."""
+    filled = [each for each in parameters.values() if each.nbytes]
+    number = {VERSION: filled[0].new_full((), version, dtype=torch.int64)} if filled else {}
+    return {**parameters, **number}
 
 
 def layouts_of(
@@ -119,31 +134,24 @@ def layouts_of(
     sources: Sources = (),
 ) -> Layouts:
     """Return what the values of each stage look like, for micro-batches like (inputs, targets)."""
-    outputs: dict[int, Tensor] = {}
-    with_gradient: set[int] = set()
+    found: list[Mapping[str, Layout]] = []
     with fake_tensors() as convert:
         rehearsal = Rehearsal(stages, loss_fn, autocast, convert, sources)
         rehearsal.begin(convert(inputs), convert(targets))
-        for stage in range(len(stages)):
-            rehearsal.forward(stage)
-            if stage < len(stages) - 1:
-                outputs[stage] = rehearsal.outputs[stage]
-        gradients = []
-        for read in (sources or chain(len(stages)))[::-1]:
-            of_inputs, of_parameters = rehearsal.backward()
-            gradients.append(of_parameters)
-            with_gradient |= {source for source, each in zip(read, of_inputs, strict=False) if each is not None}
-        found = []
-        for number, (module, of_parameters) in enumerate(zip(stages, gradients[::-1], strict=True)):
+        outputs = [rehearsal.forward(stage) for stage in range(len(stages))]
+        for number, module in reversed([*enumerate(stages)]):
+            made = {VALUE: outputs[number]} if number < len(stages) - 1 else {}
+            of_output, gradients = rehearsal.backward()
             parameters = dict(module.named_parameters())
-            made = {VALUE: outputs[number]} if number in outputs else {}
+            lent = Layout.of(numbered(parameters, 0))
             found.append(
                 {
                     INPUT: Layout.of(made),
-                    OUTPUT_GRADIENT: Layout.of(made if number in with_gradient else {}),
-                    GRADIENTS: Layout.of({name: parameters[name] for name in of_parameters}),
-                    PARAMETERS: Layout.of(parameters),
+                    OUTPUT_GRADIENT: Layout.of(made if of_output is not None else {}),
+                    GRADIENTS: Layout.of({name: parameters[name] for name in gradients}),
+                    LENT_FORWARD: lent,
+                    LENT_BACKWARD: lent,
                     BUFFERS: Layout.of(dict(module.named_buffers())),
                 }
             )
-    return Layouts(found)
+    return found[::-1]

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdp_repro.engine.rehearsal import Autocast
-from cdp_repro.engine.team import Team
 from cdp_repro.engine.transfers import Outgoing, Transfer
 from cdp_repro.launch import control_messages
+from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Schedule
 from cdp_repro.schedule.forward_only import order, path
 

@@ -62,8 +62,8 @@ class Rehearsal:
         first = [stage for stage, read in enumerate(self._sources) if not read]
         self._data = {stage: inputs if stage == first[-1] else inputs.clone() for stage in first}
 
-    def forward(self, stage: int, meter: ActivationMeter | None = None, prefix: Prefix | None = None) -> None:
-        """Run the next stage forward; where sequences are cut, on the slice behind `prefix`."""
+    def forward(self, stage: int, meter: ActivationMeter | None = None, prefix: Prefix | None = None) -> Tensor:
+        """Run the next stage forward, of sequences on the slice behind `prefix`; return its output, or the loss."""
         inputs = [self.outputs.pop(each) for each in self._sources[stage]] or [self._data.pop(stage)]
         self._input_storages = [weakref.ref(each.untyped_storage()) for each in inputs]
         output, saved = self._compute[stage].forward(
@@ -75,13 +75,14 @@ class Rehearsal:
             del self._targets
         else:
             self.outputs[stage] = output.requires_grad_(saved.edge is not None)
+        return output
 
     def keeps_inputs(self) -> list[bool]:
         """Return of each input of the stage that ran last whether it is still alive, for its backward."""
         return [storage() is not None for storage in self._input_storages]
 
-    def backward(self, later: Mapping[str, Tensor] | None = None) -> tuple[list[Tensor | None], Gradients]:
-        """Run the latest stage backward; return the gradients of its inputs and of its parameters.
+    def backward(self, later: Mapping[str, Tensor] | None = None) -> tuple[Tensor | None, Gradients]:
+        """Run the latest stage backward; return the gradients of its output, if any, and of its parameters.
 
         `later` are the gradients of what its layers have kept for the slice after this one.
         """
@@ -90,7 +91,7 @@ class Rehearsal:
         of_output = self._gradients.pop(stage)
         of_inputs = self._compute[stage].backward(self._saved.pop(), of_output, gradients, later=later)
         self._gradients.update(zip(self._sources[stage], of_inputs, strict=False))  # data takes none
-        return of_inputs, gradients
+        return of_output, gradients
 
 
 def _converted(tensors: Mapping[str, Tensor], convert: Convert) -> dict[str, Tensor]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from cdp_repro.engine.memory import ActivationMeter
-from cdp_repro.engine.team import Team
-from cdp_repro.schedule import Action, Schedule, Slot, Value
+from cdp_repro.launch.team import Team
+from cdp_repro.schedule import Action, Schedule, Slot
 from cdp_repro.trace import Message, SlotRecord, TraceRecorder
-from cdp_repro.trace.record import Recorded
 
 
 class Tracer:
@@ -70,25 +68,3 @@ class Tracer:
     def recorded(self) -> tuple[tuple[SlotRecord, ...], tuple[Message, ...]]:
         """Return the records and messages of this rank so far."""
         return self._recorder.finish()
-
-
-def as_plain(recorded: Recorded) -> tuple[list[Any], list[Any]]:
-    """Return what a rank has recorded as numbers and text, for another rank."""
-    records, messages = recorded
-    return (
-        [vars(record) | {"actions": [str(each) for each in record.actions]} for record in records],
-        [vars(message) | {"value": str(message.value)} for message in messages],
-    )
-
-
-def from_plain(plain: tuple[list[Any], list[Any]]) -> Recorded:
-    """Return what `as_plain` was given."""
-    records, messages = plain
-    return (
-        [SlotRecord(**each | {"actions": _parsed(each["actions"], each["rank"])}) for each in records],
-        [Message(**each | {"value": Value.parse(each["value"])}) for each in messages],
-    )
-
-
-def _parsed(actions: Sequence[str], rank: int) -> tuple[Action, ...]:
-    return tuple(Action.parse(each, rank) for each in actions)

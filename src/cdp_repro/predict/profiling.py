@@ -47,7 +47,7 @@ def profile_stages(
         )
         rehearsal = Rehearsal(stages, loss_fn, autocast, convert, sources)
         output_kept, input_kept = _kept(rehearsal, sources or chain(len(stages)), convert(inputs), convert(targets))
-    layouts = layouts_of(stages, loss_fn, inputs, targets, autocast, sources).stages
+    layouts = layouts_of(stages, loss_fn, inputs, targets, autocast, sources)
     return StageCosts(
         forward_bytes=tuple(grown for grown, _ in forward),
         backward_bytes=tuple(-grown for grown, _ in backward),

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.lanes import Lanes
@@ -256,3 +257,25 @@ def message_name(value: Value, micro_batches: int, readers: Sequence[int]) -> tu
     if kind == GRADIENTS:
         return ("total" if len(value.members) == micro_batches and value.parts == 1 else "gradients"), stage
     return ("buffers" if kind == BUFFERS else "parameters"), stage
+
+
+def as_plain(recorded: Recorded) -> tuple[list[Any], list[Any]]:
+    """Return what a rank has recorded as numbers and text, for another rank."""
+    records, messages = recorded
+    return (
+        [vars(record) | {"actions": [str(each) for each in record.actions]} for record in records],
+        [vars(message) | {"value": str(message.value)} for message in messages],
+    )
+
+
+def from_plain(plain: tuple[list[Any], list[Any]]) -> Recorded:
+    """Return what `as_plain` was given."""
+    records, messages = plain
+    return (
+        [SlotRecord(**each | {"actions": _parsed(each["actions"], each["rank"])}) for each in records],
+        [Message(**each | {"value": Value.parse(each["value"])}) for each in messages],
+    )
+
+
+def _parsed(actions: Sequence[str], rank: int) -> tuple[Action, ...]:
+    return tuple(Action.parse(each, rank) for each in actions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cdp_repro.engine.team import Team
+from cdp_repro.launch.team import Team
 
 _WANTED, _DECIDED = "stop_wanted", "stop_before_step"
 

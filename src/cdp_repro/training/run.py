@@ -17,10 +17,10 @@ import torch
 from cdp_repro.config import RunConfig
 from cdp_repro.config.loading import without_effect
 from cdp_repro.data import Dataset, DatasetError
-from cdp_repro.engine.allocator import keep_freed_memory
-from cdp_repro.engine.team import Team
+from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.launch.process_group import process_group, refuse_differing
 from cdp_repro.launch.signals import StopRequest
+from cdp_repro.launch.team import Team
 from cdp_repro.observe.metrics import MetricsLog
 from cdp_repro.observe.run_directory import RunDirectory
 from cdp_repro.observe.trace_files import mirror_trace, write_trace_files

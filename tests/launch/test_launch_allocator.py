@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys, torch
-from cdp_repro.engine.allocator import keep_freed_memory
+from cdp_repro.launch.allocator import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 faults = []

@@ -6,16 +6,14 @@ On a single device the team is this process alone, and every exchange is with it
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from cdp_repro.engine.messages import Layout
 from cdp_repro.launch import control_messages
 from cdp_repro.launch.failures import StalledError, is_lost_peer
 from cdp_repro.launch.positions import Positions
@@ -29,7 +27,7 @@ class Team:
 
     Args:
         size: ranks that are needed.
-        device: where tensors are that are broadcast.
+        device: where the tensors of this rank are.
         wanted_by: what needs so many ranks, for the error message.
 
     Raises:
@@ -37,7 +35,7 @@ class Team:
     """
 
     def __init__(self, size: int, device: torch.device, wanted_by: str) -> None:
-        self._device = device
+        self.device = device
         self.size = size
         present = dist.get_world_size() if dist.is_initialized() else 1
         if present != self.size and (self.size > 1 or present > 1):
@@ -104,7 +102,7 @@ class Team:
         """How long a rank waits for another."""
         world = dist.group.WORLD
         assert world is not None, "asked only where there are several ranks"
-        seconds: float = world._get_backend(self._device).options._timeout.total_seconds()
+        seconds: float = world._get_backend(self.device).options._timeout.total_seconds()
         return seconds
 
     @property
@@ -136,18 +134,6 @@ class Team:
         """
         shared = PrefixStore("cdp_repro", dist.distributed_c10d._get_default_store())
         return PrefixStore(f"team/{shared.add(f'teams/{self.rank}', 1)}", shared)
-
-    def broadcast(self, layout: Layout, tensors: Mapping[str, Tensor] | None, source: int) -> Mapping[str, Tensor]:
-        """Return the tensors of rank `source`, which alone must give them."""
-        if self.size == 1 or not layout.nbytes:
-            return tensors or layout.views(torch.empty(0, dtype=torch.uint8, device=self._device))
-        if self.rank == source:
-            assert tensors is not None
-            dist.broadcast(layout.pack(tensors, self._device), source)
-            return tensors
-        buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
-        dist.broadcast(buffer, source)
-        return {name: view.clone() for name, view in layout.views(buffer).items()}
 
 
 def _store_of_all() -> Store:
