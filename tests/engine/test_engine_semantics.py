@@ -49,13 +49,13 @@ def train(engine, batches=None):
         (
             "cdp_v1",
             -1,
-            "forward of stage 2 on micro-batch 0 of step 1 used version 1; its staleness 1 asks for version 0",
+            "forward of stage 2 on micro-batch 0 of step 1 used version 1; the rule asks for version 0",
         ),
         # always the oldest: worker 1 of step 1 is to be fresh while version 0 still lives for worker 0's backward
         (
             "cdp_v2",
             0,
-            "forward of stage 1 on micro-batch 1 of step 1 used version 0; its staleness 0 asks for version 1",
+            "forward of stage 1 on micro-batch 1 of step 1 used version 0; the rule asks for version 1",
         ),
     ],
 )

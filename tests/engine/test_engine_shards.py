@@ -110,7 +110,7 @@ def test_updates_of_shards_are_those_of_the_whole(optimizer):
     before = copy.deepcopy(whole.state_dict({1: first}))
     states = []
     for shards, part in zip(everywhere, parts, strict=True):
-        loaded = part.load_state_dict(shards.cut_state(before, part.optimized), [1])
+        loaded = part.load_state_dict(shards.cut_state(before, part.optimized))
         states.append(part.state_dict({2: update(part, loaded[1], shards.pieces(gradients))}))
     expected = whole.state_dict({2: update(whole, first, gradients)})
     joined = everywhere[0].join_states(states, parts[0].optimized)

@@ -70,11 +70,12 @@ def test_the_program_of_a_rank_is_its_part_of_all(schedule, first, steps, slot):
     whole = program.slots(steps, first)
     for rank, expected in enumerate(per_rank(schedule, whole)):
         own = RankProgram(program, rank)
+        own.next_slot = slot
         left = iter(range(steps))
-        replayed = list(own.replay(first, lambda: next(left, None) is not None, slot))  # noqa: B023
+        replayed = list(own.replay(first, lambda: next(left, None) is not None))  # noqa: B023
         assert {s.number - slot: list(s.actions) for s in replayed} == expected
         assert [s.number for s in replayed] == sorted(s.number for s in replayed)
-        assert own.length(first, steps) == len(whole)
+        assert own.next_slot == slot + len(whole)
 
 
 @pytest.mark.parametrize(("mode", "n", "k"), [("cdp_v2", 4, 1), ("cdp_v1", 5, 1), ("cdp_v2", 4, 2), ("dp", 3, 1)])
@@ -161,8 +162,9 @@ def test_no_steps_no_slots():
     for mode in ("dp", *CYCLIC):
         program = Program(Schedule.build(mode, 3))
         assert program.slots(0) == []
-        assert list(RankProgram(program, 0).replay(0, lambda: False)) == []
-        assert RankProgram(program, 0).length(0, 0) == 0
+        own = RankProgram(program, 0)
+        assert list(own.replay(0, lambda: False)) == []
+        assert own.next_slot == 0
 
 
 @pytest.mark.parametrize("mode", ["dp", *CYCLIC])

@@ -96,7 +96,12 @@ class Mailbox:
         buffer = _part(self._arriving, value)
         works = [dist.irecv(buffer, peer, group=self._groups[peer, self._rank])] if len(buffer) else []
         transfer = Transfer.of(everything, *works)
-        return Pending(lambda: self._content(value, layout.views(transfer.wait()) if is_first else {}))
+
+        def arrived() -> Any:
+            views = layout.views(transfer.wait())
+            return self._content(value, views if is_first else {})
+
+        return Pending(arrived)
 
     def join(self, value: Value, content: Any) -> tuple[Pending, int]:
         """Start this rank's part in the collective that makes `value`, with a copy of `content`.
