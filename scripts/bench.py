@@ -149,11 +149,13 @@ def _accumulation_loop(config: RunConfig, batch: tuple[torch.Tensor, torch.Tenso
 def _loop_by_hand(config: RunConfig, batch: tuple[torch.Tensor, torch.Tensor]) -> Callable[[], None]:
     """Return the forwards, backwards and updates of cdp_v2 in its order, by plain autograd: what the order costs.
 
-    Two copies of the stages take turns in place of versions: as much work, with other numbers.
+    Two copies of the stages take turns in place of versions, and the second takes over the parameters of the first
+    where an update keeps the version before: as much work, with other numbers.
     """
     workers, last = config.workers, config.stages - 1
     copies = [cut_model(config).stages for _ in range(2)]
     optimizers = [[sgd(list(stage.train().parameters())) for stage in stages] for stages in copies]
+    parameters = [[[each.data for each in stage.parameters()] for stage in stages] for stages in copies]
     program = Program(Schedule.build("cdp_v2", workers, config.stages))
     actions = [action for slot in program.slots(STEPS_PER_ROUND) for action in slot.actions]
 
@@ -162,10 +164,13 @@ def _loop_by_hand(config: RunConfig, batch: tuple[torch.Tensor, torch.Tensor]) -
         outputs: dict[int, torch.Tensor] = {}
         gradients: dict[int, torch.Tensor | None] = {}
         saved: dict[tuple[int, int], tuple[torch.Tensor, GradientEdge]] = {}
-        for op, _, j, m, version, *_ in actions:
+        for op, _, j, m, version, _, _, reads, _, frees in actions:
             if op is Op.UPDATE:
-                optimizers[(version - 1) % 2][j].step()
-                optimizers[(version - 1) % 2][j].zero_grad()
+                old, new = (version - 1) % 2, version % 2
+                if reads != frees:  # the version before is still read
+                    torch._foreach_copy_(parameters[new][j], parameters[old][j])
+                optimizers[old][j].step()
+                optimizers[old][j].zero_grad()
             elif op is Op.FORWARD:
                 read = outputs.pop(m).requires_grad_() if j else inputs[m % workers]
                 output = copies[m // workers % 2][j](read)
