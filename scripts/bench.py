@@ -1,14 +1,13 @@
-"""Measure overhead, methods against delay, programs, activation peaks, placements, pipelines, servers and links.
+"""Measure overhead, methods against delay, programs, placements, pipelines, servers and links.
 
-Usage: python scripts/bench.py [overhead] [methods] [programs] [memory] [placements] [pipelines] [servers]
+Usage: python scripts/bench.py [overhead] [methods] [programs] [placements] [pipelines] [servers]
                                 [links_resnet18] [links_vit]
 
 Writes results/bench/*.json.
 
 Without names: all. Servers and links are between network namespaces, which takes root.
 
-Times are taken side by side, in alternating rounds of one process, and reported as ratios with their spread. Bytes
-are exact and need one run.
+Times are taken side by side, in alternating rounds of one process, and reported as ratios with their spread.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.launch.process_group import process_group
 from cdp_repro.observe.figures import save_figure
 from cdp_repro.observe.versions import short, versions
-from cdp_repro.predict.cutting import cut_model, sample
+from cdp_repro.predict.cutting import cut_model
 from cdp_repro.predict.pricing import Cluster, Collectives, Link
 from cdp_repro.predict.pricing.calibration import measure_network, measure_stages, network_of, time_messages
 from cdp_repro.predict.pricing.quote import prices_on_each
@@ -68,7 +67,7 @@ MOST_FORWARDS = 400_000
 
 def main(names: list[str]) -> None:
     benches: dict[str, Callable[[], dict[str, Any]]] = {
-        "overhead": overhead, "methods": methods, "programs": programs, "memory": memory, "placements": placements,
+        "overhead": overhead, "methods": methods, "programs": programs, "placements": placements,
         "pipelines": pipelines, "servers": servers,
         **{name: partial(links, name) for name in LINK_NETWORKS},
     }  # fmt: skip
@@ -198,55 +197,6 @@ def _engine_loop(config: RunConfig, batch: tuple[torch.Tensor, torch.Tensor], tr
     return run
 
 
-# --- memory -------------------------------------------------------------------------------------------------------
-
-
-def memory() -> dict[str, object]:
-    """Executed activation peak of CDP over that of DP, for the networks of the paper's figures."""
-    rows = []
-    for model, workers in (("resnet50", 4), ("resnet50", 8), ("vit_b_16", 4), ("vit_b_16", 12)):
-        for partition in ("flops", "activations"):
-            config = _config(model, 224, workers, workers, partition)
-            peak = {
-                (mode, order): _executed_peak(config, mode, order)
-                for mode, order in (("dp", "paper"), ("cdp_v2", "paper"), ("cdp_v2", "backward_first"))
-            }
-            baseline = peak["dp", "paper"]
-            rows.append(
-                {
-                    "model": model,
-                    "workers": workers,
-                    "partition": partition,
-                    "dp_peak_bytes": baseline,
-                    "ratio_paper": peak["cdp_v2", "paper"] / baseline,
-                    "ratio_backward_first": peak["cdp_v2", "backward_first"] / baseline,
-                    "equal_stages_paper": (workers + 1) / (2 * workers),
-                }
-            )
-            print(rows[-1], flush=True)
-    return {
-        "config": "224 px, micro-batch 1, S = N, fp32, two training steps executed; bytes are exact, one trial",
-        "rows": rows,
-    }
-
-
-def _executed_peak(config: RunConfig, mode: str, slot_order: str) -> int:
-    torch.manual_seed(0)
-    engine = Engine(
-        cut_model(config).stages,
-        F.cross_entropy,
-        lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
-        mode,
-        slot_order=slot_order,
-        traced_steps=2,
-    )
-    inputs, targets = sample(config, "cpu")
-    batch = (torch.randn(config.batch_size, *inputs.shape[1:]), targets.repeat(config.workers))
-    for _ in engine.run([batch] * 2):
-        pass
-    return engine.trace().activation_peak_bytes_total
-
-
 def _config(model: str, image_size: int, workers: int, batch_size: int, partition: str) -> RunConfig:
     classes = 10 if image_size == 32 else 1000
     return RunConfig(
@@ -298,7 +248,6 @@ def _program_row(workers: int, placement: str) -> dict[str, object]:
 def tables() -> str:
     """Return the tables of docs/benchmarks.md from the results."""
     timing = json.loads((RESULTS / "overhead.json").read_text())
-    sizes = json.loads((RESULTS / "memory.json").read_text())
     lines = [
         "| step time over a gradient-accumulation loop | threads | median | quartiles |",
         "| --- | --- | --- | --- |",
@@ -312,16 +261,6 @@ def tables() -> str:
     lines += ["", f"{rounds}; {timing['config']}; {_evidence(timing)}.", ""]
     lines += _method_table()
     lines += _program_table()
-    lines += [
-        "| activation peak, CDP / DP, executed | cut by | paper order | (N+1)/2N | backward first |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for row in sizes["rows"]:
-        lines.append(
-            f"| {row['model']}, N = {row['workers']} | {row['partition']} | {row['ratio_paper']:.3f} | "
-            f"{row['equal_stages_paper']:.3f} | {row['ratio_backward_first']:.3f} |"
-        )
-    lines += ["", f"{sizes['config']}; {_evidence(sizes)}.", ""]
     speed = json.loads((RESULTS / "placements.json").read_text())
     lines += ["| throughput of cdp_v2 / the library's | median | quartiles | planned |", "| --- | --- | --- | --- |"]
     for name, ratio in speed["throughput_ratios"].items():
