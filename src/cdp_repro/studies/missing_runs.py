@@ -12,13 +12,11 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import os
 import shlex
 import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,6 +29,7 @@ from cdp_repro.launch.signals import StopRequest
 from cdp_repro.launch.train_process import train_in_process
 from cdp_repro.observe.run_directory import COMMAND, CONFIG, RunDirectory, RunDirectoryError, arguments_to_go_on
 from cdp_repro.observe.versions import short, versions
+from cdp_repro.studies.at_once import Ended, threads_of, train_at_once
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.collecting import collect
 from cdp_repro.studies.rows import DIVERGED, ROWS, Row, RowError, read_rows, run_name, write_row
@@ -90,16 +89,12 @@ def log_path(directory: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Ended):
     """How far a sweep has come."""
 
     done: int
     """Runs that have a row."""
     total: int
-    failures: tuple[str, ...]
-    """A sentence for each run that failed."""
-    signal: int | None
-    """The signal that stopped the sweep, if one did."""
 
 
 def train_missing(options: Options) -> Outcome:
@@ -110,17 +105,9 @@ def train_missing(options: Options) -> Outcome:
     rows = {(row.study, row.cell, row.seed): row for row in _rows(options)}
     missing = _not_taken_over([run for run in runs if run.key not in rows], rows.values(), options)
     _warn_of_other_code(rows.values(), missing)
-    failures: list[str] = []
-    with StopRequest() as stop, ThreadPoolExecutor(options.jobs) as pool:
-        numbered = enumerate(missing, start=1)
-        futures = [pool.submit(_complete, run, options, stop, f"[{number}/{len(missing)}]") for number, run in numbered]
-        try:
-            failures += [failure for future in as_completed(futures) if (failure := future.result())]
-        except KeyboardInterrupt:  # the second one: threads cannot be interrupted, so end as a process without them
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGINT)
+    ended = train_at_once(missing, options.jobs, lambda run, label, stop: _complete(run, options, stop, label))
     present = {(row.study, row.cell, row.seed) for row in _rows(options)}
-    return Outcome(sum(run.key in present for run in runs), len(runs), tuple(failures), stop.signal)
+    return Outcome(ended.failures, ended.signal, sum(run.key in present for run in runs), len(runs))
 
 
 def _rows(options: Options) -> list[Row]:
@@ -185,7 +172,7 @@ def _complete(run: Run, options: Options, stop: StopRequest, label: str) -> str 
             if _status(directory) not in ends:
                 arguments = _arguments(run, directory, options)
                 logger.info("%s %s", label, shlex.join(["cdp-train", *arguments]))
-                code = train_in_process(arguments, stop, _threads(run.cell, options.jobs), log)
+                code = train_in_process(arguments, stop, threads_of(run.cell.config.processes, options.jobs), log)
                 verb = _status(directory)
                 if code and verb not in ends:
                     return None if stop.signal is not None else _failure(name, code, log_path(directory))
@@ -244,15 +231,6 @@ def _remove_half_made(directory: Path) -> None:
     for folder in (directory / "checkpoints", directory / "logs", directory):
         with suppress(OSError):  # not there or, against all expectation, not empty, which cdp-train then refuses
             folder.rmdir()
-
-
-def _threads(cell: Cell, jobs: int) -> dict[str, str]:
-    """Return the environment in which the processes of several runs share the cores; one run finds its own way."""
-    if jobs == 1 or "OMP_NUM_THREADS" in os.environ:
-        return {}
-    import torch  # here: it takes seconds, and only several runs at once need it
-
-    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // jobs // cell.config.processes))}
 
 
 def _failure(name: str, code: int, log: Path) -> str:

@@ -7,12 +7,9 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
 
 from cdp_repro.config import ConfigError
@@ -22,6 +19,7 @@ from cdp_repro.launch.slurm_script import ArrayScript
 from cdp_repro.launch.train_process import train_in_process
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.run_directory import CONFIG, SAVED, RunDirectory
+from cdp_repro.studies.at_once import Ended, threads_of, train_at_once
 from cdp_repro.studies.cells import Cell
 
 logger = logging.getLogger("cdp_repro")
@@ -29,31 +27,12 @@ logger = logging.getLogger("cdp_repro")
 SCRIPT = "sweep.sh"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How the cells have ended."""
-
-    failures: tuple[str, ...]
-    """A sentence for each that failed."""
-    signal: int | None
-    """The signal that stopped all, if one did."""
-
-
-def train_here(cells: Sequence[Cell], jobs: int) -> Outcome:
+def train_here(cells: Sequence[Cell], jobs: int) -> Ended:
     """Train the cells in processes of their own, so many at once; go on after failures.
 
     Cells that are finished are skipped, and those that were stopped go on, so that a sweep can be repeated.
     """
-    failures: list[str] = []
-    with StopRequest() as stop, ThreadPoolExecutor(jobs) as pool:
-        labels = [f"[{number}/{len(cells)}]" for number in range(1, len(cells) + 1)]
-        futures = [pool.submit(_train, *each, stop, jobs) for each in zip(cells, labels, strict=True)]
-        try:
-            failures += [failure for future in as_completed(futures) if (failure := future.result())]
-        except KeyboardInterrupt:  # the second one: threads cannot be interrupted, so end as a process without them
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGINT)
-    return Outcome(tuple(failures), stop.signal)
+    return train_at_once(cells, jobs, lambda cell, label, stop: _train(cell, label, stop, jobs))
 
 
 def _train(cell: Cell, label: str, stop: StopRequest, jobs: int) -> str | None:
@@ -68,7 +47,7 @@ def _train(cell: Cell, label: str, stop: StopRequest, jobs: int) -> str | None:
             cell.log.write_text(f"exit code {code}; {_last_words(cell)}\n")
     else:
         with cell.log.open("ab") as log:
-            code = train_in_process(cell.arguments(), stop, _threads(cell, jobs), log)
+            code = train_in_process(cell.arguments(), stop, threads_of(cell.config.processes, jobs), log)
         where = cell.log
         logger.info("%s %s: %s", label, cell.name, "finished" if code == 0 else f"exit code {code}")
     return None if code == 0 or stop.signal is not None else f"exit code {code}: {cell.name} (see {where})"
@@ -80,14 +59,6 @@ def _last_words(cell: Cell) -> str:
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     told = re.match(r"[\w.]*Error: (.*)", lines[-1]) if lines else None
     return f"error: {told[1]}" if told else "what it printed went to the terminal of the sweep"
-
-
-def _threads(cell: Cell, jobs: int) -> dict[str, str]:
-    """Return the environment in which the processes of several runs share the cores."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return {}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // jobs // cell.config.processes))}
 
 
 def array_script(root: Path, cells: Sequence[Cell], launcher: SlurmLauncher) -> str:
