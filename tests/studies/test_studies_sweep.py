@@ -16,14 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import TINY
 from ranks import PRELOADED
 
 from cdp_repro.cli import report, sweep, train
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import COMMAND, RunDirectory
-from cdp_repro.studies import missing_runs
+from cdp_repro.studies import at_once, missing_runs
 from cdp_repro.studies.collecting import collect
 from cdp_repro.studies.rows import read_rows, write_row
 from cdp_repro.studies.study import Cell, Study
@@ -183,7 +182,7 @@ def test_a_damaged_run_directory_does_not_keep_others_from_being_trained(quick, 
 
 
 def test_runs_at_once_share_the_cores(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(at_once, "usable_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     environments = failing(monkeypatch)
     sweeps("--jobs=2")

@@ -14,12 +14,12 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cdp_repro.launch.environment import usable_cores
 from cdp_repro.launch.failures import Failure, StalledError, error_to_raise
 from cdp_repro.launch.folders import temporary_folder
 from cdp_repro.launch.fork_server import ForkedRanks
@@ -79,13 +79,8 @@ def _variables(processes: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is in this process; rank 0 is a client as well
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // processes))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // processes))),
     }
-
-
-def _cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _watch(

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import TypeVar
 
+from cdp_repro.launch.environment import usable_cores
 from cdp_repro.launch.signals import StopRequest
 
 T = TypeVar("T")
@@ -44,5 +45,4 @@ def threads_of(processes: int, jobs: int) -> dict[str, str]:
     """Return the environment in which the processes of several runs share the cores; one run finds its own way."""
     if jobs == 1 or "OMP_NUM_THREADS" in os.environ:
         return {}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // jobs // processes))}
+    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // jobs // processes))}
