@@ -143,9 +143,9 @@ def test_a_run_that_diverges_is_a_result_of_tuning_and_a_failure_elsewhere(quick
 
 
 def test_a_run_that_was_killed_before_it_had_a_configuration_starts_again(quick):
-    for folder in ("checkpoints", "logs"):
-        (directory(SHORT) / folder).mkdir(parents=True)
-    (directory(SHORT) / COMMAND).write_text("cdp-train\n")
+    directory(SHORT).mkdir(parents=True)
+    for name in (".claim", ".config.yaml.new"):
+        (directory(SHORT) / name).write_text("m")
     assert sweeps("--run=0") == 0
     assert len(rows()) == 1
 

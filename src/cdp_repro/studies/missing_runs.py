@@ -27,7 +27,7 @@ from cdp_repro.config.keys import RESUME_KEYS
 from cdp_repro.config.task import task_of
 from cdp_repro.launch.signals import StopRequest
 from cdp_repro.launch.train_process import train_in_process
-from cdp_repro.observe.run_directory import COMMAND, CONFIG, RunDirectory, RunDirectoryError, arguments_to_go_on
+from cdp_repro.observe.run_directory import CONFIG, RunDirectory, RunDirectoryError, arguments_to_go_on
 from cdp_repro.observe.versions import short, versions
 from cdp_repro.studies.at_once import Ended, threads_of, train_at_once
 from cdp_repro.studies.catalog import STUDIES
@@ -220,17 +220,7 @@ def _arguments(run: Run, directory: Path, options: Options) -> list[str]:
         given = (*given, "wandb=disabled")
     if (directory / CONFIG).exists():
         return [*arguments_to_go_on(directory), *(text for text in given if text.partition("=")[0] in RESUME_KEYS)]
-    _remove_half_made(directory)
     return [*run.cell.arguments(run.seed), *given, f"run_dir={directory}"]
-
-
-def _remove_half_made(directory: Path) -> None:
-    """Remove a directory of a run that was killed before its configuration was written: there is nothing in it yet."""
-    for name in (COMMAND, f".{CONFIG}.new"):
-        (directory / name).unlink(missing_ok=True)
-    for folder in (directory / "checkpoints", directory / "logs", directory):
-        with suppress(OSError):  # not there or, against all expectation, not empty, which cdp-train then refuses
-            folder.rmdir()
 
 
 def _failure(name: str, code: int, log: Path) -> str:
