@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,19 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-def script(name, *arguments):
-    command = [sys.executable, str(SCRIPTS / f"{name}.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+@pytest.fixture
+def script(monkeypatch, capsys):
+    """Run a script in this process, which has imported torch already; return exit code, stdout and stderr."""
+
+    def run(name, *arguments):
+        path = str(SCRIPTS / f"{name}.py")
+        monkeypatch.setattr(sys, "argv", [path, *arguments])
+        monkeypatch.syspath_prepend(SCRIPTS)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(path, run_name="__main__")
+        return ended.value.code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -35,14 +46,21 @@ def script(name, *arguments):
         ("accuracy", ["cifar11"], "unknown study 'cifar11': choose"),
     ],
 )
-def test_a_wrong_word_is_named(name, arguments, told):
-    done = script(name, *arguments)
-    assert done.returncode == 2 and done.stdout == ""
-    assert told in done.stderr and done.stderr.startswith("error: ")
+def test_a_wrong_word_is_named(script, name, arguments, told):
+    code, out, error = script(name, *arguments)
+    assert code == 2 and out == ""
+    assert told in error and error.startswith("error: ")
 
 
 @pytest.mark.parametrize("name", ["bench", "simulate", "docs", "readme"])
-def test_help_is_their_documentation(name):
-    done = script(name, "--help")
-    assert done.returncode == 0 and done.stderr == ""
-    assert f"Usage: python scripts/{name}.py" in done.stdout
+def test_help_is_their_documentation(script, name):
+    code, out, error = script(name, "--help")
+    assert code == 0 and error == ""
+    assert f"Usage: python scripts/{name}.py" in out
+
+
+def test_a_script_is_a_command():
+    command = [sys.executable, str(SCRIPTS / "simulate.py"), "eight"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: N=eight: ")
