@@ -1,19 +1,18 @@
 """The baselines against our engine in mode dp, in real gloo processes, in float64.
 
-The processes of one N run everything once, and rank r leaves what it has seen in a file; the tests read these files.
+The ranks of one N run everything once, and return what they have seen; the tests read it.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import nn
 
 from cdp_repro.baselines import BASELINES, baseline_class
@@ -89,17 +88,11 @@ def refusal_or(call):
         return str(error)
 
 
-# --- in each process -------------------------------------------------------------------------------------------------
+# --- on each rank ---------------------------------------------------------------------------------------------------
 
 
-def process(rank, workers, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=workers)
-    try:
-        seen = {name: observe(name, workers) for name in BASELINES}
-        torch.save(seen, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def observe_all(workers):
+    return {name: observe(name, workers) for name in BASELINES}
 
 
 def observe(name, workers):
@@ -161,9 +154,7 @@ def one_worker_fewer(state):
 @pytest.fixture(scope="module", params=[2, 3], ids="{} workers".format)
 def seen(request, tmp_path_factory):
     """Return what each rank has seen, [rank][baseline]."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(process, (request.param, str(folder)), nprocs=request.param)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+    return run_ranks(observe_all, request.param, request.param, folder=tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
