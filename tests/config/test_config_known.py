@@ -46,7 +46,7 @@ def test_hydra_composes_once_for_the_cells_of_all_studies(monkeypatch):
     monkeypatch.setattr(
         compose, "compose", lambda *args, **options: calls.append(args) or hydra.compose(*args, **options)
     )
-    for cached in (compose.compose_known, compose._of_choices, compose._default_tree):
+    for cached in (compose.compose_known, compose._of_choices, compose._composed_of_ours):
         cached.cache_clear()
     assert len({repr(cell.config) for study in STUDIES.values() for cell in study.cells}) > 100
     assert len(calls) == 1

@@ -203,7 +203,7 @@ def _of_choices(choices: tuple[str, ...]) -> RunConfig:
     beside = {
         key.removeprefix("override /"): name for each in experiment.pop("defaults", ()) for key, name in each.items()
     }
-    tree = deepcopy(_default_tree())
+    tree = deepcopy(_composed_of_ours(()))
     tree.update({group: _file(group, name) for group, name in {**beside, **chosen}.items()})
     OmegaConf.set_struct(tree, False)  # an experiment may name values that a choice beside it lacks
     return _typed_tree(OmegaConf.unsafe_merge(tree, experiment))  # the tree is a copy already
@@ -229,8 +229,12 @@ def _file(group: str, name: str) -> DictConfig:
 
 
 @cache
-def _default_tree() -> DictConfig:
-    return _composed((), OURS)
+def _composed_of_ours(choices: tuple[str, ...]) -> DictConfig:
+    """Let Hydra compose choices of our tree, which does not change; cells of a sweep often have the same ones.
+
+    Copy it before anything is put into it.
+    """
+    return _composed(choices, OURS)
 
 
 def expand_sweep(overrides: Sequence[str], source: Source = OURS) -> list[list[str]]:
@@ -316,7 +320,7 @@ def _examined(overrides: Sequence[str], source: Source) -> tuple[list[str], list
         for override in parsed
         if source.is_group(override.key_or_group) and id(override) not in problems
     ]
-    tree = _composed(groups, source)
+    tree = _composed_of_ours(tuple(groups)) if source == OURS else _composed(groups, source)
     found = leaves(tree)
     known, missing = [key for key, _ in found], [key for key, value in found if value == MISSING]
     problems |= {id(item): problem for item in parsed if (problem := _unknown_key(item, source, known, missing))}
@@ -324,7 +328,7 @@ def _examined(overrides: Sequence[str], source: Source) -> tuple[list[str], list
     if chosen.get("baseline") is not None and chosen.get("placement") == "single_device":  # the default, but asked for
         problems[0] = f"baseline={chosen['baseline']} places its stages itself: drop placement=single_device"
     composable = [_text(override) for override in parsed if id(override) not in problems]
-    return composable, [*problems.values()], tree if composable == groups else None
+    return composable, [*problems.values()], deepcopy(tree) if composable == groups else None
 
 
 INSTALLED = {"mode": "modes", "placement": "placements", "model": "models", "dataset": "datasets"}
