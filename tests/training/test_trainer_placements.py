@@ -154,7 +154,7 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_bitwise(tmp_path, tiny, alon
     step, rank = random.randrange(3, STEPS), random.randrange(config.processes)
     begin = time.monotonic()
     with pytest.raises(RankFailedError, match=rf"rank {rank} was killed by SIGKILL"):
-        launch(train_run, (config, tmp_path / "run", False, step, (rank, signal.SIGKILL)), config.processes)
+        launch(train_run, (config, tmp_path / "run", False, step, (rank, signal.SIGKILL)), config.processes, 5.0)
     assert time.monotonic() - begin < 60, "the start of the processes included"
     run(config, tmp_path / "run", tmp_path, resume=True)
     same_outcome(tmp_path / "run", alone / mode)
@@ -162,7 +162,7 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_bitwise(tmp_path, tiny, alon
 
 @pytest.mark.parametrize(("mode", "placement"), RUNS)
 def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path, tiny, placement, mode):
-    config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split(), "timeout_seconds=8")
+    config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split(), "timeout_seconds=4")
     hurt = random.randrange(config.processes)
     with pytest.raises(StalledError, match=f"^rank {hurt} stalls: ") as failure:
         launch(train_run, (config, tmp_path / "run", False, 4, (hurt, signal.SIGSTOP)), config.processes, 2.0)
