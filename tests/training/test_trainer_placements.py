@@ -162,7 +162,7 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_bitwise(tmp_path, tiny, alon
 
 @pytest.mark.parametrize(("mode", "placement"), RUNS)
 def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path, tiny, placement, mode):
-    config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split(), "timeout_seconds=4")
+    config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split(), "timeout_seconds=6")
     hurt = random.randrange(config.processes)
     with pytest.raises(StalledError, match=f"^rank {hurt} stalls: ") as failure:
         launch(train_run, (config, tmp_path / "run", False, 4, (hurt, signal.SIGSTOP)), config.processes, 2.0)

@@ -15,7 +15,7 @@ from cdp_repro.config.numerics import autocast, loss_fn, parameter_dtype
 from cdp_repro.models import ModelError, build_model, cut
 from cdp_repro.models.chain import Branched, hidden_matrices, segments
 from cdp_repro.predict.partition import StagesError, partition_branches
-from cdp_repro.predict.profiling import profile_stages, time_stages
+from cdp_repro.predict.profiling import profile_passes, profile_stages, time_stages
 from cdp_repro.predict.stage_cut import StageCut
 
 
@@ -104,13 +104,13 @@ def _block_costs(config: RunConfig, model: nn.Sequential) -> Sequence[float]:
         seconds = time_stages(blocks, loss_fn, *inputs, autocast=autocast(config, device.type), sources=sources)
         model.to("cpu")
         return seconds
+    if config.partition == "parameters":
+        return [sum(parameter.nbytes for parameter in block.parameters()) for block in blocks]
     inputs = sample(config.reading_whole(), "cpu")  # cut alike, whether or not sequences are cut
-    costs = profile_stages(blocks, loss_fn, *inputs, autocast=autocast(config, "cpu"), sources=sources)
-    return {
-        "flops": [sum(both) for both in zip(costs.forward_flops, costs.backward_flops, strict=True)],
-        "parameters": costs.parameter_bytes,
-        "activations": costs.forward_bytes,
-    }[config.partition]
+    forward, backward = profile_passes(blocks, loss_fn, *inputs, autocast=autocast(config, "cpu"), sources=sources)
+    if config.partition == "activations":
+        return [came for came, _ in forward]
+    return [there + back for (_, there), (_, back) in zip(forward, backward, strict=True)]
 
 
 def sample(config: RunConfig, device: torch.device | str) -> tuple[Tensor, Tensor]:

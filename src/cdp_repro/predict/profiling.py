@@ -68,6 +68,24 @@ _Measured = list[tuple[int, int]]
 """By stage: live bytes that came, and FLOPs."""
 
 
+def profile_passes(
+    stages: Sequence[nn.Module],
+    loss_fn: LossFn,
+    inputs: Tensor,
+    targets: Tensor,
+    autocast: Autocast = nullcontext,
+    sources: Sources = (),
+) -> tuple[_Measured, _Measured]:
+    """Return, by stage, the live bytes and the FLOPs that its forward adds, and its backward, as `profile_stages` does.
+
+    That is a part of what it measures, in a third of the time.
+    """
+    with fake_tensors() as convert:
+        batch = convert(inputs), convert(targets)
+        forward, backward, _ = _walked(lambda: Rehearsal(stages, loss_fn, autocast, convert, sources), batch, slices=1)
+    return forward, backward
+
+
 def _walked(
     make: Callable[[], Rehearsal], batch: tuple[Tensor, Tensor], slices: int
 ) -> tuple[_Measured, _Measured, tuple[int, ...]]:
