@@ -33,7 +33,7 @@ def script(monkeypatch, capsys):
         (
             "bench",
             ["overhed"],
-            "unknown bench 'overhed': choose overhead, methods, programs, memory, placements, pipelines, servers, "
+            "unknown bench 'overhed': choose overhead, methods, programs, placements, pipelines, servers, "
             "links_resnet18, links_vit",
         ),
         ("bench", ["overhed"], "did you mean 'overhead'?"),
