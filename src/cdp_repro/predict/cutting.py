@@ -107,7 +107,7 @@ def _block_costs(config: RunConfig, model: nn.Sequential) -> Sequence[float]:
     if config.partition == "parameters":
         return [sum(parameter.nbytes for parameter in block.parameters()) for block in blocks]
     inputs = sample(config.reading_whole(), "cpu")  # cut alike, whether or not sequences are cut
-    forward, backward = profile_passes(blocks, loss_fn, *inputs, autocast=autocast(config, "cpu"), sources=sources)
+    forward, backward, _ = profile_passes(blocks, loss_fn, *inputs, autocast=autocast(config, "cpu"), sources=sources)
     if config.partition == "activations":
         return [came for came, _ in forward]
     return [there + back for (_, there), (_, back) in zip(forward, backward, strict=True)]
