@@ -15,7 +15,7 @@ def replace_file(path: Path, data: bytes) -> None:
         path.write_bytes(data)
         return
     target = Path(os.path.realpath(path))
-    new = target.with_name(f".{target.name}.new")
+    new = unfinished(target)
     try:
         with new.open("wb") as file:
             file.write(data)
@@ -24,3 +24,8 @@ def replace_file(path: Path, data: bytes) -> None:
         new.replace(target)
     finally:
         new.unlink(missing_ok=True)
+
+
+def unfinished(path: Path) -> Path:
+    """Return where the new content of `path` is until it is whole; a kill may leave it there."""
+    return path.with_name(f".{path.name}.new")

@@ -26,13 +26,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from cdp_repro.observe.atomic_file import replace_file
+from cdp_repro.observe.atomic_file import replace_file, unfinished
 from cdp_repro.observe.json_values import valid_json
 
 CONFIG, COMMAND, METRICS, SUMMARY = "config.yaml", "command.txt", "metrics.jsonl", "summary.json"
 CHECKPOINTS, LOGS = "checkpoints", "logs"
 _CLAIM = ".claim"
-_UNBEGUN = {_CLAIM, f".{CONFIG}.new"}
+_UNBEGUN = {_CLAIM, unfinished(Path(CONFIG)).name}
 """What there is of a run before it has its configuration."""
 SAVED = (f"{CHECKPOINTS}/step-*", f"{CHECKPOINTS}/.replaced-step-*")
 """Where checkpoints are; the second is the old copy of a step that is being saved again."""

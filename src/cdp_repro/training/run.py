@@ -22,7 +22,7 @@ from cdp_repro.launch.process_group import process_group, refuse_differing
 from cdp_repro.launch.signals import StopRequest
 from cdp_repro.launch.team import Team
 from cdp_repro.observe.metrics import MetricsLog
-from cdp_repro.observe.run_directory import RunDirectory
+from cdp_repro.observe.run_directory import RunDirectory, arguments_to_go_on
 from cdp_repro.observe.trace_files import mirror_trace, write_trace_files
 from cdp_repro.observe.versions import code_hash, versions
 from cdp_repro.observe.wandb_mirror import WandbMirror, previous_run_id
@@ -228,7 +228,7 @@ class _Run:
             except OSError as second:  # a full disk, say: what ended the run is told, and this beside it
                 error.add_note(f"and {self._directory.summary_path} could not be written: {second}")
             if isinstance(error, DatasetError):  # a damaged image: a checkpoint holds what was trained before
-                way_on = shlex.join(["cdp-train", f"resume={self._directory.path}"])
+                way_on = shlex.join(["cdp-train", *arguments_to_go_on(self._directory.path)])
                 raise DatasetError(f"{error}\nWith the data whole again, this run goes on by: {way_on}") from error
             raise
         return self._finish("finished")
