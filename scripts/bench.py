@@ -45,12 +45,13 @@ from cdp_repro.launch import launch
 from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.launch.process_group import process_group
 from cdp_repro.observe.figures import save_figure
-from cdp_repro.observe.versions import short, versions
+from cdp_repro.observe.versions import versions
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.predict.pricing import Cluster, Collectives, Link
 from cdp_repro.predict.pricing.calibration import measure_network, measure_stages, network_of, time_messages
 from cdp_repro.predict.pricing.quote import prices_on_each
 from cdp_repro.report.charts import style
+from cdp_repro.report.evidence import origin
 from cdp_repro.schedule import PLACEMENTS, Op, Program, RankProgram, Schedule
 
 ROOT = Path(__file__).parents[1]
@@ -382,10 +383,7 @@ def draw_links(curves: Sequence[dict[str, Any]]) -> Figure:
 
 
 def _evidence(result: dict[str, str]) -> str:
-    return (
-        f"`{result['command']}`, {result['hardware']}, torch {result['version/torch']}, "
-        f"Python {result['version/python']}, commit {short(result['version/git_commit'])}"
-    )
+    return f"`{result['command']}`, {origin([result])}"
 
 
 # --- placements ---------------------------------------------------------------------------------------------------
