@@ -22,6 +22,12 @@ def per_rank(schedule, slots):
     ]
 
 
+def for_steps(number):
+    """Return what says, so many times, that another training step comes."""
+    left = iter(range(number))
+    return lambda: next(left, None) is not None
+
+
 def equal_to_the_passes(program, first, steps):
     schedule = program.schedule
     replayed, made = program.slots(steps, first), written(schedule, steps, first)
@@ -71,8 +77,7 @@ def test_the_program_of_a_rank_is_its_part_of_all(schedule, first, steps, slot):
     for rank, expected in enumerate(per_rank(schedule, whole)):
         own = RankProgram(program, rank)
         own.next_slot = slot
-        left = iter(range(steps))
-        replayed = list(own.replay(first, lambda: next(left, None) is not None))  # noqa: B023
+        replayed = list(own.replay(first, for_steps(steps)))
         assert {s.number - slot: list(s.actions) for s in replayed} == expected
         assert [s.number for s in replayed] == sorted(s.number for s in replayed)
         assert own.next_slot == slot + len(whole)
@@ -84,8 +89,7 @@ def test_ranks_that_take_turns_replay_one_role_after_the_other(mode, n, k):
     assert mode == "dp" or max(len(program.roles.cycle(rank)) for rank in range(program.schedule.ranks)) > 2
     for first, steps in ((0, 9), (1, 7), (4, 5)):
         for rank, expected in enumerate(per_rank(program.schedule, written(program.schedule, steps, first))):
-            left = iter(range(steps))
-            replayed = RankProgram(program, rank).replay(first, lambda: next(left, None) is not None)  # noqa: B023
+            replayed = RankProgram(program, rank).replay(first, for_steps(steps))
             assert {slot.number: list(slot.actions) for slot in replayed} == expected
 
 
@@ -111,9 +115,8 @@ def test_a_step_is_finished_by_the_updates_of_what_a_rank_holds_or_else_by_its_b
 @pytest.mark.parametrize("mode", ["dp", *CYCLIC, STALE], ids=str)
 def test_the_program_of_the_single_device_is_the_whole_schedule(mode):
     program = Program(Schedule.build(mode, 3))
-    left = iter(range(3))
     assert program.schedule.ranks == 1
-    assert list(RankProgram(program, 0).replay(0, lambda: next(left, None) is not None)) == program.slots(3)
+    assert list(RankProgram(program, 0).replay(0, for_steps(3))) == program.slots(3)
 
 
 @given(schedule=schedules(workers=3, accumulate=2), first=st.integers(0, 3), steps=st.integers(1, 4))
