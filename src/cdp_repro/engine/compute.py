@@ -224,8 +224,7 @@ class StageCompute:
         activation checkpointing recomputes reads them, and copies of the buffers, which it must not update twice.
         """
         parameters = saved.version.trainable
-        inputs = [*saved.leaves, *parameters.values(), *(saved.prefix.leaves if saved.prefix else ())]
-        if saved.edge is None or grad_output is None or not inputs:
+        if saved.edge is None or grad_output is None:
             return [None] * len(saved.inputs)
         edges, gradients = [saved.edge], [grad_output]
         if later:
@@ -234,7 +233,7 @@ class StageCompute:
             gradients += later.values()
         known = nullcontext() if saved.prefix is None else saved.prefix.known_to(self._causal)
         with self.restored(saved, lent), known:
-            accumulate(parameters, sums, edges, gradients, inputs)
+            accumulate(parameters, sums, edges, gradients)
         return saved.take_gradients()
 
 
@@ -243,12 +242,13 @@ def accumulate(
     sums: Gradients,
     edges: Sequence[GradientEdge],
     gradients: Sequence[Tensor],
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Tensor] | None = None,
     retain_graph: bool = False,
 ) -> None:
     """Run autograd from `edges`; add the gradients of `parameters` to `sums`, by name.
 
-    `inputs` are the only tensors that take gradients: a loss, too, may have parameters, which are not ours to write to.
+    With `inputs` no other tensors take gradients. A whole backward names none: to find the way to them costs autograd a
+    walk over the graph, and the graph of a stage ends in nothing else, as its first forward has been checked for.
     """
     for name in sums.keys() & parameters.keys():
         parameters[name].grad = sums[name]
