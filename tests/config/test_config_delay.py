@@ -77,6 +77,12 @@ def test_one_class_is_said_to_leave_nothing_to_learn():
     assert said == "dataset.classes=1 leaves nothing to learn: every prediction is right"
 
 
+@pytest.mark.parametrize(("placement", "has_effect"), [("pipeline", True), ("single_device", False)])
+def test_the_schedule_of_pipelines_is_said_to_have_no_effect_elsewhere(placement: str, has_effect: bool) -> None:
+    said = without_effect(compose_config(["mode=dp", f"placement={placement}", "pipeline_schedule=gpipe"]))
+    assert said == [] if has_effect else "pipeline_schedule=gpipe has no effect" in said[0]
+
+
 def test_a_sequence_is_as_long_as_the_context():
     config = compose_config(["dataset=text", "model=gpt", "model.context=32"])
     assert config.input_shape == (32,) and config.dataset.classes == 256

@@ -135,6 +135,8 @@ def test_a_run_killed_before_it_has_its_configuration_can_begin_again(tmp_path: 
 
 def test_a_run_killed_after_it_has_its_configuration_goes_on(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "run"), "after"], check=False)
+    with pytest.raises(RunDirectoryError, match=rf"go on with that run by resume={tmp_path}/run restart=true$"):
+        RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)
     with RunDirectory.open(tmp_path / "run").locked() as run:
         assert run.config() == {"a": 1}
 

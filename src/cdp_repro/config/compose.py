@@ -397,9 +397,16 @@ def _unknown_choice(override: Override, source: Source) -> str | None:
     if override.is_sweep_override():
         return f"{_text(override)} has several values: add --multirun, which cdp-train has"
     group, choice = override.key_or_group, override.value()
-    if not source.is_group(group) or choice is None or choice in (choices := source.choices(group)):
-        return None  # no choice at all: `~group` and `group=null`
-    choices = [each for each in choices if each != "installed"]  # which its names are short for
+    if not source.is_group(group):
+        return None
+    known = source.choices(group)
+    choices = [each for each in known if each != "installed"]  # which its names are short for
+    if override.is_delete() or choice is None:
+        if group in GROUPS and group != "experiment":
+            return f"{_text(override)}: every run has one: choose {', '.join(choices)}"
+        return None if override.is_delete() else f"{_text(override)} chooses nothing: use ~{group}"
+    if choice in known:
+        return None
     similar = [*choices, *_timm_model_names()] if group == "model" else choices
     return f"unknown {group} {str(choice)!r}: choose {', '.join(choices)}{nearest(str(choice), similar)}"
 

@@ -14,6 +14,7 @@ from cdp_repro.config.fitting import sizes_that_fit
 from cdp_repro.config.keys import SCHEDULE_KEYS, defaults, example_of, leaves, nested
 from cdp_repro.config.limits import inconsistent, out_of_range
 from cdp_repro.config.schema import RunConfig
+from cdp_repro.schedule import PIPELINE_SCHEDULES
 
 
 def load_config(composed: DictConfig, check_device: bool = True) -> RunConfig:
@@ -62,6 +63,11 @@ def without_effect(config: RunConfig) -> list[str]:
         found.append("dataset.classes=1 leaves nothing to learn: every prediction is right")
     if config.collectives and config.processes == 1:
         found.append("collectives=true has no effect on one rank")
+    if config.pipeline_schedule != PIPELINE_SCHEDULES[0] and (config.mode.name, config.placement.name) != (
+        "dp",
+        "pipeline",
+    ):
+        found.append(f"pipeline_schedule={config.pipeline_schedule} has no effect but with mode=dp placement=pipeline")
     if config.channels_last and config.model.name in ("mlp", "gpt"):
         found.append(f"channels_last=true has no effect on model={config.model.name}")
     by_share = config.delay.name != "error_feedback" or config.delay.strength is None

@@ -219,7 +219,8 @@ def _refuse_occupied(path: Path) -> None:
     if not path.exists() or (path.is_dir() and {entry.name for entry in path.iterdir()} <= _UNBEGUN):
         return
     if (path / CONFIG).exists() or (path / METRICS).exists():
-        holds, ways = "already holds another run", f"pass another run_dir=, or go on with that run by {_resuming(path)}"
+        holds = "already holds another run"
+        ways = f"pass another run_dir=, or go on with that run by {shlex.join(arguments_to_go_on(path))}"
     else:
         holds, ways = "is taken", "pass another run_dir=, or resume=<the directory of an earlier run>"
     raise RunDirectoryError(f"{path} {holds}: it {_contents(path)}. Nothing was changed; {ways}")
@@ -238,11 +239,6 @@ def _above(path: Path) -> str:
     """What to give in place of `path`: the run directory that it lies in, if it does, as something to paste."""
     run = next((parent for parent in path.parents if (parent / CONFIG).is_file()), None)
     return f"; it lies in one: give {shlex.quote(str(run))}" if run else "; give the directory of an earlier run"
-
-
-def _resuming(path: Path) -> str:
-    """The argument that resumes a run, as something to paste."""
-    return shlex.quote(f"resume={path}")
 
 
 def _missing(path: Path) -> list[Path]:
