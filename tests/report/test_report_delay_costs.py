@@ -33,14 +33,18 @@ GRID = (0.05, 0.1, 0.2, 0.4)
 SMALL = replace(
     CIFAR10, base="dataset=digits epochs=2", settings=SETTINGS, grid=GRID, seeds=(0, 1, 2),
     finalists=dict.fromkeys(SETTINGS, GRID), rates=dict.fromkeys(SETTINGS, 0.2), best=SETTINGS[1:3],
+    larger=replace(CIFAR10.larger, settings=SETTINGS[3:]),
 )  # fmt: skip
 STATE = {"memory/optimizer_bytes_per_device": 2**20, "memory/delay_bytes_per_device": 2**21}
 BEST_AT_02 = (1.2, 1.0, 0.9, 1.1)
 
 
 def studies_of(benchmark):
-    """The four studies of a benchmark, by kind, and with margin "verdict"."""
-    return {("verdict" if each.margin else each.kind): each for each in benchmark.studies()}
+    """The studies of a benchmark by the end of their names, tuning and finals by kind."""
+    return {
+        each.kind if each.kind != "delay" else each.name.removeprefix(f"{benchmark.name}-"): each
+        for each in benchmark.studies()
+    }
 
 
 def tried(study, losses):
@@ -230,8 +234,8 @@ def test_verdicts_come_from_fresh_seeds_alone_and_the_other_table_chooses(world)
     table = world.table("verdict", {("digits", setting_of(world.studies["verdict"].cells[1].settings)): "1.02"})
     assert table.columns[5] == "verdict" and [row[5] for row in table.rows] == ["", "equivalent", "worse"]
     assert [row[1] for row in table.rows] == ["sgd", "sgd + prediction", "sgd + compensation"]
-    assert [row[7] for row in table.rows] == ["", "1.02", ""]
-    assert table.rows[1][6] == "not measured + 1.00 + 2.00" and "less than 0.3 points" in " ".join(table.notes)
+    assert [row[6] for row in table.rows] == ["", "1.02", ""]
+    assert table.rows[1][7] == "not measured + 1.00 + 2.00" and "less than 0.3 points" in " ".join(table.notes)
     delay = world.studies["delay"]
     world.have("delay", compared(delay, lambda number, seed: 90 + 0.1 * seed + (0, -0.2, -0.4, -0.1)[number]))
     table = world.table("delay")
@@ -240,6 +244,27 @@ def test_verdicts_come_from_fresh_seeds_alone_and_the_other_table_chooses(world)
         "sgd": "", "sgd + prediction": "", "sgd nesterov": "yes", "sgd + compensation": "yes"
     }  # fmt: skip
     assert [each.verdict for each in world.standings("delay")] == [""] * 3
+
+
+def test_a_larger_network_runs_the_best_at_the_same_rates_and_gives_no_verdict(world):
+    study = world.studies["larger"]
+    assert [(cell.settings["model.name"], cell.settings["optim.lr"], cell.seeds) for cell in study.cells] == [
+        ("resnet20", 0.2, (0, 1, 2))
+    ] * 4
+    assert [cell.overrides[2:-3] for cell in study.cells] == [
+        tuple(SETTINGS[number].split()) for number in (0, 3, 1, 2)
+    ]
+    world.have(
+        "larger", compared(study, lambda number, seed: 90 + 0.1 * seed - number, lambda number, seed: number < 3)
+    )
+    table = world.table("larger", {("digits", setting_of(study.cells[1].settings)): "1.02"})
+    assert [len(row) for row in table.rows] == [len(table.columns)] * 4 and table.rows[3][3].startswith("not run")
+    assert not {"verdict", "goes on to fresh seeds", "step time over dp"} & {*table.columns}, "times are of the smaller"
+    assert {row[1]: row[4][:5] for row in table.rows[:3]} == {
+        "sgd": "", "sgd nesterov": "-1.00", "sgd + prediction": "-2.00"
+    }  # fmt: skip
+    assert "No verdict" in " ".join(table.notes)
+    assert [each.verdict for each in world.standings("larger")] == ["", ""]
 
 
 def test_a_setting_is_chosen_when_all_runs_of_its_mode_have_ended(world):

@@ -18,7 +18,7 @@ SMALL = replace(
     CIFAR10, base="dataset=digits epochs=2", settings=SETTINGS, grid=(0.1, 0.2, 0.4, 0.8), seeds=(0, 1, 2),
     finalists={}, rates=dict.fromkeys(SETTINGS, 0.2), best=SETTINGS[2:],
 )  # fmt: skip
-TUNING, DELAY, VERDICT = SMALL.studies()
+TUNING, DELAY, VERDICT, _ = SMALL.studies()
 LOSSES = {
     ("dp", "none"): (1.08, 1.0, 1.02, 1.05),
     ("cdp_v1", "none"): (1.5, 1.4, 2.0, None),  # None: it diverged

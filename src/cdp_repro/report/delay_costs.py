@@ -45,12 +45,16 @@ def _ratio_text(ratio: Mapping[str, float]) -> str:
 
 
 def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequence[Standing], times: Times) -> Table:
-    """Return the difference of each setting from data parallelism, what it costs, and with a margin the verdict.
+    """Return the difference of each setting from data parallelism, and what it costs.
+
+    A study that judges or chooses says so in one more column, and has the times, which are of its network.
 
     `groups` are those of all studies by name, `found` is how those of this one stand.
     """
-    task, tuned = task_of(study.cells[0].settings["dataset.name"]), rates_for(study, groups)
-    by_cell, chosen = {each.group.cell: each for each in found}, _chosen(study, groups[study.name], found)
+    data = study.cells[0].settings["dataset.name"]
+    task, tuned = task_of(data), rates_for(study, groups)
+    by_cell = {each.group.cell: each for each in found}
+    heading, last = _last_column(study, groups[study.name], found)
     rows = []
     for group in groups[study.name]:
         standing = by_cell.get(group.cell)
@@ -61,20 +65,25 @@ def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequ
                 _rate(group, tuned),
                 group.finished.sample(task.metric).text(task.digits) if group.finished else DIVERGED,
                 standing.difference if standing else "",
-                _verdict(standing) if study.margin is not None else chosen.get(group.cell, ""),
+                *([last.get(group.cell, ""), times.get((data, setting_of(group.config)), "")] if heading else []),
                 _state(group),
-                times.get((group.config["dataset.name"], setting_of(group.config)), ""),
             ]
         )
-    last = "verdict" if study.margin is not None else "goes on to fresh seeds"
     present = {group.cell for group in groups[study.name]}
-    rows += [_missing(cell) for cell in study.cells if cell.hash not in present]
     columns = (
-        "mode", "method", "lr", task.label, f"minus dp [{task.difference_unit}], 95 % interval", last,
-        "parameters + optimizer + method [MiB]", "step time over dp",
+        "mode", "method", "lr", task.label, f"minus dp [{task.difference_unit}], 95 % interval",
+        *([heading, "step time over dp"] if heading else []), "parameters + optimizer + method [MiB]",
     )  # fmt: skip
+    rows += [_missing(cell, len(columns)) for cell in study.cells if cell.hash not in present]
     evidence = provenance([row for group in groups[study.name] for row in group.rows])
     return Table(study.name.replace("-", "_"), study.title, columns, rows, _notes(study), evidence)
+
+
+def _last_column(study: Study, groups: Sequence[Group], found: Sequence[Standing]) -> tuple[str, dict[str, str]]:
+    """Return what a study says of its settings, as the heading of a column and by cell; "" if it says nothing."""
+    if study.margin is not None:
+        return "verdict", {each.group.cell: each.verdict or f"none yet: {each.missing}" for each in found}
+    return ("goes on to fresh seeds", _chosen(study, groups, found)) if study.chooses else ("", {})
 
 
 def _chosen(study: Study, groups: Sequence[Group], found: Sequence[Standing]) -> dict[str, str]:
@@ -92,12 +101,6 @@ def _rate(group: Group, tuned: Mapping[Setting, TunedRate]) -> str:
     return f"{group.config['optim.lr']:g}" + (f" ({fault})" if fault else "")
 
 
-def _verdict(standing: Standing | None) -> str:
-    if standing is None:
-        return ""
-    return standing.verdict or f"none yet: {standing.missing}"
-
-
 def _state(group: Group) -> str:
     """Return the bytes that the device with most keeps, as `0.60 + 0.30 + 0.30`."""
     summary: Mapping[str, Any] = group.rows[0].summary
@@ -106,15 +109,18 @@ def _state(group: Group) -> str:
     return " + ".join("not measured" if nbytes is None else f"{nbytes / 2**20:.2f}" for nbytes in found)
 
 
-def _missing(cell: Cell) -> list[str]:
+def _missing(cell: Cell, columns: int) -> list[str]:
     settings = cell.settings
-    return [label_of_mode(settings), method_of(settings), f"{settings['optim.lr']:g}", not_run(cell), *[""] * 4]
+    said = [label_of_mode(settings), method_of(settings), f"{settings['optim.lr']:g}", not_run(cell)]
+    return said + [""] * (columns - len(said))
 
 
 def _notes(study: Study) -> list[str]:
     task = task_of(study.cells[0].settings["dataset.name"])
     better, best = ("higher", "highest") if task.more_is_better else ("lower", "lowest")
-    if study.margin is None:
+    if study.margin is None and not study.chooses:
+        rule = "No verdict: the seeds are few, and the learning rates are those that suit the smaller network."
+    elif study.margin is None:
         rule = (
             f"This table only chooses: of each mode, the setting with the {best} mean goes on, "
             "and is judged on seeds that were not used before."

@@ -114,8 +114,8 @@ def _near_best(curve: Mapping[float, float]) -> str:
 def differences(panels: Mapping[str, Sequence[Standing]]) -> Figure | None:
     """Draw the difference of each setting from data parallelism with its 95 % interval: a panel a network.
 
-    Circles are of the study that chooses, diamonds of the fresh seeds that judge, with the margin of equivalence as a
-    grey band.
+    Circles are of studies without a verdict, diamonds of the fresh seeds that judge, with the margin of equivalence as
+    a grey band.
     """
     shown = {
         title: drawn

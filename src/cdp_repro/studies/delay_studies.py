@@ -1,12 +1,13 @@
 """What delay costs: data parallelism against each mode with each method, all tuned alike.
 
-Four studies for each network. *Tuning*: short runs of every setting with the same learning rates, once each, on a seed
-that no other study uses; the best must not lie at the edge of the grid. *Finals*: runs of full length with the two best
-of each setting, and with their neighbours in the grid until the best lies between two that are worse. For short runs
-alone mislead: the training loss of data parallelism on CIFAR-10 is lowest at 0.8 after 5 epochs, after 15 at 0.2.
-*Delay*: every setting at its winner, a few seeds; it chooses the setting of each mode with the best mean. *Verdict*:
-those and data parallelism on fresh seeds, so that having chosen the best does not flatter it. Only there a margin is
-stated, and only from there a verdict of equivalence comes.
+Four studies for each network, and one of a larger network. *Tuning*: short runs of every setting with the same learning
+rates, once each, on a seed that no other study uses; the best must not lie at the edge of the grid. *Finals*: runs of
+full length with the two best of each setting, and with their neighbours in the grid until the best lies between two
+that are worse. For short runs alone mislead: the training loss of data parallelism on CIFAR-10 is lowest at 0.8 after 5
+epochs, after 15 at 0.2. *Delay*: every setting at its winner, a few seeds; it chooses the setting of each mode with the
+best mean. *Verdict*: those and data parallelism on fresh seeds, so that having chosen the best does not flatter it.
+Only there a margin is stated, and only from there a verdict of equivalence comes. *Larger*: the same on a larger
+network, at the learning rates of the smaller one, on too few seeds for a verdict.
 
 What one study chooses for the next is entered below by hand; a test compares it with the committed rows.
 """
@@ -14,7 +15,7 @@ What one study chooses for the next is entered below by hand; a test compares it
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cdp_repro.studies.study import Cell, Study
 
@@ -32,6 +33,18 @@ METHOD_KEYS = (*VARIED, "delay.strength", "optim.momentum", "optim.beta1")
 
 _METHODS = ("delay=error_feedback", "delay=prediction")
 _MODES = ("mode=cdp_v1", "mode=cdp_v2")
+
+
+@dataclass(frozen=True)
+class Larger:
+    """A larger network on the same data set, on which the best run once more, untuned."""
+
+    title: str
+    overrides: str
+    """Beyond those of the benchmark."""
+    settings: tuple[str, ...]
+    """What runs beside data parallelism and the best."""
+    seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,7 @@ class Benchmark:
     """By setting: the winner of the finals; none until those have run. The delay study has the settings named here."""
     best: tuple[str, ...] = ()
     """The setting of each mode that the delay study found best; none until that has run."""
+    larger: Larger | None = None
 
     def studies(self) -> Iterator[Study]:
         """Yield the studies that can run: those whose `finalists`, `rates` or `best` the one before has found."""
@@ -79,28 +93,29 @@ class Benchmark:
             )
         if self.rates:
             title = f"{self.title}: every method, {len(self.seeds)} seeds (chooses)"
-            yield self._compared(
-                "delay", title, [each for each in self.settings if each in self.rates], self.seeds, None
-            )
+            tuned = [each for each in self.settings if each in self.rates]
+            yield replace(self._compared("delay", title, tuned, self.seeds), chooses=True)
         if self.best:
             title = f"{self.title}: the best of each mode, {len(FRESH_SEEDS)} fresh seeds (judges)"
-            yield self._compared("verdict", title, (*self._references(), *self.best), FRESH_SEEDS, self.margin)
+            best = *self._references(), *self.best
+            yield replace(self._compared("verdict", title, best, FRESH_SEEDS), margin=self.margin)
+        if self.best and self.larger is not None:
+            title = f"{self.larger.title}: the best of each mode, untuned, {len(self.larger.seeds)} seeds"
+            settings = dict.fromkeys((*self._references(), *self.larger.settings, *self.best))
+            yield self._compared("larger", title, [*settings], self.larger.seeds, *self.larger.overrides.split())
 
     def _references(self) -> list[str]:
         """Return the settings of data parallelism that the best are compared with: the first, and their optimizers'."""
         first, *others = [setting for setting in self.settings if "mode=dp" in setting.split()]
         return [first, *(other for other in others if any(_optimizer(other) == _optimizer(best) for best in self.best))]
 
-    def _compared(
-        self, part: str, title: str, settings: Sequence[str], seeds: Sequence[int], margin: float | None
-    ) -> Study:
+    def _compared(self, part: str, title: str, settings: Sequence[str], seeds: Sequence[int], *others: str) -> Study:
         return Study(
             f"{self.name}-{part}",
             "delay",
             title,
-            tuple(self._cell(setting, self.rates[setting], seeds) for setting in settings),
+            tuple(self._cell(setting, self.rates[setting], seeds, *others) for setting in settings),
             varied=VARIED,
-            margin=margin,
             tuning=self._finals,
         )
 
@@ -169,6 +184,7 @@ CIFAR10 = Benchmark(
         "mode=cdp_v2 accumulate=4": 0.2,
         "mode=cdp_v1 delay=compensation": 0.2,
     },
+    larger=Larger("CIFAR-10, resnet20", "model=resnet20 epochs=30", ("mode=cdp_v2",), (0, 1, 2)),
 )
 
 TEXT = Benchmark(

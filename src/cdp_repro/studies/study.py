@@ -64,6 +64,8 @@ class Study:
     """The study that chose the learning rates of this one, setting by setting."""
     passes_on: int = 1
     """How many learning rates of each setting a tuning passes on to the study after it."""
+    chooses: bool = False
+    """Whether the best setting of each mode goes on from it to fresh seeds."""
 
     @property
     def network(self) -> str:
