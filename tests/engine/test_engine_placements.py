@@ -14,7 +14,7 @@ from torch import nn
 
 from cdp_repro import Engine
 from cdp_repro.engine.mailbox import Pending
-from cdp_repro.models import build_model, cut
+from cdp_repro.models import ModelSpec, build_model, cut
 from cdp_repro.predict.partition import partition
 from cdp_repro.predict.profiling import profile_stages
 from cdp_repro.predict.simulate import simulate
@@ -39,7 +39,9 @@ def uneven_stages(count):
 def model_stages(name, count):
     """The blocks of a real network, cut by their parameters."""
     dropout = 0.1 if name == VIT else 0.0
-    model = build_model(name, input_shape=(3, 16, 16), classes=5, seed=0, hidden=8, depth=3, dropout=dropout).double()
+    model = build_model(
+        name, ModelSpec(input_shape=(3, 16, 16), classes=5, hidden=8, depth=3, dropout=dropout), seed=0
+    ).double()
     costs = [sum(p.numel() for p in block.parameters()) for block in model]
     return cut(model, partition(costs, count))
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cdp_repro import Engine
-from cdp_repro.models import build_model, cut
+from cdp_repro.models import ModelSpec, build_model, cut
 from cdp_repro.models.causal import CausalLayer
 from cdp_repro.predict.profiling import profile_stages
 from cdp_repro.predict.simulate import simulate
@@ -25,7 +25,7 @@ CONTEXT, SYMBOLS = 12, 11
 
 def stages_of(count, dropout=0.0):
     model = build_model(
-        "gpt", input_shape=(CONTEXT,), classes=SYMBOLS, seed=0, depth=2, dropout=dropout, width=8, heads=2
+        "gpt", ModelSpec(input_shape=(CONTEXT,), classes=SYMBOLS, depth=2, dropout=dropout, width=8, heads=2), seed=0
     ).double()
     ends = [4 * number // count for number in range(count + 1)]
     return list(cut(model, [range(*each) for each in pairwise(ends)]))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call
 
-from cdp_repro.models import ModelError, build_model, cut
+from cdp_repro.models import ModelError, ModelSpec, build_model, cut
 from cdp_repro.predict.partition import partition
 
 MODELS = [
@@ -86,7 +86,7 @@ def cuts_of(blocks):
 def test_cut_model_equals_uncut_bitwise(name, input_shape, dropout):
     # Float32 for the one large model: its weights alone would be 700 MB in float64.
     dtype = torch.float32 if name == "vit_b_16" else torch.float64
-    model = shaken(build_model(name, input_shape=input_shape, classes=10, dropout=dropout).to(dtype))
+    model = shaken(build_model(name, ModelSpec(input_shape=input_shape, classes=10, dropout=dropout)).to(dtype))
     images, targets = batch(input_shape, dtype)
     initial = copy.deepcopy(model.state_dict())
     cuts = cuts_of(len(model))
@@ -116,7 +116,7 @@ def test_cut_model_equals_uncut_bitwise(name, input_shape, dropout):
 
 
 def test_stages_hold_the_models_own_modules_under_their_names():
-    model = build_model("resnet8", input_shape=(1, 8, 8), classes=10)
+    model = build_model("resnet8", ModelSpec(input_shape=(1, 8, 8), classes=10))
     stages = cut(model, [range(2), range(2, 5)])
     assert [[key for key, _ in stage.named_children()] for stage in stages] == [
         ["stem", "layer1_0"],
@@ -130,7 +130,7 @@ def test_stages_hold_the_models_own_modules_under_their_names():
 
 @pytest.mark.parametrize("ranges", [[range(4)], [range(3), range(2, 5)], [range(2, 5), range(2)], [range(5), range(0)]])
 def test_ranges_that_are_no_cut(ranges):
-    model = build_model("resnet8", input_shape=(1, 8, 8), classes=10)
+    model = build_model("resnet8", ModelSpec(input_shape=(1, 8, 8), classes=10))
     with pytest.raises(ModelError, match="do not cut 5 blocks"):
         cut(model, ranges)
 
@@ -138,7 +138,7 @@ def test_ranges_that_are_no_cut(ranges):
 @pytest.mark.parametrize(("name", "side"), [("test_vit", 32), ("test_efficientnet", 32), ("mixer_s32_224", 64)])
 def test_stages_run_on_parameters_given_from_outside(name, side):
     """The engine keeps parameter versions outside the modules: every parameter a stage reads must be replaceable."""
-    model = build_model(name, input_shape=(3, side, side), classes=10)
+    model = build_model(name, ModelSpec(input_shape=(3, side, side), classes=10))
     other = shaken(copy.deepcopy(model))
     x, _ = batch((3, side, side), torch.float32)
     given = []

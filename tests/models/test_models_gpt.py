@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cdp_repro.models import ModelError, build_model, cut
+from cdp_repro.models import ModelError, ModelSpec, build_model, cut
 from cdp_repro.models.causal import CausalLayer
 
 SIZES = {"input_shape": (12,), "classes": 20, "width": 16, "depth": 3, "heads": 4}
 
 
 def gpt(**changed):
-    return build_model("gpt", **{**SIZES, **changed}).double()
+    return build_model("gpt", ModelSpec(**{**SIZES, **changed})).double()
 
 
 def tokens(batch=2, length=12):
@@ -88,7 +88,7 @@ def test_shorter_sequences_and_dropout():
 
 
 def test_weights_are_drawn_as_said():
-    model = build_model("gpt", input_shape=(64,), classes=256, width=128, depth=8, heads=4)
+    model = build_model("gpt", ModelSpec(input_shape=(64,), classes=256, width=128, depth=8, heads=4))
     drawn = dict(model.named_parameters())
     assert drawn["embed.token.weight"].std().item() == pytest.approx(0.02, rel=0.03)
     assert drawn["block3.attention.out.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.03)
@@ -111,4 +111,4 @@ def test_weights_are_drawn_as_said():
 )
 def test_refusals(name, changed, words):
     with pytest.raises(ModelError, match=words):
-        build_model(name, **{**SIZES, **changed})
+        build_model(name, ModelSpec(**{**SIZES, **changed}))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cdp_repro.models import BUILTIN_MODELS, ModelError, build_model
+from cdp_repro.models import BUILTIN_MODELS, ModelError, ModelSpec, build_model
 
 SMALL = [("mlp", (1, 8, 8)), ("resnet8", (1, 8, 8)), ("test_vit", (3, 32, 32)), ("test_efficientnet", (3, 32, 32))]
 
@@ -31,7 +31,7 @@ def test_builtin_names():
 )
 def test_parameter_counts(name, input_shape, classes, parameters):
     with torch.device("meta"):
-        model = build_model(name, input_shape=input_shape, classes=classes)
+        model = build_model(name, ModelSpec(input_shape=input_shape, classes=classes))
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -42,7 +42,7 @@ def test_parameter_counts(name, input_shape, classes, parameters):
 )
 def test_blocks_are_named_and_counted(name, blocks):
     with torch.device("meta"):
-        model = build_model(name, input_shape=(3, 224, 224), classes=10)
+        model = build_model(name, ModelSpec(input_shape=(3, 224, 224), classes=10))
     assert isinstance(model, nn.Sequential)
     names = [key for key, _ in model.named_children()]
     assert len(names) == blocks
@@ -52,10 +52,10 @@ def test_blocks_are_named_and_counted(name, blocks):
 
 @pytest.mark.parametrize(("name", "input_shape"), SMALL)
 def test_weights_depend_on_the_seed_alone(name, input_shape):
-    first = build_model(name, input_shape=input_shape, classes=10, seed=3).state_dict()
+    first = build_model(name, ModelSpec(input_shape=input_shape, classes=10), seed=3).state_dict()
     torch.randn(17)
-    again = build_model(name, input_shape=input_shape, classes=10, seed=3).state_dict()
-    other = build_model(name, input_shape=input_shape, classes=10, seed=4).state_dict()
+    again = build_model(name, ModelSpec(input_shape=input_shape, classes=10), seed=3).state_dict()
+    other = build_model(name, ModelSpec(input_shape=input_shape, classes=10), seed=4).state_dict()
     assert first.keys() == again.keys()
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
@@ -64,20 +64,20 @@ def test_weights_depend_on_the_seed_alone(name, input_shape):
 @pytest.mark.parametrize(("name", "input_shape"), SMALL)
 def test_global_generators_are_left_alone(name, input_shape):
     before = torch.get_rng_state(), random.getstate()
-    build_model(name, input_shape=input_shape, classes=10, seed=3)
+    build_model(name, ModelSpec(input_shape=input_shape, classes=10), seed=3)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == random.getstate()
 
 
 @pytest.mark.parametrize(("name", "input_shape"), SMALL)
 def test_models_come_in_training_mode(name, input_shape):
-    model = build_model(name, input_shape=input_shape, classes=10)
+    model = build_model(name, ModelSpec(input_shape=input_shape, classes=10))
     assert all(module.training for module in model.modules())
     assert model(torch.zeros(2, *input_shape)).shape == (2, 10)
 
 
 def test_mlp_sizes_and_dropout():
-    model = build_model("mlp", input_shape=(1, 4, 4), classes=3, hidden=5, depth=2, dropout=0.25)
+    model = build_model("mlp", ModelSpec(input_shape=(1, 4, 4), classes=3, hidden=5, depth=2, dropout=0.25))
     kinds = [[type(module).__name__ for module in block.modules()][1:] for block in model]
     assert kinds == [["Flatten", "Linear", "ReLU", "Dropout"], ["Linear", "ReLU", "Dropout"], []]
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -92,12 +92,12 @@ def test_unknown_names_get_the_nearest_ones(name, nearest):
     with pytest.raises(
         ModelError, match=rf"unknown model '{name}'; nearest names: .*\b{nearest}\b.*; built-in models: mlp"
     ):
-        build_model(name, input_shape=(3, 32, 32), classes=10)
+        build_model(name, ModelSpec(input_shape=(3, 32, 32), classes=10))
 
 
 def test_hopeless_names_get_the_built_in_ones():
     with pytest.raises(ModelError, match=r"unknown model '\?\?'; built-in models: mlp, gpt, resnet8"):
-        build_model("??", input_shape=(3, 32, 32), classes=10)
+        build_model("??", ModelSpec(input_shape=(3, 32, 32), classes=10))
 
 
 @pytest.mark.parametrize(
@@ -114,10 +114,10 @@ def test_hopeless_names_get_the_built_in_ones():
 )
 def test_sizes_out_of_range(wrong, message):
     with pytest.raises(ModelError, match=message):
-        build_model("mlp", **{"input_shape": (1, 8, 8), "classes": 10} | wrong)
+        ModelSpec(**{"input_shape": (1, 8, 8), "classes": 10} | wrong)
 
 
 @pytest.mark.parametrize("name", ["resnet8", "resnet18"])
 def test_dropout_without_effect_is_refused(name):
     with pytest.raises(ModelError, match=rf"dropout=0.1 has no effect on {name}.*use dropout=0"):
-        build_model(name, input_shape=(1, 8, 8), classes=10, dropout=0.1)
+        build_model(name, ModelSpec(input_shape=(1, 8, 8), classes=10, dropout=0.1))

@@ -7,12 +7,12 @@ import torch
 import torchvision
 from torch import nn
 
-from cdp_repro.models import build_model
+from cdp_repro.models import ModelSpec, build_model
 
 
 def stem_of(name, input_shape):
     with torch.device("meta"):
-        return build_model(name, input_shape=input_shape, classes=10).stem
+        return build_model(name, ModelSpec(input_shape=input_shape, classes=10)).stem
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
@@ -33,7 +33,7 @@ def test_large_images_get_torchvisions_stem(input_shape):
 
 def test_regrouped_resnet_is_torchvisions():
     """Same draws from the same seed, same outputs, same gradients, bit for bit."""
-    ours = build_model("resnet18", input_shape=(3, 72, 72), classes=7, seed=5)
+    ours = build_model("resnet18", ModelSpec(input_shape=(3, 72, 72), classes=7), seed=5)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         theirs = torchvision.models.resnet18(weights=None, num_classes=7)
@@ -49,7 +49,7 @@ def test_regrouped_resnet_is_torchvisions():
 
 @pytest.mark.parametrize("name", ["resnet8", "resnet20"])
 def test_small_resnets_shapes(name):
-    model = build_model(name, input_shape=(1, 8, 8), classes=10)
+    model = build_model(name, ModelSpec(input_shape=(1, 8, 8), classes=10))
     x = torch.zeros(2, 1, 8, 8)
     shapes = {}
     for key, block in model.named_children():
@@ -65,7 +65,7 @@ def test_small_resnets_shapes(name):
 
 
 def test_small_resnet_convolutions_are_drawn_like_torchvisions():
-    model = build_model("resnet20", input_shape=(3, 8, 8), classes=10)
+    model = build_model("resnet20", ModelSpec(input_shape=(3, 8, 8), classes=10))
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     assert len(convolutions) == 1 + 9 * 2 + 2
     for convolution in convolutions:

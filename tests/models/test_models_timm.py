@@ -29,7 +29,7 @@ def timm_name(key, blocks):
 
 @pytest.mark.parametrize(("name", "side"), FAMILIES)
 def test_training_equals_timms_own_model(name, side):
-    ours = build_model(name, input_shape=(3, side, side), classes=5).double()
+    ours = build_model(name, ModelSpec(input_shape=(3, side, side), classes=5)).double()
     options = {} if name in ("test_efficientnet", "mobilenetv3_small_050") else {"img_size": side}
     theirs = timm.create_model(name, pretrained=False, num_classes=5, **options).double()
     names = {key: timm_name(key, dict(ours.named_children()).keys() - {"embed", "head"}) for key in ours.state_dict()}
@@ -52,27 +52,32 @@ def test_training_equals_timms_own_model(name, side):
 
 
 def test_nested_blocks_are_cut_apart():
-    model = build_model("mobilenetv3_small_050", input_shape=(3, 32, 32), classes=10)
+    model = build_model("mobilenetv3_small_050", ModelSpec(input_shape=(3, 32, 32), classes=10))
     names = [key for key, _ in model.named_children()]
     assert names[:4] == ["embed", "blocks_0_0", "blocks_1_0", "blocks_1_1"]
 
 
 def test_image_size_and_channels_are_passed_on():
-    model = build_model("test_vit", input_shape=(1, 48, 32), classes=10)
+    model = build_model("test_vit", ModelSpec(input_shape=(1, 48, 32), classes=10))
     assert model.embed.part.patch_embed.grid_size == (3, 2)
     assert model.embed.part.patch_embed.proj.in_channels == 1
 
 
 def test_dropout_is_passed_on():
-    model = build_model("test_vit", input_shape=(3, 32, 32), classes=10, dropout=0.3)
+    model = build_model("test_vit", ModelSpec(input_shape=(3, 32, 32), classes=10, dropout=0.3))
     rates = {key: module.p for key, module in model.named_modules() if isinstance(module, nn.Dropout)}
     assert rates["head.part.head_drop"] == 0.3
     assert rates["blocks_0.attn.proj_drop"] == 0.3
-    assert build_model("test_efficientnet", input_shape=(3, 32, 32), classes=10, dropout=0.3).head.part.drop_rate == 0.3
+    assert (
+        build_model(
+            "test_efficientnet", ModelSpec(input_shape=(3, 32, 32), classes=10, dropout=0.3)
+        ).head.part.drop_rate
+        == 0.3
+    )
 
 
 def test_check_leaves_batch_statistics_alone():
-    model = build_model("test_efficientnet", input_shape=(3, 32, 32), classes=10)
+    model = build_model("test_efficientnet", ModelSpec(input_shape=(3, 32, 32), classes=10))
     for key, buffer in model.named_buffers():
         expected = 1.0 if key.endswith("running_var") else 0.0
         assert (buffer == expected).all(), key
@@ -81,31 +86,31 @@ def test_check_leaves_batch_statistics_alone():
 @pytest.mark.parametrize("name", ["resnet18d", "convnext_atto"])
 def test_without_blocks_is_refused(name):
     with pytest.raises(ModelError, match=f"'{name}' cannot be cut .*it has no `blocks`.*{WORKING_EXAMPLES[0]}"):
-        build_model(name, input_shape=(3, 32, 32), classes=10)
+        build_model(name, ModelSpec(input_shape=(3, 32, 32), classes=10))
 
 
 def test_unknown_surroundings_are_refused():
     with pytest.raises(ModelError, match=r"'xcit_nano_12_p16_224' .*ViT needs _pos_embed.*models that work"):
-        build_model("xcit_nano_12_p16_224", input_shape=(3, 32, 32), classes=10)
+        build_model("xcit_nano_12_p16_224", ModelSpec(input_shape=(3, 32, 32), classes=10))
 
 
 def test_a_chain_that_lacks_a_step_is_refused():
     # GhostNet looks like MobileNetV3 from outside, but has an activation between bn1 and blocks.
     with pytest.raises(ModelError, match=r"'ghostnet_050' .*do not give what its own forward gives"):
-        build_model("ghostnet_050", input_shape=(3, 64, 64), classes=10)
+        build_model("ghostnet_050", ModelSpec(input_shape=(3, 64, 64), classes=10))
 
 
 def test_blocks_that_need_more_than_the_input_are_refused():
     # EVA's position embedding gives its blocks a second input.
     with pytest.raises(ModelError, match=r"'eva02_tiny_patch14_224' cannot be cut .*Error"):
-        build_model("eva02_tiny_patch14_224", input_shape=(3, 28, 28), classes=10)
+        build_model("eva02_tiny_patch14_224", ModelSpec(input_shape=(3, 28, 28), classes=10))
 
 
 @pytest.mark.parametrize("side", [8, 28, 40])
 def test_patches_that_do_not_tile_are_refused(side):
     fits = max(16, side - side % 16)
     with pytest.raises(ModelError, match=rf"16x16 px, which do not tile {side}x{side} px: use {fits}x{fits} px"):
-        build_model("test_vit", input_shape=(3, side, side), classes=10)
+        build_model("test_vit", ModelSpec(input_shape=(3, side, side), classes=10))
 
 
 def small_spec():
@@ -142,7 +147,7 @@ def test_check_sees_a_block_that_writes_to_its_input():
 
 @pytest.mark.parametrize("name", ["mlp", "resnet8", "resnet20", "resnet18"])
 def test_no_builtin_block_writes_to_its_input(name):
-    model = build_model(name, input_shape=(3, 8, 8), classes=10)
+    model = build_model(name, ModelSpec(input_shape=(3, 8, 8), classes=10))
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     with torch.no_grad():
         _run_blocks(model, parameters, torch.zeros(2, 3, 8, 8))  # raises where a block does

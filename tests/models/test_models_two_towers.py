@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cdp_repro.models import ModelError, build_model
+from cdp_repro.models import ModelError, ModelSpec, build_model
 from cdp_repro.models.chain import cut, joined, segments
 from cdp_repro.schedule.branches import two_towers
 
 
 def towers(**sizes):
-    return build_model("two_towers", **{"input_shape": (3, 8, 8), "classes": 10, "depth": 3, "width": 4, **sizes})
+    return build_model(
+        "two_towers", ModelSpec(**{"input_shape": (3, 8, 8), "classes": 10, "depth": 3, "width": 4, **sizes})
+    )
 
 
 def by_hand(model, images):

@@ -11,14 +11,14 @@ from torch import nn
 
 from cdp_repro.config import RunConfig
 from cdp_repro.config.schema import DatasetConfig, ModelConfig
-from cdp_repro.models import build_model
+from cdp_repro.models import ModelSpec, build_model
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.predict.profiling import profile_stages, time_stages
 
 
 @pytest.mark.parametrize("name", ["mlp", "resnet8", "resnet18", "deit_tiny_patch16_224"])
 def test_fake_tensors_cost_what_real_ones_cost(name):
-    blocks = list(build_model(name, input_shape=(3, 32, 32), classes=10))
+    blocks = list(build_model(name, ModelSpec(input_shape=(3, 32, 32), classes=10)))
     inputs, targets = torch.randn(2, 3, 32, 32), torch.zeros(2, dtype=torch.long)
     fake = profile_stages(blocks, F.cross_entropy, inputs, targets)
     assert fake == profile_stages(blocks, F.cross_entropy, inputs, targets, execute=True)
@@ -35,7 +35,7 @@ def test_flops_of_a_linear_layer_are_two_for_a_multiply_add():
 
 
 def test_profiling_changes_nothing():
-    stages = list(build_model("resnet8", input_shape=(1, 8, 8), classes=10))
+    stages = list(build_model("resnet8", ModelSpec(input_shape=(1, 8, 8), classes=10)))
     before = copy.deepcopy(nn.Sequential(*stages).state_dict())
     random_state = torch.get_rng_state()
     inputs, targets = torch.randn(4, 1, 8, 8, generator=torch.Generator()), torch.zeros(4, dtype=torch.long)

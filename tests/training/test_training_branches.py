@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from cdp_repro.cli import train
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
-from cdp_repro.models import build_model
+from cdp_repro.models import ModelSpec, build_model
 from cdp_repro.models.chain import hidden_matrices
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.predict.systems import systems_of
@@ -48,7 +48,7 @@ def test_a_run_on_a_pipeline_evaluates_and_counts_as_one_device_does(tmp_path):
         peaks = (summary[f"memory/activation_peak_bytes_{of}"] for of in ("total", "simulated"))
         assert len({*peaks}) == 1
     export(tmp_path / "ranks", tmp_path / "weights.safetensors")
-    plain = build_model("two_towers", input_shape=(3, 8, 8), classes=10, depth=2, width=4)
+    plain = build_model("two_towers", ModelSpec(input_shape=(3, 8, 8), classes=10, depth=2, width=4))
     plain.double().load_state_dict(load_file(tmp_path / "weights.safetensors"), strict=True)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from cdp_repro import Engine
 from cdp_repro.config.schema import OptimConfig
-from cdp_repro.models import build_model, cut
+from cdp_repro.models import ModelSpec, build_model, cut
 from cdp_repro.models.chain import hidden_matrices
 from cdp_repro.training.optim import optimizer_factory
 
@@ -25,7 +25,7 @@ RANGES = [range(2), range(2, 3), range(3, 4), range(4, 5)]
 
 
 def make_stages(channels_last=False):
-    model = build_model("resnet8", input_shape=(2, 6, 6), classes=3, seed=0).double()
+    model = build_model("resnet8", ModelSpec(input_shape=(2, 6, 6), classes=3), seed=0).double()
     return cut(model.to(memory_format=torch.channels_last) if channels_last else model, RANGES)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.numerics import loss_fn
+from cdp_repro.models import ModelSpec
 from cdp_repro.models.registry import build_model, original_tensors
 from cdp_repro.observe.run_directory import RunDirectoryError
 from cdp_repro.predict.cutting import cut_model
@@ -130,7 +131,7 @@ def test_transformers_loads_the_decoder_and_a_run_starts_from_one_of_its_own(tmp
 
 def test_a_file_with_the_names_of_build_model_fits_too(tmp_path):
     with torch.device("meta"):
-        shapes = build_model("gpt", input_shape=(16,), classes=256, depth=2, width=16, heads=2).state_dict()
+        shapes = build_model("gpt", ModelSpec(input_shape=(16,), classes=256, depth=2, width=16, heads=2)).state_dict()
     values = {key: torch.rand(tensor.shape) for key, tensor in shapes.items()}
     save_file(values, tmp_path / "ours.safetensors")
     config = compose_config([*GPT, f"model.weights={tmp_path / 'ours.safetensors'}"])
@@ -189,7 +190,7 @@ def test_every_rank_starts_from_the_file(tmp_path, tiny):
 )  # fmt: skip
 def test_names_and_shapes_are_the_originals(name, shape, original):
     with torch.device("meta"):
-        ours, theirs = build_model(name, input_shape=shape, classes=10).state_dict(), original().state_dict()
+        ours, theirs = build_model(name, ModelSpec(input_shape=shape, classes=10)).state_dict(), original().state_dict()
     assert {key: tensor.shape for key, tensor in original_tensors(name, ours).items()} == {
         key: tensor.shape for key, tensor in theirs.items()
     }
@@ -197,7 +198,7 @@ def test_names_and_shapes_are_the_originals(name, shape, original):
 
 def test_a_model_of_ours_keeps_its_names():
     with torch.device("meta"):
-        ours = build_model("mlp", input_shape=(3, 8, 8), classes=10)
+        ours = build_model("mlp", ModelSpec(input_shape=(3, 8, 8), classes=10))
     ours.load_state_dict(original_tensors("mlp", ours.state_dict()), strict=True)
 
 

@@ -2,6 +2,6 @@
 
 from cdp_repro.models.chain import cut
 from cdp_repro.models.registry import BUILTIN_MODELS, build_model
-from cdp_repro.models.spec import ModelError
+from cdp_repro.models.spec import ModelError, ModelSpec
 
-__all__ = ["BUILTIN_MODELS", "ModelError", "build_model", "cut"]
+__all__ = ["BUILTIN_MODELS", "ModelError", "ModelSpec", "build_model", "cut"]

@@ -35,18 +35,7 @@ BUILTIN_MODELS = tuple(_BUILDERS)
 """Names that `build_model` knows besides those of timm; a built-in name wins over timm's model of the same name."""
 
 
-def build_model(
-    name: str,
-    *,
-    input_shape: tuple[int, ...],
-    classes: int,
-    seed: int = 0,
-    hidden: int = 64,
-    depth: int = 6,
-    dropout: float = 0.0,
-    width: int = 96,
-    heads: int = 4,
-) -> nn.Sequential:
+def build_model(name: str, spec: ModelSpec, seed: int = 0) -> nn.Sequential:
     """Build a model as a chain of named blocks; it may be cut into stages between any two of them.
 
     `two_towers` has branches: each is a chain.
@@ -57,17 +46,9 @@ def build_model(
     Args:
         name: one of `BUILTIN_MODELS`, what an installed package has entered, or any timm model that exposes `blocks`
             and is a plain chain around them.
-        input_shape: (channels, height, width) of one image, in pixels; for `gpt` (tokens,) of a sequence. ResNets get
-            the stem of the CIFAR-10 set-up of the CDP paper up to 64 px (3x3, stride 1, no max-pool) and torchvision's
-            above.
-        classes: number of logits; for `gpt` the different tokens.
-        seed: seed of the initial weights.
-        hidden: width of the hidden layers, `mlp` only.
-        depth: number of hidden layers of `mlp`, of blocks of `gpt`, or of each of the three parts of `two_towers`.
-        dropout: probability of zeroing an activation, in [0, 1); `mlp`, `gpt`, `two_towers` and timm models (drop_rate,
-            and proj_drop_rate where the model has it).
-        width: values for each token between blocks of `gpt`; channels of a tower of `two_towers`.
-        heads: attention heads of a block, `gpt` only; a divisor of `width`.
+        spec: the sizes. ResNets get the stem of the CIFAR-10 set-up of the CDP paper up to 64 px (3x3, stride 1, no
+            max-pool) and torchvision's above.
+        seed: of the initial weights.
 
     Returns:
         Blocks in forward order, in training mode: [B, channels, height, width] -> logits [B, classes]; `gpt`: from
@@ -76,15 +57,14 @@ def build_model(
     Raises:
         ModelError: unknown name (with the nearest ones), a timm model that cannot be cut, sizes that do not fit.
     """
-    spec = ModelSpec(input_shape, classes, hidden, depth, dropout, width, heads)
     if name in _BUILDERS:
         builder = _BUILDERS[name]
     elif is_timm_model(name):
         builder = partial(build_timm_model, name=name)
     else:
         raise ModelError(_unknown(name))
-    if len(input_shape) == 1 and name != "gpt":
-        raise ModelError(f"{name} reads images, not sequences of {input_shape[0]} tokens: use model=gpt")
+    if len(spec.input_shape) == 1 and name != "gpt":
+        raise ModelError(f"{name} reads images, not sequences of {spec.input_shape[0]} tokens: use model=gpt")
     device = "meta" if torch.get_default_device().type == "meta" else "cpu"
     with torch.random.fork_rng(devices=[]), torch.device(device):
         # Not torch.manual_seed, which also reseeds the GPUs.

@@ -11,7 +11,11 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The sizes a model is built for, checked."""
+    """The sizes that a model is built for.
+
+    Raises:
+        ModelError: sizes that no model can have.
+    """
 
     input_shape: tuple[int, ...]
     """Channels, height and width of one image, in pixels; of text the tokens of a sequence."""
@@ -20,13 +24,14 @@ class ModelSpec:
     hidden: int = 64
     """Width of the hidden layers (mlp only)."""
     depth: int = 6
-    """Number of hidden layers (mlp), or blocks (gpt; two_towers: of each part)."""
+    """Number of hidden layers (mlp), or blocks (gpt; two_towers: of each of its three parts)."""
     dropout: float = 0.0
-    """Probability that dropout zeroes an activation (mlp, gpt, two_towers and timm models)."""
+    """Probability that dropout zeroes an activation, in [0, 1) (mlp, gpt, two_towers; timm models: drop_rate, and
+    proj_drop_rate where the model has it)."""
     width: int = 96
     """Values for each token between blocks (gpt), or channels of a tower (two_towers)."""
     heads: int = 4
-    """Attention heads of a block (gpt only)."""
+    """Attention heads of a block (gpt only); a divisor of `width`."""
 
     def __post_init__(self) -> None:
         if len(self.input_shape) not in (1, 3) or min(self.input_shape) < 1:

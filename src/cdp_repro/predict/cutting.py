@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.fitting import sizes_that_fit
 from cdp_repro.config.numerics import autocast, loss_fn, parameter_dtype
-from cdp_repro.models import ModelError, build_model, cut
+from cdp_repro.models import ModelError, ModelSpec, build_model, cut
 from cdp_repro.models.chain import Branched, hidden_matrices, segments
 from cdp_repro.predict.partition import StagesError, partition_branches
 from cdp_repro.predict.profiling import profile_passes, profile_stages, time_stages
@@ -82,17 +82,11 @@ def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None) -> Cut
 
 def model_of(config: RunConfig) -> nn.Sequential:
     """Return the model of the configuration, with the initial weights of its seed."""
-    return build_model(
-        config.model.name,
-        input_shape=config.input_shape,
-        classes=config.dataset.classes,
-        seed=config.seed,
-        hidden=config.model.hidden,
-        depth=config.model.depth,
-        dropout=config.model.dropout,
-        width=config.model.width,
-        heads=config.model.heads,
+    model = config.model
+    spec = ModelSpec(
+        config.input_shape, config.dataset.classes, model.hidden, model.depth, model.dropout, model.width, model.heads
     )
+    return build_model(model.name, spec, config.seed)
 
 
 def _block_costs(config: RunConfig, model: nn.Sequential) -> Sequence[float]:
