@@ -18,6 +18,13 @@ def format_bytes(number: float) -> str:
     return f"{number / unit:.4g} {name}"
 
 
+def format_quantity(name: str, value: float) -> str:
+    """Return a number in the unit that its name tells: `..._bytes...`, `idle_share`, or a plain number."""
+    if "bytes" in name:
+        return format_bytes(value)
+    return f"{100 * value:.1f} %" if name == "idle_share" else f"{value:.10g}"
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows as text with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cdp_repro.observe.text import format_bytes
+from cdp_repro.observe.text import format_quantity
 from cdp_repro.predict.closed_forms import QUANTITIES, Setting, Values, closed_form
 from cdp_repro.predict.steady_state import simulated, unit_costs
 from cdp_repro.report.groups import Group
@@ -75,8 +75,8 @@ class Line:
             return "–"
         if self._alike(quantity):
             marks = "" if len(known) == 3 else f" ({', '.join(known)})"
-            return f"{_number(quantity, next(iter(known.values())))}{marks}"
-        return "; ".join(f"{source} {_number(quantity, value)}" for source, value in known.items())
+            return f"{format_quantity(quantity, next(iter(known.values())))}{marks}"
+        return "; ".join(f"{source} {format_quantity(quantity, value)}" for source, value in known.items())
 
     def _known(self, quantity: str) -> Values:
         sources = {"c": self.closed, "s": self.simulated, "e": self.executed}
@@ -85,12 +85,6 @@ class Line:
     def _alike(self, quantity: str) -> bool:
         values = self._known(quantity).values()
         return max(values) - min(values) <= 1e-9 * max(1.0, max(values))
-
-
-def _number(quantity: str, value: float) -> str:
-    if "bytes" in quantity:
-        return format_bytes(value)
-    return f"{100 * value:.1f} %" if quantity == "idle_share" else f"{value:.10g}"
 
 
 def lines(groups: Sequence[Group]) -> list[Line]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cdp_repro.observe.text import format_bytes
+from cdp_repro.observe.text import format_quantity
 from cdp_repro.predict.systems import System, simulated_system
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Group
@@ -39,10 +39,10 @@ class ExecutedSystem:
 
     def text(self, name: str) -> str:
         """Return the number as executed, and the simulated one if that is another."""
-        executed = _number(name, self.executed[name])
+        executed = format_quantity(name, self.executed[name])
         if name not in self.disagreements():
             return executed
-        return f"e {executed}; s {_number(name, getattr(self.simulated, name))}"
+        return f"e {executed}; s {format_quantity(name, getattr(self.simulated, name))}"
 
 
 def executed_systems(groups: Sequence[Group], study: Study) -> list[ExecutedSystem]:
@@ -93,9 +93,3 @@ def systems_table(groups: Sequence[Group], study: Study) -> Table:
     ]
     columns = ("mode", "placement", "ranks", *COLUMNS.values(), "mean staleness", "largest")
     return Table("systems", study.title, columns, rows, notes, provenance([group.rows[0] for group in groups]))
-
-
-def _number(name: str, value: float) -> str:
-    if "bytes" in name:
-        return format_bytes(value)
-    return f"{100 * value:.1f} %" if name == "idle_share" else f"{value:.10g}"
