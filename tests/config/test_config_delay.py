@@ -9,6 +9,7 @@ from cdp_repro.config.compose import compose_config
 from cdp_repro.config.loading import without_effect
 from cdp_repro.config.numerics import delay_factory
 from cdp_repro.engine.delay import DELAYS, Compensation, ErrorFeedback, Uncorrected
+from cdp_repro.schedule import MODES
 
 
 @pytest.mark.parametrize("name", DELAYS)
@@ -81,6 +82,13 @@ def test_one_class_is_said_to_leave_nothing_to_learn():
 def test_the_schedule_of_pipelines_is_said_to_have_no_effect_elsewhere(placement: str, has_effect: bool) -> None:
     said = without_effect(compose_config(["mode=dp", f"placement={placement}", "pipeline_schedule=gpipe"]))
     assert said == [] if has_effect else "pipeline_schedule=gpipe has no effect" in said[0]
+
+
+def test_the_schedule_of_pipelines_has_an_effect_with_whatever_mode_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODES, "mine", MODES["dp"])
+    config = compose_config(["mode=dp", "placement=pipeline", "pipeline_schedule=gpipe"])
+    config.mode.name = "mine"
+    assert without_effect(config) == []
 
 
 def test_a_sequence_is_as_long_as_the_context():

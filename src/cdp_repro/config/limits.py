@@ -327,11 +327,8 @@ def _wrong_with_baseline(config: RunConfig) -> Iterable[str]:
     for name, neutral in (("replicas", 1), ("accumulate", 1), ("micro_batches", None)):
         if (value := getattr(config, name)) != neutral:
             yield f"baseline={config.baseline} knows no {name}={value}: use workers={config.step_micro_batches}"
-    of_the_engine = {
-        "speeds": None, "program": None, "slot_order": SLOT_ORDERS[0], "pipeline_schedule": PIPELINE_SCHEDULES[0],
-    }  # fmt: skip
-    for name, unless_given in of_the_engine.items():
-        if (given := getattr(config, name)) != unless_given:
+    for name in ("speeds", "program", "slot_order", "pipeline_schedule"):
+        if (given := getattr(config, name)) != getattr(RunConfig, name):
             yield f"baseline={config.baseline} runs the library's own loop, without {name}={given}: leave {name} out"
     if config.baseline in ("torch_gpipe", "torch_1f1b") and config.stage_count != config.workers:
         yield (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -14,7 +15,6 @@ from cdp_repro.config.fitting import sizes_that_fit
 from cdp_repro.config.keys import SCHEDULE_KEYS, defaults, example_of, leaves, nested
 from cdp_repro.config.limits import inconsistent, out_of_range
 from cdp_repro.config.schema import RunConfig
-from cdp_repro.schedule import PIPELINE_SCHEDULES
 
 
 def load_config(composed: DictConfig, check_device: bool = True) -> RunConfig:
@@ -63,10 +63,9 @@ def without_effect(config: RunConfig) -> list[str]:
         found.append("dataset.classes=1 leaves nothing to learn: every prediction is right")
     if config.collectives and config.processes == 1:
         found.append("collectives=true has no effect on one rank")
-    if config.pipeline_schedule != PIPELINE_SCHEDULES[0] and (config.mode.name, config.placement.name) != (
-        "dp",
-        "pipeline",
-    ):
+    spec = config.spec()
+    unchosen = replace(spec, pipeline_schedule=RunConfig.pipeline_schedule)
+    if spec != unchosen and spec.chosen_mode.timeline == unchosen.chosen_mode.timeline:
         found.append(f"pipeline_schedule={config.pipeline_schedule} has no effect but with mode=dp placement=pipeline")
     if config.channels_last and config.model.name in ("mlp", "gpt"):
         found.append(f"channels_last=true has no effect on model={config.model.name}")

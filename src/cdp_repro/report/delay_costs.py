@@ -118,14 +118,7 @@ def _missing(cell: Cell, columns: int) -> list[str]:
 def _notes(study: Study) -> list[str]:
     task = task_of(study.cells[0].settings["dataset.name"])
     better, best = ("higher", "highest") if task.more_is_better else ("lower", "lowest")
-    if study.margin is None and not study.chooses:
-        rule = "No verdict: the seeds are few, and the learning rates are those that suit the smaller network."
-    elif study.margin is None:
-        rule = (
-            f"This table only chooses: of each mode, the setting with the {best} mean goes on, "
-            "and is judged on seeds that were not used before."
-        )
-    else:
+    if study.margin is not None:
         unit = task.difference_unit
         rule = (
             f"Equivalent: two one-sided tests at 5 % each show the difference to be less than {study.margin:g} {unit}, "
@@ -133,6 +126,13 @@ def _notes(study: Study) -> list[str]:
             "or better if the 95 % interval lies on one side of 0; else not settled. No verdict before both sides have "
             "all their runs at the rates that the tuning chose. The seeds are fresh: no setting was chosen on them."
         )
+    elif study.chooses:
+        rule = (
+            f"This table only chooses: of each mode, the setting with the {best} mean goes on, "
+            "and is judged on seeds that were not used before."
+        )
+    else:
+        rule = "No verdict: the seeds are few, and the learning rates are those that suit the smaller network."
     return [
         "Mean ± standard deviation over seeds, number of runs in brackets; differences are paired by seed, "
         f"{better} is better. Each setting is compared with dp of the same optimizer if there is one. What a device "
