@@ -135,7 +135,7 @@ def _notes(study: Study) -> list[str]:
         rule = "No verdict: the seeds are few, and the learning rates are those that suit the smaller network."
     return [
         "Mean ± standard deviation over seeds, number of runs in brackets; differences are paired by seed, "
-        f"{better} is better. Each setting is compared with dp of the same optimizer if there is one. What a device "
+        f"{better} is better. Each setting is compared with dp of the same optimizer. What a device "
         "keeps, at most: all versions of the parameters, the optimizer's state, the method's. Time: median and "
         "quartiles of alternating rounds (`python scripts/bench.py methods`).",
         rule,

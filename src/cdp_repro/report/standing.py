@@ -10,7 +10,7 @@ from cdp_repro.report.groups import Group, compared
 from cdp_repro.report.tuning import Setting, TunedRate, method_of, setting_of, tuned_rates
 from cdp_repro.report.two_one_sided import WORSE, Equivalence, equivalence
 from cdp_repro.studies.catalog import STUDIES
-from cdp_repro.studies.delay_studies import METHOD_KEYS
+from cdp_repro.studies.delay_studies import METHOD_KEYS, OPTIMIZER_KEYS
 from cdp_repro.studies.study import Study
 
 
@@ -53,21 +53,15 @@ class Standing:
 
 
 def standings(study: Study, groups: Mapping[str, Sequence[Group]]) -> list[Standing]:
-    """Return how each setting of a study stands to the data parallelism in it; nothing without that.
+    """Return how each setting of a study stands to the data parallelism in it that has the same optimizer.
 
-    `groups` are those of all studies by name. A setting is compared with data parallelism that has the same optimizer,
-    or else with the first.
+    `groups` are those of all studies by name.
 
     Raises:
         RowError: two of them differ in more than the mode, the learning rate and the method.
     """
     own, tuned = groups[study.name], rates_for(study, groups)
-    found = []
-    for group in own:
-        reference = data_parallel_for(own, group)
-        if reference is not None and group.mode != "dp":
-            found.append(_standing(study, group, reference, tuned))
-    return found
+    return [_standing(study, group, data_parallel_for(own, group), tuned) for group in own if group.mode != "dp"]
 
 
 def rates_for(study: Study, groups: Mapping[str, Sequence[Group]]) -> dict[Setting, TunedRate]:
@@ -77,13 +71,17 @@ def rates_for(study: Study, groups: Mapping[str, Sequence[Group]]) -> dict[Setti
 
 
 def data_parallel_for(groups: Sequence[Group], group: Group) -> Group | None:
-    """Return the data parallelism that a group is compared with: of the same optimizer, or else the first."""
-    fresh = [each for each in groups if each.mode == "dp"]
-    alike = [each for each in fresh if each.config["optim.name"] == group.config["optim.name"]]
-    return next(iter(alike or fresh), None)
+    """Return the data parallelism that a group is compared with, that of the same optimizer; None if there is none.
+
+    Against that of another optimizer, what the optimizer gains would count as the mode's.
+    """
+    alike = (g for g in groups if g.mode == "dp" and all(g.config[key] == group.config[key] for key in OPTIMIZER_KEYS))
+    return next(alike, None)
 
 
-def _standing(study: Study, group: Group, reference: Group, tuned: Mapping[Setting, TunedRate]) -> Standing:
+def _standing(study: Study, group: Group, reference: Group | None, tuned: Mapping[Setting, TunedRate]) -> Standing:
+    if reference is None:
+        return Standing(study, group, None, "no run of dp with its optimizer")
     task, finished, found = task_of(group.config["dataset.name"]), group.finished, None
     if finished is not None and not reference.diverged:
         compared(finished, reference, task.metric, METHOD_KEYS)  # refuses what must not be compared

@@ -26,7 +26,9 @@ PASSED_ON = 2
 FRESH_SEEDS = tuple(range(10, 20))
 """Of the runs behind a verdict."""
 
-VARIED = ("optim.name", "optim.nesterov", "delay.name", "accumulate")
+OPTIMIZER_KEYS = ("optim.name", "optim.nesterov")
+"""What a setting and the data parallelism that it is compared with have in common."""
+VARIED = (*OPTIMIZER_KEYS, "delay.name", "accumulate")
 """Settings that tell the groups of a study apart."""
 METHOD_KEYS = (*VARIED, "delay.strength", "optim.momentum", "optim.beta1")
 """All settings in which methods against delay differ."""
@@ -56,7 +58,8 @@ class Benchmark:
     base: str
     """Overrides of all runs."""
     settings: tuple[str, ...]
-    """Overrides of each mode with each method; data parallelism first."""
+    """Overrides of each mode with each method; data parallelism first, and with each optimizer that a mode has, so that
+    what an optimizer gains is not counted as the method's."""
     grid: tuple[float, ...]
     """Learning rates, the same for each setting."""
     margin: float
@@ -97,17 +100,19 @@ class Benchmark:
             yield replace(self._compared("delay", title, tuned, self.seeds), chooses=True)
         if self.best:
             title = f"{self.title}: the best of each mode, {len(FRESH_SEEDS)} fresh seeds (judges)"
-            best = *self._references(), *self.best
+            best = self._beside_data_parallelism(self.best)
             yield replace(self._compared("verdict", title, best, FRESH_SEEDS), margin=self.margin)
         if self.best and self.larger is not None:
             title = f"{self.larger.title}: the best of each mode, untuned, {len(self.larger.seeds)} seeds"
-            settings = dict.fromkeys((*self._references(), *self.larger.settings, *self.best))
-            yield self._compared("larger", title, [*settings], self.larger.seeds, *self.larger.overrides.split())
+            settings = self._beside_data_parallelism([*self.larger.settings, *self.best])
+            yield self._compared("larger", title, settings, self.larger.seeds, *self.larger.overrides.split())
 
-    def _references(self) -> list[str]:
-        """Return the settings of data parallelism that the best are compared with: the first, and their optimizers'."""
+    def _beside_data_parallelism(self, settings: Sequence[str]) -> list[str]:
+        """Return settings after the first data parallelism, and that of each optimizer among them."""
         first, *others = [setting for setting in self.settings if "mode=dp" in setting.split()]
-        return [first, *(other for other in others if any(_optimizer(other) == _optimizer(best) for best in self.best))]
+        optimizers = {_optimizer(setting) for setting in settings}
+        references = [first, *(other for other in others if _optimizer(other) in optimizers)]
+        return [*dict.fromkeys((*references, *settings))]
 
     def _compared(self, part: str, title: str, settings: Sequence[str], seeds: Sequence[int], *others: str) -> Study:
         return Study(
@@ -136,9 +141,9 @@ class Benchmark:
         return Cell((*self.base.split(), *setting.split(), f"optim.lr={rate:g}", *others), tuple(seeds))
 
 
-def _optimizer(setting: str) -> str | None:
-    """Return the optimizer that a setting names."""
-    return next((word for word in setting.split() if word.startswith("optim=")), None)
+def _optimizer(setting: str) -> tuple[str, ...]:
+    """Return the overrides of a setting that choose its optimizer."""
+    return tuple(word for word in setting.split() if word.startswith("optim"))
 
 
 CIFAR10 = Benchmark(
@@ -147,6 +152,7 @@ CIFAR10 = Benchmark(
     "dataset=cifar10 channels_last=true",
     (
         "mode=dp",
+        "mode=dp optim.nesterov=true",
         *(f"{mode} {method}".strip() for mode in _MODES for method in ("", "optim.nesterov=true", *_METHODS)),
         "mode=cdp_v2 accumulate=2",
         "mode=cdp_v2 accumulate=4",
@@ -193,6 +199,7 @@ TEXT = Benchmark(
     "dataset=text model=gpt model.width=144 optim.warmup_epochs=0.1 epochs=2",
     (
         "optim=adamw mode=dp",
+        "optim=nadamw mode=dp",
         *(
             f"{optim} {mode} {method}".strip()
             for mode in _MODES
