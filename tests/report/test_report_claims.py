@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from report_rows import row_of
 
 from cdp_repro.report.claims import FAILS, HOLDS, PARTLY, UNKNOWN, claims, memory_verdict
 from cdp_repro.report.cost_table import Line
 from cdp_repro.report.groups import Difference, Sample
 from cdp_repro.report.two_one_sided import NOT_SETTLED
+from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.cost_settings import SETTINGS
 
 
@@ -40,14 +43,15 @@ def test_cdp_is_compared_with_data_parallelism_by_ordered_messages():
 
 
 def _untuned(dataset, *intervals):
-    """Return comparisons of both modes with data parallelism, of which (low, high) are the intervals."""
+    """Return comparisons of both modes with data parallelism by their intervals, (low, high) or None if not run."""
     return [
         SimpleNamespace(
             study="mine",
             group=SimpleNamespace(mode=mode, config={"dataset.name": dataset, "model.name": "resnet8"}),
-            difference=Difference((low + high) / 2, low, high, 0.5, 5),
+            difference=Difference(sum(interval) / 2, *interval, 0.5, 5),
         )
-        for mode, (low, high) in zip(("cdp_v1", "cdp_v2"), intervals, strict=True)
+        for mode, interval in zip(("cdp_v1", "cdp_v2"), intervals, strict=True)
+        if interval
     ]
 
 
@@ -55,7 +59,10 @@ def _untuned(dataset, *intervals):
     ("dataset", "intervals", "verdict"),
     [
         ("cifar10", [(0.1, 0.3), (0.2, 0.4)], HOLDS),
-        ("cifar10", [(-0.1, 0.3), (0.2, 0.4)], NOT_SETTLED),
+        ("cifar10", [(-0.1, 0.3), (0.2, 0.4)], PARTLY),
+        ("cifar10", [(-0.1, 0.3), (-0.2, 0.4)], NOT_SETTLED),
+        ("cifar10", [(-0.3, -0.1), (-0.2, 0.4)], NOT_SETTLED),  # neither mode keeps the accuracy for sure
+        ("cifar10", [None, (0.2, 0.4)], PARTLY),  # only one mode has run
         ("cifar10", [(-0.3, -0.1), (0.2, 0.4)], PARTLY),
         ("cifar10", [(-0.3, -0.1), (-0.4, -0.2)], FAILS),
         ("digits", [(0.1, 0.3), (0.2, 0.4)], UNKNOWN),  # the claim names other data
@@ -63,7 +70,18 @@ def _untuned(dataset, *intervals):
 )
 def test_without_tuning_the_claim_of_accuracy_follows_the_intervals(dataset, intervals, verdict):
     claim = claims((), (), _untuned(dataset, *intervals), ())[2]
-    assert claim.verdict == verdict and "mine resnet8 cdp_v1" in claim.because
+    assert claim.verdict == verdict and "mine resnet8 cdp_v2" in claim.because
+
+
+def test_a_run_that_two_studies_have_counts_once():
+    cell = STUDIES["cifar10"].cells[1]
+    first, second = (
+        row_of(cell, seed, study, staleness=[[1, 0]], **{"ledger/reads": 10})
+        for seed, study in ((0, "cifar10"), (1, "cifar10"))
+    )
+    taken_over = replace(first, study="cifar10-delay")
+    claim = claims((), (), (), [first, second, taken_over])[5]
+    assert claim.brief == "20 reads, none more than 1 step old" and claim.because.startswith("In 2 runs")
 
 
 def test_a_number_that_is_not_finite_has_no_spread():

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from report_rows import row_of
@@ -14,7 +15,7 @@ from cdp_repro.report import standing, tuning
 from cdp_repro.report.claims import FAILS, HOLDS, PARTLY, UNKNOWN, claims
 from cdp_repro.report.delay_advice import advice
 from cdp_repro.report.delay_costs import delay_table, read_times
-from cdp_repro.report.groups import grouped
+from cdp_repro.report.groups import Difference, grouped
 from cdp_repro.report.standing import best_of_each_mode, standings
 from cdp_repro.report.tuning import method_of, passed_on, rate_table, setting_of, tuned_rates
 from cdp_repro.report.two_one_sided import NOT_SETTLED
@@ -281,6 +282,13 @@ def test_a_setting_is_chosen_when_all_runs_of_its_mode_have_ended(world):
     assert said(lambda number, seed: True) == {"sgd + prediction": "yes", "sgd + compensation": "yes"}
     assert said(lambda number, seed: number != 3) == {"sgd + prediction": "best so far", "sgd + compensation": "yes"}
     assert said(lambda number, seed: number != 2 or seed == 0)["sgd + compensation"] == "best so far"
+    assert said(lambda number, seed: number != 4) == {"sgd + prediction": "best so far", "sgd + compensation": "yes"}
+    told = {row[1]: row[4] for row in world.table("delay").rows if row[0] == "cdp_v1"}
+    assert told["sgd nesterov"] == "no run of dp with its optimizer"
+    finals = world.studies["delay-finals"]
+    world.have("delay-finals", tried(finals, [*[BEST_AT_02] * 2, (1.2, 0.9, 1.0, None), *OTHERS[2:]]))
+    found = said(lambda number, seed: True)
+    assert found == {"sgd + prediction": "yes", "sgd + compensation": "best so far"}, "its tuning chose another rate"
 
 
 def test_a_verdict_waits_for_all_runs_of_both_sides_and_says_for_which(world):
@@ -365,7 +373,14 @@ def test_the_claim_names_both_modes_and_its_data_sets_alone_decide(world, monkey
     assert claims((), (), (), (), [first])[2].verdict == PARTLY, "only one mode was judged"
     monkeypatch.setattr("cdp_repro.report.claims._CLAIMED_DATA", ("cifar10",))
     other = claims((), (), (), (), [first, second])[2]
-    assert other.verdict == NOT_SETTLED and "equivalent" in other.because, "evidence that decides nothing"
+    assert other.verdict == UNKNOWN and "equivalent" in other.because, "evidence that decides nothing"
+    config = {"dataset.name": "cifar10", "model.name": "resnet8"}
+    untuned = SimpleNamespace(
+        study="cifar10",
+        group=SimpleNamespace(mode="cdp_v1", config=config),
+        difference=Difference(-1.0, -1.2, -0.8, 0.01, 5),
+    )
+    assert claims((), (), [untuned], (), [first, second])[2].verdict == FAILS, "no more do they hide an untuned verdict"
 
 
 def test_a_text_study_is_judged_by_nats_of_which_fewer_are_better(monkeypatch):
@@ -408,7 +423,7 @@ def test_the_advice_says_what_fresh_seeds_judged_and_before_that_how_far_the_tun
     assert "`mode=dp optim.lr=0.1` 0.850 (tuning goes on)" in advice([], [finals], world.groups)
     world.have("delay-finals", tried(finals, [BEST_AT_02, *OTHERS]))
     said = advice(world.judge(0, 1.0), [finals], world.groups)
-    assert said.startswith("As accurate as data parallelism is `mode=cdp_v1 delay=prediction optim.lr=0.2`")
+    assert said.startswith("Within 0.3 points of data parallelism is `mode=cdp_v1 delay=prediction optim.lr=0.2`")
     assert "Less accurate than data parallelism, even at its best, is `mode=cdp_v2 delay=compensation" in said
     assert advice([], [], {}) == "Not measured yet."
 

@@ -196,7 +196,7 @@ def _accurate(accuracy: Sequence[Comparison], standings: Sequence[Standing]) -> 
         because = [f"With the learning rate of data parallelism: {verdict}. Top-1 minus data parallelism's, "
                    f"95 % interval, number of seeds: {shown}."]  # fmt: skip
     if judged:  # a verdict on a learning rate is none on the method
-        verdict = tuned_verdict(judged)
+        verdict = tuned_verdict(judged) if any(map(_is_claimed, judged)) else verdict
         shown = "; ".join(f"{each.study.network}: {each.text}" for each in judged)
         because = [f"With a learning rate and a method of its own, on fresh seeds: {shown}.", *because]
         told = ", ".join(f"{each.group.mode} {each.verdict}" for each in judged if _is_claimed(each))
@@ -217,12 +217,17 @@ def _is_claimed(standing: Standing) -> bool:
 
 
 def _untuned_verdict(claimed: Sequence[Comparison]) -> str:
-    """Judge by 95 % intervals: worse is one below 0; one that contains 0 settles nothing."""
-    intervals = [each.difference for each in claimed if each.difference]
-    worse = [interval for interval in intervals if interval.high < 0]
-    if worse:
-        return FAILS if len(worse) == len(claimed) else PARTLY
-    return HOLDS if all(interval.low > 0 for interval in intervals) else NOT_SETTLED
+    """Judge by 95 % intervals: better is one above 0, worse one below; one that contains 0 settles nothing.
+
+    The claim holds if both modes are better throughout, in part if one is, and does not if all are worse.
+    """
+    by_mode = {mode: [each.difference for each in claimed if each.group.mode == mode and each.difference]
+               for mode in _CLAIMED_MODES}  # fmt: skip
+    keeping = [mode for mode, found in by_mode.items() if found and all(interval.low > 0 for interval in found)]
+    if keeping:
+        return HOLDS if len(keeping) == len(by_mode) else PARTLY
+    is_worse = all(interval.high < 0 for found in by_mode.values() for interval in found)
+    return FAILS if is_worse else NOT_SETTLED
 
 
 def tuned_verdict(judged: Sequence[Standing]) -> str:
@@ -289,7 +294,8 @@ def _most_lent_at_once(mode: str, workers: int) -> int:
 
 def _bounded(rows: Sequence[Row]) -> Claim:
     text = "The delay is one training step, so that the theory of bounded-delay SGD applies"
-    ours = [row for row in rows if row.config["mode.name"] in ("cdp_v1", "cdp_v2")]
+    runs = {(row.cell, row.seed, row.code): row for row in rows}  # a study may have taken over the run of another
+    ours = [row for row in runs.values() if row.config["mode.name"] in _CLAIMED_MODES]
     if not ours:
         return Claim(6, text, UNKNOWN, "")
     longest = max(delay for row in ours for stages in row.summary["staleness"] for delay in stages)

@@ -15,7 +15,7 @@ _OF_A_SETTING = ("mode=", "optim", "delay", "accumulate=")
 """Beginnings of the overrides that a reader takes into a run of his own; the others are of the study's network."""
 
 _BEGINNINGS = {
-    EQUIVALENT: "As accurate as data parallelism is",
+    EQUIVALENT: "Within {margin:g} {unit} of data parallelism is",  # it may surely be lower, by less than that
     BETTER: "More accurate than data parallelism is",
     WORSE: "Less accurate than data parallelism, even at its best, is",
     NOT_SETTLED: "Not settled is",
@@ -34,10 +34,9 @@ def advice(standings: Sequence[Standing], finals: Sequence[Study], groups: Mappi
 
 
 def _judged(each: Standing) -> str:
-    return (
-        f"{_BEGINNINGS[each.verdict]} `{overrides(each.group)}` ({each.study.network}, fresh seeds: {each.difference} "
-        f"{each.task.difference_unit})."
-    )
+    unit = each.task.difference_unit
+    beginning = _BEGINNINGS[each.verdict].format(margin=each.study.margin, unit=unit)
+    return f"{beginning} `{overrides(each.group)}` ({each.study.network}, fresh seeds: {each.difference} {unit})."
 
 
 def _tuned(finals: Study, groups: Mapping[str, Sequence[Group]]) -> str:

@@ -54,7 +54,7 @@ def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequ
     data = study.cells[0].settings["dataset.name"]
     task, tuned = task_of(data), rates_for(study, groups)
     by_cell = {each.group.cell: each for each in found}
-    heading, last = _last_column(study, groups[study.name], found)
+    heading, last = _last_column(study, groups[study.name], found, tuned)
     rows = []
     for group in groups[study.name]:
         standing = by_cell.get(group.cell)
@@ -64,7 +64,7 @@ def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequ
                 method_of(group.config),
                 _rate(group, tuned),
                 group.finished.sample(task.metric).text(task.digits) if group.finished else DIVERGED,
-                standing.difference if standing else "",
+                (standing.difference or standing.missing) if standing else "",
                 *([last.get(group.cell, ""), times.get((data, setting_of(group.config)), "")] if heading else []),
                 _state(group),
             ]
@@ -79,19 +79,29 @@ def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequ
     return Table(study.name.replace("-", "_"), study.title, columns, rows, _notes(study), evidence)
 
 
-def _last_column(study: Study, groups: Sequence[Group], found: Sequence[Standing]) -> tuple[str, dict[str, str]]:
+def _last_column(
+    study: Study, groups: Sequence[Group], found: Sequence[Standing], tuned: Mapping[Setting, TunedRate]
+) -> tuple[str, dict[str, str]]:
     """Return what a study says of its settings, as the heading of a column and by cell; "" if it says nothing."""
     if study.margin is not None:
         return "verdict", {each.group.cell: each.verdict or f"none yet: {each.missing}" for each in found}
-    return ("goes on to fresh seeds", _chosen(study, groups, found)) if study.chooses else ("", {})
+    return ("goes on to fresh seeds", _chosen(study, groups, found, tuned)) if study.chooses else ("", {})
 
 
-def _chosen(study: Study, groups: Sequence[Group], found: Sequence[Standing]) -> dict[str, str]:
-    """Return, for the best cell of each mode, whether it is chosen: only when all runs of the mode have ended."""
+def _chosen(
+    study: Study, groups: Sequence[Group], found: Sequence[Standing], tuned: Mapping[Setting, TunedRate]
+) -> dict[str, str]:
+    """Return, for the best cell of each mode, whether it is chosen.
+
+    Only when all runs of the mode have ended, at the rates that the tuning chose, and each setting has its comparison.
+    """
     seeds = {group.cell: {*group.seeds} for group in groups}
     open_modes = {
         label_of_mode(cell.settings) for cell in study.cells if not seeds.get(cell.hash, set()) >= {*cell.seeds}
     }
+    for each in found:
+        if untuned(each.group, tuned) or (each.found is None and not each.group.diverged):
+            open_modes.add(each.group.mode)
     best = {mode: standing.group.cell for mode, standing in best_of_each_mode(found).items()}
     return {cell: "best so far" if mode in open_modes else "yes" for mode, cell in best.items()}
 
