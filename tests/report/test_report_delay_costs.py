@@ -384,7 +384,10 @@ def test_the_claim_names_both_modes_and_its_data_sets_alone_decide(world, monkey
 
 
 def test_a_text_study_is_judged_by_nats_of_which_fewer_are_better(monkeypatch):
-    settings = ("optim=adamw mode=dp", "optim=nadamw mode=cdp_v1", "optim=muon mode=dp", "optim=muon mode=cdp_v1")
+    settings = (
+        "optim=adamw mode=dp", "optim=nadamw mode=cdp_v1", "optim=muon mode=dp", "optim=muon mode=cdp_v1",
+        "optim=nadamw mode=dp",
+    )  # fmt: skip
     grid = (5e-4, 1e-3, 2e-3, 4e-3)
     benchmark = replace(
         TEXT, settings=settings, grid=grid, finalists=dict.fromkeys(settings, grid),
@@ -392,23 +395,27 @@ def test_a_text_study_is_judged_by_nats_of_which_fewer_are_better(monkeypatch):
     )  # fmt: skip
     world = World(monkeypatch, benchmark)
     study = world.studies["verdict"]
-    assert [cell.overrides[-4:-1] for cell in study.cells][:2] == [
-        ("epochs=2", "optim=adamw", "mode=dp"), ("epochs=2", "optim=muon", "mode=dp")
+    assert [cell.overrides[-4:-1] for cell in study.cells][:3] == [
+        ("epochs=2", f"optim={name}", "mode=dp") for name in ("adamw", "muon", "nadamw")
     ], "each optimizer of the best has its data parallelism"  # fmt: skip
-    nats = {"nadamw": 1.5, "adamw": 1.4, "muon": 1.3}
+    nats, change = {"nadamw": 1.5, "adamw": 1.4, "muon": 1.3}, {"nadamw": 0.2, "muon": -0.1}
     rows = [
         row_of(cell, seed, study.name, **STATE, **{
             "eval/nats_per_token": nats[cell.settings["optim.name"]] + 0.001 * (seed % 2)
-            - 0.1 * (cell.settings["mode.name"] == "cdp_v1" and cell.settings["optim.name"] == "muon") + 0.0001 * seed
+            + (change[cell.settings["optim.name"]] if cell.settings["mode.name"] == "cdp_v1" else 0.0) + 0.0001 * seed
         })
         for cell in study.cells for seed in cell.seeds
     ]  # fmt: skip
     world.have("verdict", grouped(rows, study.varied))
     found = {each.group.config["optim.name"]: each for each in world.standings("verdict")}
-    assert (found["nadamw"].found, found["nadamw"].verdict) == (None, ""), "adamw is another optimizer"
-    assert found["nadamw"].missing == "no run of dp with its optimizer"
+    assert found["nadamw"].found.difference.mean == pytest.approx(0.2), "against data parallelism with nadamw"
+    assert found["nadamw"].verdict == "worse"
     assert found["muon"].found.difference.mean == pytest.approx(-0.1), "against data parallelism with muon"
     assert found["muon"].verdict == "better"
+    without = [row for row in rows if (row.config["mode.name"], row.config["optim.name"]) != ("dp", "nadamw")]
+    world.have("verdict", grouped(without, study.varied))
+    alone = next(each for each in world.standings("verdict") if each.group.config["optim.name"] == "nadamw")
+    assert (alone.found, alone.missing) == (None, "no run of dp with its optimizer"), "adamw is another optimizer"
     world.have("delay", grouped([replace(row, study=world.studies["delay"].name) for row in rows], study.varied))
     assert best_of_each_mode(world.standings("delay"))["cdp_v1"].group.config["optim.name"] == "muon", "fewer nats"
 

@@ -195,8 +195,9 @@ def _accurate(accuracy: Sequence[Comparison], standings: Sequence[Standing]) -> 
                           f"{each.difference.text()} points" for each in ours if each.difference)  # fmt: skip
         because = [f"With the learning rate of data parallelism: {verdict}. Top-1 minus data parallelism's, "
                    f"95 % interval, number of seeds: {shown}."]  # fmt: skip
-    if judged:  # a verdict on a learning rate is none on the method
-        verdict = tuned_verdict(judged) if any(map(_is_claimed, judged)) else verdict
+    if any(map(_is_claimed, judged)):  # a verdict on a learning rate is none on the method
+        verdict = tuned_verdict(judged)
+    if judged:
         shown = "; ".join(f"{each.study.network}: {each.text}" for each in judged)
         because = [f"With a learning rate and a method of its own, on fresh seeds: {shown}.", *because]
         told = ", ".join(f"{each.group.mode} {each.verdict}" for each in judged if _is_claimed(each))
