@@ -73,6 +73,12 @@ def test_without_tuning_the_claim_of_accuracy_follows_the_intervals(dataset, int
     assert claim.verdict == verdict and "mine resnet8 cdp_v2" in claim.because
 
 
+def test_a_mode_that_is_better_in_one_study_and_not_in_another_keeps_nothing():
+    better, mixed = _untuned("cifar10", (0.1, 0.3), (0.2, 0.4)), _untuned("cifar10", (0.1, 0.3), (-0.3, -0.1))
+    assert claims((), (), [*better, *better], ())[2].verdict == HOLDS
+    assert claims((), (), [*better, *mixed], ())[2].verdict == PARTLY
+
+
 def test_a_run_that_two_studies_have_counts_once():
     cell = STUDIES["cifar10"].cells[1]
     first, second = (
