@@ -44,6 +44,7 @@ from cdp_repro.config.schema import DatasetConfig, ModelConfig
 from cdp_repro.launch import launch
 from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.launch.process_group import process_group
+from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.figures import save_figure
 from cdp_repro.observe.versions import versions
 from cdp_repro.predict.cutting import cut_model
@@ -82,7 +83,7 @@ def main(names: list[str]) -> None:
     for name in names or benches:
         result = {"command": f"python scripts/bench.py {name}", **versions(), **benches[name]()}
         RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+        replace_file(RESULTS / f"{name}.json", f"{json.dumps(result, indent=2)}\n".encode())
         if name in LINK_NETWORKS:
             save_figure(draw_links(_link_curves()), RESULTS / "links.svg")
 

@@ -100,8 +100,8 @@ def main(arguments: list[str]) -> None:
         for name, found in zip(names, pool.map(lambda name: kept_trial(name, folder), names), strict=True):
             write_out(f"{name}: {'; '.join(map(_told, found['kills']))}\n")
             results["set_ups"][name] = found
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-            DOCUMENT.write_text(renewed(DOCUMENT.read_text(), results))
+            replace_file(RESULTS, f"{json.dumps(results, indent=1)}\n".encode())
+            replace_file(DOCUMENT, renewed(DOCUMENT.read_text(), results).encode())
 
 
 def _mixed(names: Sequence[str]) -> list[str]:
@@ -146,9 +146,11 @@ def trial(settings: Sequence[str], folder: Path, moments: Sequence[tuple[str, in
         told = folder / f"told-{number}"
         environment = {"KILL_MOMENT": moment, "KILL_STEP": str(step), "KILL_FILE": str(told)}
         run = _started("kill_moments.py", _next(begin, folder / "run"), folder, environment)
-        _await(run, told, chance.uniform(0, 8) if moment == "start-up" else LIMIT_SECONDS)
+        is_timed = moment == "start-up"
+        has_come = _await(run, told, chance.uniform(0, 8) if is_timed else LIMIT_SECONDS)
         time.sleep(chance.uniform(0, 0.3))
         problem = problem or ("" if run.poll() is None else f"it had ended with exit code {run.returncode}")
+        problem = problem or ("" if has_come or is_timed else f"it did not come to {moment} in {LIMIT_SECONDS:g} s")
         who, seconds = _kill(run, victim, chance)
         problem = problem or ("" if seconds < LIMIT_SECONDS else "a process outlived the kill")
         kills.append({"moment": moment, "victim": who, "seconds_until_all_ended": round(seconds, 1)})
@@ -186,11 +188,12 @@ def _exit_code(run: subprocess.Popen[bytes]) -> int | None:
         return None
 
 
-def _await(run: subprocess.Popen[bytes], told: Path, seconds: float) -> None:
-    """Wait until the run has come to its moment, has ended, or the time is over."""
+def _await(run: subprocess.Popen[bytes], told: Path, seconds: float) -> bool:
+    """Wait until the run has come to its moment, has ended, or the time is over; return whether it has come to it."""
     deadline = time.monotonic() + seconds
     while not told.exists() and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
+    return told.exists()
 
 
 def rank_processes(launcher: int) -> dict[int, int]:

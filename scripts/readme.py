@@ -19,6 +19,7 @@ from bench import tables
 
 from cdp_repro.cli.console import only_folder, run_script
 from cdp_repro.config import ConfigError
+from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.figures import save_figure, timeline_figure
 from cdp_repro.schedule import Program, Schedule
 from cdp_repro.schedule.lanes import Lanes
@@ -67,7 +68,10 @@ def with_outputs(text: str, folder: Path) -> str:
         command = match["command"]
         if "dataset=cifar10" in command and not (folder / "data").exists():
             return match[0]
-        output = run(command, folder).stdout.replace(str(folder.resolve()), "/home/you").strip("\n")
+        ran = run(command, folder)
+        if ran.returncode:
+            raise ConfigError([f"{command} ended with exit code {ran.returncode}:\n{ran.stdout}"])
+        output = ran.stdout.replace(str(folder.resolve()), "/home/you").strip("\n")
         return f"```console\n$ {command}\n{output}\n```"
 
     return BLOCK.sub(with_output, text)
@@ -82,8 +86,8 @@ def with_tables(text: str) -> str:
 
 def refresh(folder: Path) -> None:
     for path in WITH_COMMANDS:
-        path.write_text(with_outputs(path.read_text(), folder))
-    WITH_TABLES.write_text(with_tables(WITH_TABLES.read_text()))
+        replace_file(path, with_outputs(path.read_text(), folder).encode())
+    replace_file(WITH_TABLES, with_tables(WITH_TABLES.read_text()).encode())
     draw_timeline()
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from cdp_repro.cli.console import run_script
 from cdp_repro.config import ConfigError
+from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.versions import versions
 from cdp_repro.predict.closed_forms import Setting, Values
 from cdp_repro.predict.steady_state import simulated, unit_costs
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> None:
             missing = [setting for setting in ours if simulation_key(setting) not in present]
             for setting, found in zip(missing, pool.map(partial(_simulated, workers), missing), strict=True):
                 own["values"].setdefault(str(workers), {})[simulation_key(setting)] = found
-                path.write_text(json.dumps({"parts": parts}, indent=1) + "\n")
+                replace_file(path, f"{json.dumps({'parts': parts}, indent=1)}\n".encode())
 
 
 def _part_of(parts: list[dict[str, Any]], said: Mapping[str, str]) -> dict[str, Any]:

@@ -28,6 +28,13 @@ def test_a_run_that_is_killed_goes_on_bitwise(tmp_path):
     assert [(each["victim"], each["problem"]) for each in found] == [(victim, "") for _, _, victim in moments]
 
 
+@linux
+def test_a_run_that_never_comes_to_its_moment_is_a_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr(kill, "LIMIT_SECONDS", 0.5)
+    found = kill.trial(kill.set_ups()["single_device: dp"], tmp_path / "trial", [("training", 3, "tree")])
+    assert found[0]["problem"] == "it did not come to training in 0.5 s" and not found[0]["equal"]
+
+
 def of_run(folder: Path, weight: float) -> Path:
     CheckpointStore(folder / "checkpoints").save(3, {"engine": {"weight": torch.full((2,), weight)}}, {})
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "time": weight, "train/loss": 0.5}) + "\n")

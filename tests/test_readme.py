@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from cdp_repro.config import ConfigError
 from cdp_repro.schedule.schedule import MODES
 
 ROOT = Path(__file__).parents[1]
@@ -114,3 +115,9 @@ def test_make_targets_exist_and_call_what_the_readme_says():
     planned = subprocess.run(["make", "-n", "train"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert ".venv/bin/cdp-train" in map(str.strip, planned.splitlines())  # make inside make prints directories, too
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_output_of_a_command_that_fails_is_not_written_into_a_document(tmp_path):
+    with pytest.raises(ConfigError, match=r"echo no; false ended with exit code 1:\nno"):
+        readme.with_outputs("```console\n$ echo no; false\nyes\n```", tmp_path)
+    assert readme.with_outputs("```console\n$ echo no\nyes\n```", tmp_path) == "```console\n$ echo no\nno\n```"

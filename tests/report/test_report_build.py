@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,16 @@ def test_documents_are_renewed_between_their_marks(results, tmp_path):
     readme.write_text("<!-- report:speed -->\n<!-- /report -->")
     with pytest.raises(RowError, match=r"README\.md asks for 'speed': there are claims, accuracy"):
         build(results, marked(tmp_path))
+
+
+def test_a_figure_is_stale_when_only_the_course_of_a_run_has_changed(results):
+    write(build(results))
+    (row, path) = next((row, Path(row.source)) for row in Report(results).rows)
+    path.unlink()
+    write_row(
+        replace(row, epochs={**row.epochs, "eval/top1_percent": [50.0 for _ in row.epochs["epoch"]]}), results / "rows"
+    )
+    assert f"{results / 'figures' / 'accuracy.svg'} differs from what the rows give" in stale(build(results))
 
 
 def test_what_is_not_drawn_is_compared_all_the_same(results):

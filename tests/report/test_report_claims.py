@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from report_rows import row_of
 
+from cdp_repro.config.task import task_of
 from cdp_repro.report.claims import FAILS, HOLDS, PARTLY, UNKNOWN, claims, memory_verdict
 from cdp_repro.report.cost_table import Line
 from cdp_repro.report.groups import Difference, Sample
@@ -48,6 +49,8 @@ def _untuned(dataset, *intervals):
         SimpleNamespace(
             study="mine",
             group=SimpleNamespace(mode=mode, config={"dataset.name": dataset, "model.name": "resnet8"}),
+            task=task_of(dataset),
+            is_at_rate_of_dp=True,
             difference=Difference(sum(interval) / 2, *interval, 0.5, 5),
         )
         for mode, interval in zip(("cdp_v1", "cdp_v2"), intervals, strict=True)
@@ -77,6 +80,14 @@ def test_a_mode_that_is_better_in_one_study_and_not_in_another_keeps_nothing():
     better, mixed = _untuned("cifar10", (0.1, 0.3), (0.2, 0.4)), _untuned("cifar10", (0.1, 0.3), (-0.3, -0.1))
     assert claims((), (), [*better, *better], ())[2].verdict == HOLDS
     assert claims((), (), [*better, *mixed], ())[2].verdict == PARTLY
+
+
+def test_a_pair_with_two_learning_rates_decides_nothing_about_untuned_runs():
+    untuned, other = _untuned("cifar10", (0.1, 0.3), (0.2, 0.4)), _untuned("cifar10", (-0.3, -0.1), (-0.3, -0.1))
+    for each in other:
+        each.is_at_rate_of_dp = False
+    assert claims((), (), [*untuned, *other], ())[2] == claims((), (), untuned, ())[2]
+    assert claims((), (), other, ())[2].verdict == UNKNOWN
 
 
 def test_a_run_that_two_studies_have_counts_once():

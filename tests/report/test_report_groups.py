@@ -8,7 +8,7 @@ import pytest
 from report_rows import row_of
 from scipy import stats
 
-from cdp_repro.report.accuracy import chosen_rate, comparisons
+from cdp_repro.report.accuracy import accuracy_table, chosen_rate, comparisons
 from cdp_repro.report.groups import Difference, Sample, compared, grouped
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.rows import RowError
@@ -72,6 +72,8 @@ def test_one_seed_has_no_spread_and_no_common_seed_no_difference():
     one = Difference.paired({0: 3.0}, {0: 1.0, 1: 5.0})
     assert one.mean == 2 and math.isnan(one.low) and math.isnan(one.p_value)
     assert Difference.paired({0: 1.0}, {1: 1.0}) is None
+    infinite = Difference.paired({0: 3.0, 1: math.inf}, {0: 1.0, 1: 5.0})
+    assert infinite.text() == "+inf (2)" and math.isnan(infinite.p_value)
     assert Difference.paired({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}).p_value == 1
 
 
@@ -80,3 +82,32 @@ def test_groups_that_differ_in_more_than_mode_and_rate_are_not_compared():
     (dp,), (v1,) = grouped([row_of(DP)]), grouped([row_of(other)])
     with pytest.raises(RowError, match="would be compared, but differ in batch_size"):
         compared(v1, dp, "eval/top1_percent")
+
+
+def test_groups_on_other_data_are_not_compared_and_of_other_code_not_silently():
+    (dp,) = grouped([row_of(DP), row_of(DP, 1)])
+    (other_data,) = grouped([row_of(V1, **{"dataset/fingerprint": "g", "dataset/description": "drawn anew"})])
+    with pytest.raises(
+        RowError, match=r"their data \(drawn anew, fingerprint g; made up, fingerprint f\): keep them in"
+    ):
+        compared(other_data, dp, "eval/top1_percent")
+    one, two = (grouped([row_of(V1, seed, **code) for seed in (0, 1)])[0] for code in ({}, {"version/code": "d"}))
+    said = [compared(each, dp, "eval/top1_percent").text() for each in (one, two)]
+    assert said == ["+0.00 [+0.00, +0.00] (2)", "+0.00 [+0.00, +0.00] (2, of two versions)"]
+
+
+def test_text_is_compared_by_its_loss_and_only_one_learning_rate_is_untuned():
+    text = [Cell(("dataset=text", "model=gpt", f"mode={mode}", f"optim.lr={rate}"))
+            for mode, rate in (("dp", 0.001), ("cdp_v1", 0.001), ("cdp_v2", 0.002))]  # fmt: skip
+    rows = [row_of(cell, study="mine", **{"eval/nats_per_token": 1.5 + number}) for number, cell in enumerate(text)]
+    found = comparisons({"mine": grouped(rows)})
+    assert [(each.group.mode, each.is_at_rate_of_dp) for each in found] == [
+        ("dp", True), ("cdp_v1", True), ("cdp_v2", False)
+    ]  # fmt: skip
+    table = accuracy_table([*found, *comparisons({"digits": grouped([row_of(DP)])})], {})
+    assert table.columns[5:7] == (
+        "validation loss [nats a token] or test top-1 [%]", "minus dp [nats or points], 95 % interval"
+    )  # fmt: skip
+    assert [row[5:7] for row in table.rows[:3]] == [
+        ["1.5000 (1)", ""], ["2.5000 (1)", "+1.0000 (1)"], ["3.5000 (1)", "+2.0000 (1)"]
+    ]  # fmt: skip

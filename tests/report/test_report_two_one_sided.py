@@ -8,6 +8,7 @@ import statistics
 import pytest
 from scipy import stats
 
+from cdp_repro.report.groups import Difference
 from cdp_repro.report.two_one_sided import BETTER, EQUIVALENT, NOT_SETTLED, WORSE, equivalence
 
 
@@ -33,22 +34,22 @@ ZERO = by_seed([90.0] * 5)
 def test_verdicts(differences, more, less):
     ours = {seed: ZERO[seed] + each for seed, each in enumerate(differences)}
     for more_is_better, verdict in ((True, more), (False, less)):
-        found = equivalence(ours, ZERO, 0.29999 if differences[0] == 0.3 else 0.3, more_is_better)
-        assert found is not None and found.verdict == verdict
+        margin = 0.29999 if differences[0] == 0.3 else 0.3
+        assert equivalence(Difference.paired(ours, ZERO), margin, more_is_better).verdict == verdict
 
 
 def test_p_is_the_larger_of_the_two_one_sided_t_tests():
     differences = [0.21, -0.05, 0.13, 0.02, 0.11, 0.08]
-    found = equivalence(by_seed(differences), by_seed([0.0] * 6), 0.3, True)
+    found = equivalence(Difference.paired(by_seed(differences), by_seed([0.0] * 6)), 0.3, True)
     lower = stats.ttest_1samp(differences, -0.3, alternative="greater").pvalue
     upper = stats.ttest_1samp(differences, 0.3, alternative="less").pvalue
-    assert found is not None and found.p_value == pytest.approx(max(lower, upper))
+    assert found.p_value == pytest.approx(max(lower, upper))
     half = stats.t.ppf(0.95, 5) * statistics.stdev(differences) / math.sqrt(6)
     inside = abs(statistics.fmean(differences)) + half < 0.3
     assert (found.verdict == EQUIVALENT) == inside, "the same as the 90 % interval inside the margin"
 
 
-def test_one_seed_settles_nothing_and_none_says_nothing():
-    found = equivalence({3: 91.0}, {3: 90.0}, 0.3, True)
-    assert found is not None and found.verdict == NOT_SETTLED and math.isnan(found.p_value)
-    assert equivalence({1: 91.0}, {2: 90.0}, 0.3, True) is None
+@pytest.mark.parametrize("ours", [{3: 91.0}, {3: 91.0, 4: math.inf}, {3: 91.0, 4: math.nan}])
+def test_one_seed_and_what_is_not_finite_settle_nothing(ours):
+    found = equivalence(Difference.paired(ours, {3: 90.0, 4: 90.0}), 0.3, True)
+    assert found.verdict == NOT_SETTLED and math.isnan(found.p_value)

@@ -87,6 +87,22 @@ def test_metrics_that_lack_an_epoch_are_refused(tmp_path, run_dir):
 
 
 @pytest.mark.parametrize(
+    ("name", "content"),
+    [("command.txt", None), ("command.txt", ""), ("metrics.jsonl", None), ("memory.csv", "slot\n1\n"),
+     ("comms.csv", "slot,bytes\none,two\n"), ("trace.json", "{"),
+     ("trace.json", '{"traceEvents": [{"cat": "forward"}]}')],
+)  # fmt: skip
+def test_a_run_directory_that_lacks_a_file_or_holds_a_damaged_one_is_named(tmp_path, run_dir, name, content):
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    (copy / name).unlink()
+    if content is not None:
+        (copy / name).write_text(content)
+    with pytest.raises(RowError, match=f"^{copy} is damaged .*put back what it held, or train again"):
+        collect(copy, "mine")
+
+
+@pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda text: text[:-40], "cannot be read"),

@@ -105,6 +105,13 @@ def test_a_run_that_another_study_has_is_taken_over_with_its_whole_cell_or_not_a
     assert sweeps("all") == 0 and len(quick) == 5, "those of `one` are whole"
 
 
+def test_a_run_that_diverged_is_no_result_of_a_study_of_accuracy(quick, monkeypatch, caplog):
+    accuracy = Study("accurate", "accuracy", "the same", RATES.cells)
+    monkeypatch.setitem(sweep.STUDIES, accuracy.name, accuracy)
+    assert sweeps("rates") == 0 and rows(RATES)[0].has_diverged and len(quick) == 1
+    assert sweeps("accurate") == 1 and len(quick) == 2 and not rows(accuracy), "it ran, and failed"
+
+
 def test_it_trains_what_is_missing_and_repeats_nothing(quick, capsys):
     assert sweeps() == 0
     assert "2 of 2 runs are done" in capsys.readouterr().out

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from cdp_repro.config.compose import compose_config
-from cdp_repro.training.equivalence import verify
+from cdp_repro.training import equivalence
+from cdp_repro.training.equivalence import Outcome, verify
 
 
 def test_threads_of_one_device_change_nothing(monkeypatch):
@@ -20,3 +23,17 @@ def test_threads_of_one_device_change_nothing(monkeypatch):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_losses_are_compared_in_double_precision_and_infinities_never_agree(monkeypatch):
+    config = compose_config(["dataset=digits", "model=mlp", "workers=2", "batch_size=14", "placement=replicated"])
+
+    def losses(found, expected):
+        outcomes = iter((Outcome([[expected]], [{}]), Outcome([[found]], [{}])))  # one device comes first
+        monkeypatch.setattr(equivalence, "_train", lambda *_: next(outcomes))
+        monkeypatch.setattr(equivalence, "launch", lambda *_: next(outcomes))
+        return verify(config, steps=2)
+
+    assert losses(1.0, 1.0).agrees
+    assert losses(1.0 + 2**-40, 1.0).losses == 2**-40
+    assert losses(math.inf, math.inf).losses == math.inf and not losses(math.nan, 1.0).agrees

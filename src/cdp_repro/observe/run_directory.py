@@ -32,8 +32,8 @@ from cdp_repro.observe.json_values import valid_json
 CONFIG, COMMAND, METRICS, SUMMARY = "config.yaml", "command.txt", "metrics.jsonl", "summary.json"
 CHECKPOINTS, LOGS = "checkpoints", "logs"
 _CLAIM = ".claim"
-_UNBEGUN = {_CLAIM, unfinished(Path(CONFIG)).name}
-"""What there is of a run before it has its configuration."""
+_UNBEGUN = {_CLAIM, COMMAND, *(unfinished(Path(name)).name for name in (COMMAND, CONFIG))}
+"""What there may be of a run before it has its configuration; the claim is, in any case."""
 SAVED = (f"{CHECKPOINTS}/step-*", f"{CHECKPOINTS}/.replaced-step-*")
 """Where checkpoints are; the second is the old copy of a step that is being saved again."""
 _WITHOUT_IT = "Delete it: the run then goes on from its newest checkpoint"
@@ -109,7 +109,7 @@ class RunDirectory:
     def add_command(self, command: Sequence[str]) -> None:
         """Append a command line, shell-quoted, to command.txt."""
         with (self.path / COMMAND).open("a", encoding="utf-8") as file:
-            file.write(shlex.join(command) + "\n")
+            file.write(_line(command))
 
     def config(self) -> dict[str, Any]:
         """The configuration in config.yaml as plain data. Raises RunDirectoryError if it cannot be read."""
@@ -203,8 +203,8 @@ class RunDirectory:
     def _fill(self, config: str, command: Sequence[str]) -> None:
         """Write what a new run starts with; it is there from the moment on when its configuration is, whole."""
         try:
+            replace_file(self.path / COMMAND, _line(command).encode())
             replace_file(self.path / CONFIG, config.encode())
-            self.add_command(command)
             for folder in (self.checkpoints_path, self.path / LOGS):
                 folder.mkdir()
         except OSError as error:
@@ -214,9 +214,19 @@ class RunDirectory:
             raise RunDirectoryError(f"cannot write to {self.path}: {os_error_text(error, self.path)}") from error
 
 
+def _line(command: Sequence[str]) -> str:
+    return shlex.join(command) + "\n"
+
+
+def _is_unbegun(path: Path) -> bool:
+    """Whether there is an empty directory, or what a killed `create` leaves."""
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name}
+    return not names or (_CLAIM in names and names <= _UNBEGUN)
+
+
 def _refuse_occupied(path: Path) -> None:
-    """Raise RunDirectoryError if there is more at `path` than an empty directory or what a killed `create` leaves."""
-    if not path.exists() or (path.is_dir() and {entry.name for entry in path.iterdir()} <= _UNBEGUN):
+    """Raise RunDirectoryError if another run has begun at `path`, or something else is there."""
+    if not path.exists() or _is_unbegun(path):
         return
     if (path / CONFIG).exists() or (path / METRICS).exists():
         holds = "already holds another run"

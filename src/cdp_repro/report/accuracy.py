@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from cdp_repro.config.task import IMAGES, Task, task_of
 from cdp_repro.report.evidence import provenance
-from cdp_repro.report.groups import MAY_DIFFER, Difference, Group, Sample, compared, differing
+from cdp_repro.report.groups import OF_TWO_VERSIONS, Difference, Group, Sample, compared, data_parallel
 from cdp_repro.report.tables import Table
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.rows import Row, RowError, label_of_mode
 from cdp_repro.studies.study import Cell, Study
 
-TOP1 = "eval/top1_percent"
 PAPER_VALUES = "paper_values.yaml"
-
-COLUMNS = (
-    "study", "model", "mode", "lr", "epochs", "test top-1 [%]", "minus dp [points], 95 % interval", "p", "train loss",
-    "seconds per epoch", "paper [%]",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,11 +28,13 @@ class Comparison:
     study: str
     group: Group
     difference: Difference | None
+    is_at_rate_of_dp: bool = True
+    """Whether both have the same learning rate."""
 
     @property
-    def top1(self) -> Sample:
-        """Test top-1 in percent."""
-        return self.group.sample(TOP1)
+    def task(self) -> Task:
+        """What is compared."""
+        return task_of(self.group.config["dataset.name"])
 
 
 def comparisons(groups: Mapping[str, Sequence[Group]]) -> list[Comparison]:
@@ -54,37 +51,40 @@ def comparisons(groups: Mapping[str, Sequence[Group]]) -> list[Comparison]:
         others = groups.get(study.reference, ()) if study and study.reference else ()
         for group in members:
             reference = data_parallel([*members, *others], group)
-            difference = compared(group, reference, TOP1) if reference and reference is not group else None
-            found.append(Comparison(name, group, difference))
+            found.append(_comparison(name, group, reference))
     return found
 
 
-def data_parallel(groups: Iterable[Group], like: Group) -> Group | None:
-    """Return the group of data parallelism on the data and the model of another that differs least in other settings.
-
-    Of several the first; None if there is none.
-    """
-    key = ("dataset.name", "model.name")
-    same = (g for g in groups if g.mode == "dp" and all(g.config[k] == like.config[k] for k in key))
-    return min(same, key=lambda dp: len({*differing(dp.rows[0], like.rows[0])} - {*MAY_DIFFER}), default=None)
+def _comparison(study: str, group: Group, reference: Group | None) -> Comparison:
+    if reference is None or reference is group:
+        return Comparison(study, group, None)
+    difference = compared(group, reference, task_of(group.config["dataset.name"]).metric)
+    return Comparison(study, group, difference, group.config["optim.lr"] == reference.config["optim.lr"])
 
 
 def accuracy_table(found: Sequence[Comparison], paper: Mapping[str, float]) -> Table:
     """Return the table, with a row for each cell of the studies that has no run yet: the command that fills it."""
     rows = [_row(each, paper) for each in found]
-    present = {(each.study, row.cell) for each in found for row in each.group.rows}
+    tasks = dict.fromkeys(each.task for each in found) or {IMAGES: None}
+    columns = (
+        "study", "model", "mode", "lr", "epochs", " or ".join(task.label for task in tasks),
+        f"minus dp [{' or '.join(task.difference_unit for task in tasks)}], 95 % interval", "p", "train loss",
+        "seconds per epoch", "paper [%]",
+    )  # fmt: skip
+    present = {(each.study, each.group.cell) for each in found}
     for study in STUDIES.values():
         if study.kind == "accuracy":
-            rows += [_missing(study, cell) for cell in study.cells
+            rows += [_missing(study, cell, len(columns)) for cell in study.cells
                      if (study.name, cell.hash) not in present]  # fmt: skip
     notes = [
         "Mean ± standard deviation over seeds, number of runs in brackets; differences are paired by seed, p is of the "
         "two-sided paired t-test. Seconds per epoch are of one thread on a machine that did other work, too: compare "
         "them with care.",
+        OF_TWO_VERSIONS,
         f"The column `paper` is read from results/{PAPER_VALUES}, which says how to fill it.",
     ]
     evidence = [note for study, runs in _by_study(found).items() for note in provenance(runs, study)]
-    return Table("accuracy", "Accuracy of each mode against data parallelism", COLUMNS, rows, notes, evidence)
+    return Table("accuracy", "Accuracy of each mode against data parallelism", columns, rows, notes, evidence)
 
 
 def chosen_rate(groups: Sequence[Group]) -> float | None:
@@ -106,7 +106,7 @@ def tuning_table(groups: Sequence[Group], study: Study) -> Table:
     chosen = {same[0].mode: chosen_rate(same) for same in members}
     rows = [
         [group.config["model.name"], group.mode, f"{group.config['optim.lr']:g}", str(group.config["epochs"]),
-         group.sample("train/loss").text(4), group.sample(TOP1).text(),
+         group.sample("train/loss").text(4), group.sample(IMAGES.metric).text(),
          "yes" if group.config["optim.lr"] == chosen.get(group.mode) else ""]
         for group in sorted(groups, key=lambda group: (group.mode, group.config["optim.lr"]))
     ]  # fmt: skip
@@ -138,8 +138,8 @@ def _row(each: Comparison, paper: Mapping[str, float]) -> list[str]:
         group.mode,
         f"{config['optim.lr']:g}",
         str(config["epochs"]),
-        each.top1.text(),
-        each.difference.text() if each.difference else "",
+        group.sample(each.task.metric).text(each.task.digits),
+        each.difference.text(each.task.digits) if each.difference else "",
         _p_text(each.difference),
         group.sample("train/loss").text(4),
         Sample.from_values([_epoch_seconds(row.summary, config) for row in group.rows]).text(1),
@@ -158,12 +158,11 @@ def _p_text(difference: Difference | None) -> str:
     return "< 0.001" if difference.p_value < 0.001 else f"{difference.p_value:.3f}"
 
 
-def _missing(study: Study, cell: Cell) -> list[str]:
+def _missing(study: Study, cell: Cell, columns: int) -> list[str]:
     settings = cell.settings
-    return [
-        study.name, settings["model.name"], label_of_mode(settings), f"{settings['optim.lr']:g}",
-        str(settings["epochs"]), not_run(cell), *[""] * (len(COLUMNS) - 6),
-    ]  # fmt: skip
+    said = [study.name, settings["model.name"], label_of_mode(settings), f"{settings['optim.lr']:g}",
+            str(settings["epochs"]), not_run(cell)]  # fmt: skip
+    return said + [""] * (columns - len(said))
 
 
 def not_run(cell: Cell) -> str:

@@ -266,7 +266,7 @@ class Report:
         }  # fmt: skip
         found |= self._delay_figures()
         shown = {
-            name: Shown(draw, _digest(row.file_name + row.command + str(row.summary) for row in rows), caption)
+            name: Shown(draw, _digest(row.digest for row in rows), caption)
             for name, (draw, rows, caption) in found.items()
             if rows and draw is not None
         }

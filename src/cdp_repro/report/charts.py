@@ -10,13 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from cdp_repro.config.task import IMAGES
 from cdp_repro.observe.figures import timeline_figure
 from cdp_repro.observe.text import byte_unit
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.memory_reduction import curve, theory
-from cdp_repro.report.accuracy import Comparison, data_parallel
+from cdp_repro.report.accuracy import Comparison
 from cdp_repro.report.activation_memory import CUTS, ORDERS, SHOWN_WORKERS, Case, profiles
-from cdp_repro.report.groups import Group
+from cdp_repro.report.groups import Group, data_parallel
 from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.cost_settings import PLACEMENT_NAMES
@@ -197,14 +198,17 @@ def communication(groups: Sequence[Group], workers: int) -> Figure | None:
 
 
 def accuracy_curves(found: Sequence[Comparison]) -> Figure | None:
-    """Draw test top-1 against the epoch, mean and range over seeds: a panel a study; staleness beside its DP."""
-    studies = list(dict.fromkeys(each.study for each in found))
-    if not studies:
+    """Draw the number that decides against the epoch, mean and range over seeds.
+
+    A study has a panel, for each task that it has; staleness stands beside its data parallelism.
+    """
+    panels = list(dict.fromkeys((each.study, each.task) for each in found))
+    if not panels:
         return None
-    figure = Figure(figsize=(4.2 * len(studies) + 0.4, 4.2), layout="constrained")
-    axes = figure.subplots(1, len(studies), squeeze=False)[0]
-    for axis, study in zip(axes, studies, strict=True):
-        members = [each.group for each in found if each.study == study]
+    figure = Figure(figsize=(4.2 * len(panels) + 0.4, 4.2), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (study, task) in zip(axes, panels, strict=True):
+        members = [each.group for each in found if (each.study, each.task) == (study, task)]
         if all(group.mode != "dp" for group in members):
             alike = [each.group for each in found if each.group.config["epochs"] == members[0].config["epochs"]]
             reference = data_parallel(alike, like=members[0])
@@ -212,8 +216,8 @@ def accuracy_curves(found: Sequence[Comparison]) -> Figure | None:
         names = _names(members)
         others = [name for name in names if name not in _MODES]
         for name, group in zip(names, members, strict=True):
-            _draw_accuracy(axis, name, group, others)
-        axis.set(title=study, xlabel="epoch", ylabel="test top-1 [%]")
+            _draw_accuracy(axis, name, group, task.metric, others)
+        axis.set(title=study, xlabel="epoch", ylabel=task.label)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
         plain_axes(axis)
@@ -229,8 +233,8 @@ def _names(groups: Sequence[Group]) -> list[str]:
     ]
 
 
-def _draw_accuracy(axis: Axes, name: str, group: Group, others: Sequence[str]) -> None:
-    runs = [row.epochs["eval/top1_percent"] for row in group.rows]
+def _draw_accuracy(axis: Axes, name: str, group: Group, metric: str, others: Sequence[str]) -> None:
+    runs = [row.epochs[metric] for row in group.rows]
     epochs = range(1, min(map(len, runs)) + 1)
     columns = list(zip(*(run[: len(epochs)] for run in runs), strict=True))
     look = style(name, others)
@@ -262,7 +266,7 @@ def staleness(found: Sequence[Comparison]) -> Figure | None:
         axis.plot(list(by_delay), [statistics.fmean(values) for values in by_delay.values()], label=name, **look)
         for delay, values in by_delay.items():
             axis.plot([delay] * len(values), values, ".", color=look["color"], alpha=0.6, markersize=4)
-    axis.set(xlabel="delay of the parameters [training steps]", ylabel="test top-1 [%]")
+    axis.set(xlabel="delay of the parameters [training steps]", ylabel=IMAGES.label)
     axis.set_xticks(sorted({delay for by_delay in points.values() for delay in by_delay}))
     axis.legend(frameon=False)
     plain_axes(axis)
@@ -294,5 +298,5 @@ def _accuracy_by_delay(found: Sequence[Comparison]) -> dict[str, dict[int, list[
         is_shared = group.config["optim.lr"] in rates
         line = "cdp_v2" if group.mode == "cdp_v2" else _SHARED_RATE if is_shared else _OWN_RATE
         longest = max(delay for row in group.rows[0].summary["staleness"] for delay in row)
-        points.setdefault(line, {}).setdefault(longest, []).extend(group.values("eval/top1_percent"))
+        points.setdefault(line, {}).setdefault(longest, []).extend(group.values(IMAGES.metric))
     return points

@@ -180,8 +180,8 @@ def _busiest_share(mode: str, workers: int) -> float:
 def _accurate(accuracy: Sequence[Comparison], standings: Sequence[Standing]) -> Claim:
     """Judge by the settings that are tuned and judged on fresh seeds; before there are any, by untuned ones."""
     text = "Accuracy equals or betters data parallelism on CIFAR-10 and ImageNet, for CDP-v1 and CDP-v2"
-    ours = [each for each in accuracy if each.group.mode in _CLAIMED_MODES and each.difference
-            and each.difference.n > 1]  # fmt: skip
+    ours = [each for each in accuracy if each.group.mode in _CLAIMED_MODES and each.is_at_rate_of_dp
+            and each.difference and each.difference.n > 1]  # fmt: skip
     judged = [each for each in standings if each.verdict and each.group.mode in _CLAIMED_MODES]
     if not ours and not judged:
         return Claim(3, text, UNKNOWN, "")
@@ -192,8 +192,9 @@ def _accurate(accuracy: Sequence[Comparison], standings: Sequence[Standing]) -> 
     because = []
     if ours:
         shown = "; ".join(f"{each.study} {each.group.config['model.name']} {each.group.mode}: "
-                          f"{each.difference.text()} points" for each in ours if each.difference)  # fmt: skip
-        because = [f"With the learning rate of data parallelism: {verdict}. Top-1 minus data parallelism's, "
+                          f"{each.difference.text(each.task.digits)} {each.task.difference_unit}"
+                          for each in ours if each.difference)  # fmt: skip
+        because = [f"With the learning rate of data parallelism: {verdict}. Difference from data parallelism, "
                    f"95 % interval, number of seeds: {shown}."]  # fmt: skip
     if any(map(_is_claimed, judged)):  # a verdict on a learning rate is none on the method
         verdict = tuned_verdict(judged)

@@ -10,7 +10,7 @@ from typing import Any
 from cdp_repro.config.task import task_of
 from cdp_repro.report.accuracy import not_run
 from cdp_repro.report.evidence import provenance
-from cdp_repro.report.groups import Group
+from cdp_repro.report.groups import OF_TWO_VERSIONS, Group
 from cdp_repro.report.standing import Standing, best_of_each_mode, rates_for, untuned
 from cdp_repro.report.tables import Table
 from cdp_repro.report.tuning import Setting, TunedRate, method_of, setting_of
@@ -148,5 +148,6 @@ def _notes(study: Study) -> list[str]:
         f"{better} is better. Each setting is compared with dp of the same optimizer. What a device "
         "keeps, at most: all versions of the parameters, the optimizer's state, the method's. Time: median and "
         "quartiles of alternating rounds (`python scripts/bench.py methods`).",
+        OF_TWO_VERSIONS,
         rule,
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scipy.special import stdtr, stdtrit  # Student's t by (degrees, x), without the second that scipy.stats takes
@@ -25,6 +25,9 @@ MAY_DIFFER = ("mode.name", "mode.staleness", "optim.lr")
 """Settings in which a group and the data parallelism that it is compared with may differ, as tables show them."""
 
 CONFIDENCE = 0.95
+
+OF_TWO_VERSIONS = "Where a difference is `of two versions`, the code of the two sides differs: the commits are below."
+"""For the notes of a table that shows differences."""
 
 _PLACES = {mode: place for place, mode in enumerate(MODES)}
 
@@ -104,30 +107,38 @@ class Difference:
     high: float
     p_value: float
     n: int
+    error: float = math.nan
+    """Standard error of the mean."""
+    is_of_one_code: bool = True
+    """Whether the runs of both groups come of the same version of the code."""
 
     def text(self, digits: int = 2) -> str:
-        """Return `-0.12 [-0.40, +0.16] (5)`, or `-0.12 (1)`."""
+        """Return `-0.12 [-0.40, +0.16] (5)`, `-0.12 (1)`, or `-0.12 (1, of two versions)`."""
         low, mean, high = (
             f"{round(each, digits) + 0.0:+.{digits}f}"  # + 0.0: no minus before a zero
             for each in (self.low, self.mean, self.high)
         )
         interval = "" if math.isnan(self.low) else f" [{low}, {high}]"
-        return f"{mean}{interval} ({self.n})"
+        versions = "" if self.is_of_one_code else ", of two versions"
+        return f"{mean}{interval} ({self.n}{versions})"
 
     @classmethod
     def paired(cls, ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
-        """Return ours - theirs, both by seed; None without a common seed. Interval and p are NaN for one seed."""
+        """Return ours - theirs, both by seed; None without a common seed.
+
+        Interval, p and error are NaN for one seed, and where a value is not finite.
+        """
         differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
         n = len(differences)
         if not n:
             return None
         mean = statistics.fmean(differences)
-        if n == 1:
-            return cls(mean, math.nan, math.nan, math.nan, 1)
+        if n == 1 or not math.isfinite(mean):
+            return cls(mean, math.nan, math.nan, math.nan, n)
         error = statistics.stdev(differences) / math.sqrt(n)
         half = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * error
         p_value = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
-        return cls(mean, mean - half, mean + half, p_value, n)
+        return cls(mean, mean - half, mean + half, p_value, n, error)
 
 
 def grouped(rows: Iterable[Row], varied: Sequence[str] = ()) -> list[Group]:
@@ -180,19 +191,39 @@ def differing(one: Row, other: Row) -> list[str]:
     return sorted(key for key in keys if one.config.get(key) != other.config.get(key))
 
 
+def data_parallel(groups: Iterable[Group], like: Group, shared: Sequence[str] = ()) -> Group | None:
+    """Return the data parallelism that a group is compared with; None if there is none.
+
+    It has the data, the model and the `shared` settings of `like`, and of several it is the one that differs least in
+    other settings, or the first.
+    """
+    keys = ("dataset.name", "model.name", *shared)
+    alike = (g for g in groups if g.mode == "dp" and all(g.config[key] == like.config[key] for key in keys))
+    return min(alike, key=lambda dp: len({*differing(dp.rows[0], like.rows[0])} - {*MAY_DIFFER}), default=None)
+
+
+def _data_of(row: Row) -> str:
+    return f"{row.summary['dataset/description']}, fingerprint {row.summary['dataset/fingerprint'][:12]}"
+
+
 def compared(group: Group, reference: Group, key: str, varied: Sequence[str] = ()) -> Difference | None:
-    """Return how a number of the summary differs between two groups, seed by seed.
+    """Return how a number of the summary differs between two groups, seed by seed; None without a common seed.
 
     Raises:
-        RowError: they differ in more than the mode, the learning rate and `varied`, which the table shows.
+        RowError: they differ in their data, or in more than the mode, the learning rate and `varied`, which the table
+            shows.
     """
-    others = set(differing(group.rows[0], reference.rows[0])) - {*MAY_DIFFER, *varied}
+    ours, theirs = group.rows[0], reference.rows[0]
+    others = set(differing(ours, theirs)) - {*MAY_DIFFER, *varied}
+    if ours.summary["dataset/fingerprint"] != theirs.summary["dataset/fingerprint"]:
+        others |= {f"their data ({_data_of(ours)}; {_data_of(theirs)})"}
     if others:
         raise RowError(
-            f"{group.rows[0].source} and {reference.rows[0].source} would be compared, but differ in "
+            f"{ours.source} and {theirs.source} would be compared, but differ in "
             f"{', '.join(sorted(others))}: keep them in different studies (cdp-report collect --study=NAME)"
         )
-    return Difference.paired(
+    found = Difference.paired(
         dict(zip(group.seeds, group.values(key), strict=True)),
         dict(zip(reference.seeds, reference.values(key), strict=True)),
     )
+    return found and replace(found, is_of_one_code=ours.code == theirs.code)

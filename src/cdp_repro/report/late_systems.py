@@ -8,9 +8,10 @@ from functools import cached_property
 
 from matplotlib.figure import Figure
 
+from cdp_repro.config.task import IMAGES
 from cdp_repro.report.charts import plain_axes
 from cdp_repro.report.evidence import provenance
-from cdp_repro.report.groups import Difference, Group, compared
+from cdp_repro.report.groups import OF_TWO_VERSIONS, Difference, Group, compared
 from cdp_repro.report.tables import Table
 from cdp_repro.schedule import Schedule
 from cdp_repro.studies.catalog import LATE_SAMPLES, LATE_SPEEDS, STUDIES
@@ -18,7 +19,6 @@ from cdp_repro.studies.study import Cell, Study
 
 DIFFERS = ("workers", "stages", "batch_size", "optim.weight_decay", "slack", "speeds", "jitter")
 """Settings in which systems differ, beside mode and learning rate."""
-_TOP1 = "eval/top1_percent"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class LateSystem:
         before = [self.name, f"{self._images:g}", f"{rule.mean:.2f}", str(max(rule.oldest)), f"{self.late:.2f}"]
         if self.group is None:
             return [*before, f"not run: `{self.cell.command(self.cell.seeds[0])}`", "", ""]
-        return [*before, self.group.sample(_TOP1).text(), self.difference.text() if self.difference else "",
+        return [*before, self.group.sample(IMAGES.metric).text(), self.difference.text() if self.difference else "",
                 self.group.sample("train/loss").text(4)]  # fmt: skip
 
 
@@ -78,13 +78,13 @@ def late_systems(groups: Mapping[str, Sequence[Group]], study: Study) -> list[La
     if study.name not in groups or study.reference is None:
         return []
     reference, others = STUDIES[study.reference], groups.get(study.reference, ())
-    by_cell = {group.rows[0].cell: group for group in (*others, *groups[study.name])}
+    by_cell = {group.cell: group for group in (*others, *groups[study.name])}
     plain = next((group for group in others if group.mode == "dp"), None)
     mini_batch = int(reference.cells[0].settings["batch_size"])
     found = []
     for cell in (*(cell for cell in reference.cells if cell.hash in by_cell), *study.cells):
         group = by_cell.get(cell.hash)
-        difference = compared(group, plain, _TOP1, DIFFERS) if group and plain and group is not plain else None
+        difference = compared(group, plain, IMAGES.metric, DIFFERS) if group and plain and group is not plain else None
         found.append(LateSystem(cell, group, difference, mini_batch))
     return found
 
@@ -98,6 +98,7 @@ def late_systems_table(systems: Sequence[LateSystem], study: Study) -> Table:
         "micro-batches and stages, by the rule that every read of the runs was checked against; late: its mean in "
         f"mini-batches of dp. Workers of ssp and async have speeds={[*LATE_SPEEDS]} and jitter. Mean ± standard "
         "deviation over seeds, number of runs in brackets; differences are paired by seed.",
+        OF_TWO_VERSIONS,
     ]
     rows = [row for each in systems if each.group is not None for row in each.group.rows]
     columns = (
@@ -109,7 +110,7 @@ def late_systems_table(systems: Sequence[LateSystem], study: Study) -> Table:
 
 def draw_late_systems(systems: Sequence[LateSystem]) -> Figure | None:
     """Draw top-1 against how late reads are, a point a seed; None if no system of the study has run."""
-    shown = [(each, each.group.values(_TOP1)) for each in systems if each.group is not None]
+    shown = [(each, each.group.values(IMAGES.metric)) for each in systems if each.group is not None]
     if not any(each.updates_often and each.late for each, _ in shown):
         return None
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")

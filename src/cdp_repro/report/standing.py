@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from cdp_repro.config.task import Task, task_of
-from cdp_repro.report.groups import Group, compared
+from cdp_repro.report.groups import Group, compared, data_parallel
 from cdp_repro.report.tuning import Setting, TunedRate, method_of, setting_of, tuned_rates
 from cdp_repro.report.two_one_sided import WORSE, Equivalence, equivalence
 from cdp_repro.studies.catalog import STUDIES
@@ -43,6 +45,12 @@ class Standing:
         said = [self.found.difference.text(self.task.digits)] if self.found else []
         return ", ".join([*said, *([f"{self.group.diverged} diverged"] if self.group.diverged else [])])
 
+    def quality(self, seeds: Collection[int]) -> float:
+        """Return the mean on some of its seeds of the number that decides: the higher, the better."""
+        values = zip(self.group.seeds, self.group.values(self.task.metric), strict=True)
+        mean = statistics.fmean(value for seed, value in values if seed in seeds)
+        return mean if self.task.more_is_better else -mean
+
     @property
     def text(self) -> str:
         """The verdict with its evidence."""
@@ -61,7 +69,9 @@ def standings(study: Study, groups: Mapping[str, Sequence[Group]]) -> list[Stand
         RowError: two of them differ in more than the mode, the learning rate and the method.
     """
     own, tuned = groups[study.name], rates_for(study, groups)
-    return [_standing(study, group, data_parallel_for(own, group), tuned) for group in own if group.mode != "dp"]
+    return [  # against data parallelism with another optimizer, what the optimizer gains would count as the mode's
+        _standing(study, group, data_parallel(own, group, OPTIMIZER_KEYS), tuned) for group in own if group.mode != "dp"
+    ]
 
 
 def rates_for(study: Study, groups: Mapping[str, Sequence[Group]]) -> dict[Setting, TunedRate]:
@@ -70,27 +80,14 @@ def rates_for(study: Study, groups: Mapping[str, Sequence[Group]]) -> dict[Setti
     return {} if finals is None else tuned_rates(finals, groups)
 
 
-def data_parallel_for(groups: Sequence[Group], group: Group) -> Group | None:
-    """Return the data parallelism that a group is compared with, that of the same optimizer; None if there is none.
-
-    Against that of another optimizer, what the optimizer gains would count as the mode's.
-    """
-    alike = (g for g in groups if g.mode == "dp" and all(g.config[key] == group.config[key] for key in OPTIMIZER_KEYS))
-    return next(alike, None)
-
-
 def _standing(study: Study, group: Group, reference: Group | None, tuned: Mapping[Setting, TunedRate]) -> Standing:
     if reference is None:
         return Standing(study, group, None, "no run of dp with its optimizer")
     task, finished, found = task_of(group.config["dataset.name"]), group.finished, None
     if finished is not None and not reference.diverged:
-        compared(finished, reference, task.metric, METHOD_KEYS)  # refuses what must not be compared
-        found = equivalence(
-            dict(zip(finished.seeds, finished.values(task.metric), strict=True)),
-            dict(zip(reference.seeds, reference.values(task.metric), strict=True)),
-            study.margin or 0.0,
-            task.more_is_better,
-        )
+        difference = compared(finished, reference, task.metric, METHOD_KEYS)
+        if difference is not None:
+            found = equivalence(difference, study.margin or 0.0, task.more_is_better)
     return Standing(study, group, found, _missing(study, group, reference, tuned))
 
 
@@ -106,10 +103,7 @@ def _missing(study: Study, group: Group, reference: Group, tuned: Mapping[Settin
             return f"{name}{len(each.seeds)} of {len(planned)} runs"
     if reference.diverged:
         return "dp diverged"
-    for name in ("version/code", "dataset/fingerprint"):
-        if group.rows[0].summary[name] != reference.rows[0].summary[name]:
-            return f"its {name} is another than that of dp"
-    return ""
+    return "" if group.rows[0].code == reference.rows[0].code else "its code is another than that of dp"
 
 
 def untuned(group: Group, tuned: Mapping[Setting, TunedRate]) -> str:
@@ -121,12 +115,18 @@ def untuned(group: Group, tuned: Mapping[Setting, TunedRate]) -> str:
 
 
 def best_of_each_mode(found: Sequence[Standing]) -> dict[str, Standing]:
-    """Return, by mode, the setting whose mean is best, and which never diverged: what is judged on fresh seeds."""
-    able = [each for each in found if each.found is not None and not each.group.diverged]
+    """Return, by mode, the setting whose mean is best, and which never diverged: what is judged on fresh seeds.
 
-    def quality(each: Standing) -> float:
-        mean = each.group.sample(each.task.metric).mean
-        return mean if each.task.more_is_better else -mean
+    Means are over the seeds that all settings of the mode have, as some seeds are easier than others.
+    """
+    by_mode: dict[str, list[Standing]] = {}
+    for each in found:
+        if each.found is not None and math.isfinite(each.found.difference.mean) and not each.group.diverged:
+            by_mode.setdefault(each.group.mode, []).append(each)
+    best = {mode: _best(settings) for mode, settings in by_mode.items()}
+    return {mode: each for mode, each in best.items() if each is not None}
 
-    modes = dict.fromkeys(each.group.mode for each in able)
-    return {mode: max((each for each in able if each.group.mode == mode), key=quality) for mode in modes}
+
+def _best(settings: Sequence[Standing]) -> Standing | None:
+    shared = set.intersection(*({*each.group.seeds} for each in settings))
+    return max(settings, key=lambda each: each.quality(shared)) if shared else None

@@ -6,9 +6,6 @@ equivalence of average bioavailability", J. Pharmacokinetics and Biopharmaceutic
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scipy.special import stdtr
@@ -33,25 +30,18 @@ class Equivalence:
     0. Else `not settled`: more seeds would be needed."""
 
 
-def equivalence(
-    ours: Mapping[int, float], theirs: Mapping[int, float], margin: float, more_is_better: bool
-) -> Equivalence | None:
-    """Return how `ours`, by seed, stands to `theirs`; None without a common seed."""
-    difference = Difference.paired(ours, theirs)
-    if difference is None:
-        return None
-    p_value = _p_value([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())], margin)
+def equivalence(difference: Difference, margin: float, more_is_better: bool) -> Equivalence:
+    """Return what a difference of two groups shows, in its unit."""
+    p_value = _p_value(difference, margin)
     return Equivalence(difference, p_value, _verdict(difference, p_value, more_is_better))
 
 
-def _p_value(differences: list[float], margin: float) -> float:
+def _p_value(difference: Difference, margin: float) -> float:
     """Return the larger p of the tests that the mean is at most -margin, and at least +margin."""
-    n = len(differences)
-    if n == 1:
-        return math.nan
-    inside = margin - abs(statistics.fmean(differences))
-    error = statistics.stdev(differences) / math.sqrt(n)
-    return float(stdtr(n - 1, -inside / error)) if error else float(inside <= 0)
+    inside = margin - abs(difference.mean)
+    if difference.error == 0:
+        return float(inside <= 0)
+    return float(stdtr(difference.n - 1, -inside / difference.error))
 
 
 def _verdict(difference: Difference, p_value: float, more_is_better: bool) -> str:

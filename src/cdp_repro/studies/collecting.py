@@ -12,7 +12,7 @@ from typing import Any
 from cdp_repro.config.keys import RUN_KEYS, settings_of
 from cdp_repro.config.task import task_of
 from cdp_repro.observe.metrics import read_metrics
-from cdp_repro.observe.run_directory import COMMAND, RunDirectory
+from cdp_repro.observe.run_directory import COMMAND, RunDirectory, RunDirectoryError
 from cdp_repro.schedule import Op
 from cdp_repro.studies.rows import DIVERGED, Row, RowError
 
@@ -27,6 +27,15 @@ def collect(run_dir: Path, study: str, diverged_too: bool = False) -> Row:
         RunDirectoryError: `run_dir` is not a run directory, or damaged.
         RowError: the run is not finished, or its files do not belong together.
     """
+    try:
+        return _collected(run_dir, study, diverged_too)
+    except (RowError, RunDirectoryError):
+        raise
+    except (OSError, ValueError, LookupError) as error:
+        raise RowError(f"{run_dir} is damaged ({error!r}): put back what it held, or train again") from error
+
+
+def _collected(run_dir: Path, study: str, diverged_too: bool) -> Row:
     run = RunDirectory.open(run_dir)
     summary = run.summary()
     diverged = diverged_too and summary.get("status") == DIVERGED

@@ -136,6 +136,9 @@ def _not_taken_over(missing: Sequence[Run], rows: Iterable[Row], options: Option
             left.append(run)
             continue
         found = elsewhere[cell, run.seed]
+        if found.has_diverged and not STUDIES[run.study].counts_divergence:
+            left.append(run)  # to be told of as failed
+            continue
         write_row(replace(found, study=run.study), options.results / ROWS)
         logger.info("%s: seed %d is taken over from the study %s", run.study, run.seed, found.study)
     return left

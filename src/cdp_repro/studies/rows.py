@@ -77,6 +77,11 @@ class Row:
         """Of each stage on one micro-batch."""
         return StageCosts(**{name: tuple(values) for name, values in self.summary["stages/costs"].items()})
 
+    @cached_property
+    def digest(self) -> str:
+        """A hash of everything in it."""
+        return _digest(_content(self))
+
     def slots(self) -> list[Slot]:
         """Return the compute of the traced slots."""
         return [Slot(k, tuple(map(Action.of_label, text.split()))) for k, text in enumerate(self.actions)]
@@ -129,8 +134,7 @@ def write_row(row: Row, folder: Path) -> Path:
                 "remove that file first if the new run shall replace it"
             )
         return path
-    content = _content(row)
-    lines = {"format": FORMAT, **content, "digest": _digest(content)}.items()
+    lines = {"format": FORMAT, **_content(row), "digest": row.digest}.items()
     text = "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in lines) + "\n}\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
