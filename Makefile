@@ -1,4 +1,4 @@
-# `make help` lists the targets. Everything happens inside .venv and runs/.
+# `make help` lists the targets. Tools are in .venv, runs in runs/; `format` rewrites the code, `bench` results/bench.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,7 +38,7 @@ format: $(INSTALLED) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED) ## measure engine overhead and activation memory; rewrites results/bench
+bench: $(INSTALLED) ## run the benches of docs/benchmarks.md (servers and links need root); rewrites results/bench
 	$(BIN)/python scripts/bench.py $(ARGS)
 
 clean: ## remove .venv and caches; runs/ stays

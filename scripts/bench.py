@@ -7,7 +7,9 @@ Writes results/bench/*.json.
 
 Without names: all. Servers and links are between network namespaces, which takes root.
 
-Times are taken side by side, in alternating rounds of one process, and reported as ratios with their spread.
+Contenders are timed in turns, in alternating rounds in the same process, or in the same ranks, and reported as ratios
+with their spread. `servers` starts its ranks anew for each number of servers in each round, and compares them within a
+round. `programs` reports the CPU seconds of single programs.
 """
 
 from __future__ import annotations
@@ -395,7 +397,8 @@ PEER_STEPS = 6
 
 
 def placements() -> dict[str, object]:
-    """Throughput of cdp_v2 over torch's own data parallelism, each on 2 processes with one thread, and as planned."""
+    """Throughput of cdp_v2 over torch's own data parallelism and pipelines, each on 2 processes with one thread, and as
+    planned: the ratio of their prices."""
     config = _two_ranks("resnet18", 32, stages=2)
     blocks = [len(names) for names in cut_model(config).block_names]
     ratios: dict[str, dict[str, float]] = {}
@@ -435,7 +438,7 @@ def _two_ranks_text(config: RunConfig, blocks: list[int], network: str) -> str:
 
 
 def _ratios(seconds: dict[str, list[float]], mode: str, peer: str) -> dict[str, float]:
-    """Return the spread of the throughput of a mode over a peer's."""
+    """Return the spread of the throughput of a mode over a baseline's."""
     return ratio_spread(seconds[peer], seconds[mode])
 
 

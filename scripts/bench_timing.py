@@ -1,6 +1,7 @@
-"""How contenders are timed: side by side, in alternating rounds of one process, as ratios with their spread.
+"""How contenders are timed: in turns, in alternating rounds in the same process, or in the same ranks.
 
-All have one optimizer.
+They are compared round by round, as ratios with their spread. `sgd` is the optimizer of all but those of the benches
+`methods` and `servers`, which have their own.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def ratio_spread(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, fl
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer of all contenders."""
+    """Return the optimizer of contenders that are compared with a library, or with loops by hand."""
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)
 
 

@@ -36,6 +36,7 @@ from cdp_repro.observe.run_directory import CONFIG, arguments_to_go_on
 from cdp_repro.observe.versions import versions
 from cdp_repro.report.evidence import origin
 from cdp_repro.training.checkpoint import CheckpointStore
+from cdp_repro.training.equivalence import named_tensors
 
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCUMENT = ROOT / "results" / "kill.json", ROOT / "docs" / "faults.md"
@@ -265,20 +266,11 @@ def difference(expected: Path, found: Path) -> str:
     )
     if (theirs.step, their_rows) != (mine.step, my_rows):
         return "the rows of the metrics differ"
-    a, b = (dict(_tensors(each.tensors)) for each in (theirs, mine))
+    a, b = (dict(named_tensors(each.tensors)) for each in (theirs, mine))
     differing = [
         path for path in a.keys() | b.keys() if path not in a or path not in b or not torch.equal(a[path], b[path])
     ]
     return f"{len(differing)} tensors differ, such as {min(differing)}" if differing else ""
-
-
-def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of nested state with its path."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _tensors(part, f"{path}/{key}")
 
 
 def renewed(text: str, results: Mapping[str, Any]) -> str:

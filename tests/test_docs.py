@@ -122,6 +122,22 @@ def test_python_in_the_documents_runs():
     assert changed.step == 10 and changed.model()[0][0].weight.abs().max() <= 0.5
 
 
+def test_actions_in_the_table_of_program_files_are_such_as_programs_have():
+    """Up to their numbers: an action reads, writes and frees what one of these programs has it read, write and free."""
+    programs = [
+        Program(Schedule.build("cdp_v2", 4, placement="replicated")),
+        Program(Schedule.build("cdp_v2", 3, placement="pipeline")),
+        Program(Schedule.build("dp", 4, placement="replicated", collectives=True)),
+        Program(Schedule.build("zero_bubble", 3, placement="pipeline")),
+    ]
+    slots = [slot for each in programs for slot in each.slots(3)]
+    written = {re.sub(r"\d+", "#", str(action)) for slot in slots for action in slot.actions}
+    shown = re.findall(r"^\| `([^`]+ ->[^`]*)` \|", TEXTS["program-files.md"], re.MULTILINE)
+    assert len(shown) == 9
+    for text in shown:
+        assert re.sub(r"\d+", "#", text) in written, text
+
+
 @each_text
 def test_actions_and_values_in_tables_are_the_documented_text(name):
     for row in re.findall(r"^\| (`[^|]+) \|", TEXTS[name], re.MULTILINE):

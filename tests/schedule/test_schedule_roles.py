@@ -39,7 +39,9 @@ def test_a_step_later_each_role_is_played_by_the_rank_that_its_micro_batches_com
                 assert later(rank_of(m, j)) == rank_of(m + ahead * step, j)
         for rank in range(schedule.ranks):
             cycle = roles.cycle(rank)
-            assert (rank in cycle and roles.after(len(cycle)) is None) or (roles.after(len(cycle)) or int)(rank) == rank
+            assert cycle[0] == rank and len({*cycle}) == len(cycle)
+            turns = [(roles.after(steps) or int)(rank) for steps in range(1, len(cycle) + 1)]
+            assert turns == [*cycle[1:], rank]
         if name in ("replicated", "zero", "pipeline"):
             assert roles.are_fixed
 

@@ -93,6 +93,26 @@ def test_cyclic_and_pipeline_settings_need_two_communicators_only():
     assert tried > 150
 
 
+@pytest.mark.parametrize(("ranks", "needs"), [(2, directions), (4, alone), (6, alone)])
+def test_chimera_needs_a_communicator_for_each_edge_from_four_ranks_on(ranks, needs):
+    program = Program(Schedule.build("chimera", ranks, ranks, "pipeline", ranks=ranks))
+    assert [*program.communicators] == [*needs(program.edges)]
+
+
+@pytest.mark.parametrize("mode", ["naive", "interleaved", "zero_bubble", "pipedream", "pipedream_2bw", "ampnet"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_other_pipelines_need_two_communicators(mode, ranks):
+    stages = 2 * ranks if mode == "interleaved" else ranks
+    program = Program(Schedule.build(mode, ranks, stages, "pipeline", ranks=ranks))
+    assert [*program.communicators] == [*directions(program.edges)]
+
+
+@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2", "ssp", "async"])
+def test_workers_and_servers_need_two_communicators(mode):
+    program = Program(Schedule.build(mode, 3, placement="parameter_server", servers=2))
+    assert [*program.communicators] == [*directions(program.edges)]
+
+
 @pytest.mark.parametrize(("mode", "n"), [(mode, n) for mode in CYCLIC for n in (3, 4, 5)])
 def test_ranks_that_take_turns_can_share_them_in_all_of_their_roles(mode, n):
     """A direction is no property of a role: so the run is as long as it takes until all ranks are back in theirs."""

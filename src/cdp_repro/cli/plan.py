@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from cdp_repro.config.compose import compose_config
 from cdp_repro.config.keys import defaults
 from cdp_repro.config.paths import typed_path
 from cdp_repro.config.schema import ClusterConfig
+from cdp_repro.launch.environment import usable_cores
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.schedule import Program
 from cdp_repro.schedule.program_text import write_program
@@ -23,7 +23,8 @@ from cdp_repro.schedule.program_text import write_program
 USAGE = """usage: cdp-plan [--systems] [--out=FOLDER] [--program=FILE] [--html=FILE] [key=value ...]
 
 Show the timeline, the stage cuts and the activation memory of the run that `cdp-train` with the same
-values would make, beside data parallelism. Needs no data, and computes nothing: seconds for any network.
+values would make, beside data parallelism. Needs no data, and takes seconds for any network: it computes
+nothing, unless partition=time or cluster.calibrate=true measure.
 
   cdp-plan mode=cdp_v2 workers=4
   cdp-plan dataset=imagenet model=resnet50 partition=activations slot_order=backward_first
@@ -37,7 +38,8 @@ messages, staleness; with price=true and a cluster, seconds; with --out one pict
 
   cdp-plan --systems workers=4 accumulate=2 --out=systems
 
-With price=true show instead what a training step takes on a cluster, for every mode, placement and baseline:
+With price=true show instead what a training step takes on a cluster: for dp, cdp_v1, cdp_v2 and the chosen mode on
+every placement that can run them, for accumulation on one device, and for the baselines:
 
   cdp-plan price=true cluster.flops_per_second=1e13 cluster.bandwidth_bytes_per_second=1e9
   cdp-plan price=true cluster.calibrate=true --out=prices      on this machine; a figure and a CSV in prices/
@@ -139,8 +141,7 @@ def _systems(config: RunConfig) -> Answer:
 def _quote(config: RunConfig) -> Answer:
     from cdp_repro.predict.pricing.quote import make_quote, quote_text, write_quote  # here: torch takes seconds
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quote = make_quote(config, processes=cores)
+    quote = make_quote(config, processes=usable_cores())
     return quote_text(quote), partial(write_quote, quote), None
 
 

@@ -61,7 +61,7 @@ class DatasetConfig:
     test_samples: int = 256
     """Of `synthetic`: images in the test set."""
     loader_workers: int = 2
-    """Processes that decode ImageNet."""
+    """Processes that decode ImageNet, and CIFAR-10 from an image tree."""
 
 
 @dataclass
@@ -92,8 +92,9 @@ class PlacementConfig:
 
     name: str = "single_device"
     """Set by placement=...: `single_device`, or in processes of their own `replicated` (a worker each), `zero` (the
-    same, parameters sharded), `parameter_server` (the same, parameters on ranks more), `model_parallel` (a stage each,
-    on as many as it has micro-batches) or `pipeline`."""
+    same, each stage held by one of them, which lends its parameters; with `collectives` a shard of every stage on
+    each), `parameter_server` (the same, parameters on ranks more), `model_parallel` (a stage each, on as many as it has
+    micro-batches) or `pipeline`."""
 
 
 @dataclass
@@ -177,7 +178,8 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     delay: DelayConfig = field(default_factory=DelayConfig)
     workers: int = 4
-    """N: micro-batches that are under way at once."""
+    """N: workers, which take the micro-batches in turn: so many are under way at once, times `replicas`. `accumulation`
+    and pipelines that flush use N only to give M = k N."""
     stages: int | None = None
     """S: stages the model is cut into; unless set: `workers`. The cyclic timeline needs a multiple of `workers`."""
     accumulate: int = 1
@@ -204,9 +206,10 @@ class RunConfig:
     """L, of mode=terapipe: micro-batches that a sequence is cut into along its tokens, a divisor of `model.context`;
     unless set: 2."""
     replicas: int = 1
-    """R: ranks that share each worker's micro-batch; on `single_device` one device computes all of them."""
+    """R: micro-batches that a worker computes at once, each on a rank of its own; on `single_device` one device
+    computes all of them."""
     baseline: str | None = None
-    """A peer in place of our engine, with mode=dp and a process a worker: `ddp` (DistributedDataParallel), `fsdp2`
+    """A library in place of our engine, with mode=dp and a process a worker: `ddp` (DistributedDataParallel), `fsdp2`
     (fully_shard), `torch_gpipe` or `torch_1f1b` (torch.distributed.pipelining)."""
     pipeline_schedule: str = "one_f_one_b"
     """How mode=dp runs on placement=pipeline: `one_f_one_b` or `gpipe`."""
@@ -254,7 +257,8 @@ class RunConfig:
     wandb_project: str = "cdp-repro"
     """Project that W&B files the run under."""
     price: bool = False
-    """Of cdp-plan: show what a training step takes on a cluster, for every mode, placement and baseline."""
+    """Of cdp-plan: show what a training step takes on a cluster: for `dp`, `cdp_v1`, `cdp_v2` and the chosen mode on
+    every placement that can run them, for `accumulation` on one device, and for the baselines."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     program: str | None = None
     """A program file (cdp-plan --program=FILE) to run as it stands; it must be of this mode, placement and sizes."""

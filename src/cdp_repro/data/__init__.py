@@ -1,4 +1,4 @@
-"""Data sets whose order and augmentation depend on (seed, step, worker) and never on where they run."""
+"""Data sets whose order and augmentation depend on (seed, step, micro-batch) and never on where they run."""
 
 from __future__ import annotations
 

@@ -17,9 +17,10 @@ class DatasetError(ValueError):
 
 
 class MiniBatch(batches.MiniBatch, Protocol):
-    """The mini-batch of one training step: images [B/N, channels, height, width], class numbers [B/N] (int64); of text
-    tokens and their successors, [B/N, context] each (int64).
+    """The mini-batch of one training step: images [B/M, channels, height, width], class numbers [B/M] (int64); of text
+    tokens and their successors, [B/M, context] each (int64).
 
+    It is cut along its samples only: of slices the engine makes its micro-batches itself, and M / L stands for M here.
     Micro-batches may be asked for in any order, any number of times, and are always the same.
     """
 
@@ -68,10 +69,12 @@ class Dataset(ABC):
         """Return, lazily, one mini-batch for every training step number in `steps`.
 
         Step t is batch t mod `steps_per_epoch` of epoch t // `steps_per_epoch`. The order of an epoch depends on
-        (seed, epoch) only, augmentation on (seed, step, worker) only; micro-batch i is the i-th contiguous slice.
+        (seed, epoch) only, augmentation on (seed, step, micro-batch) only.
 
-        `is_read(step, worker)` tells whether this rank will ask for the inputs of a micro-batch. Images that must be
-        decoded are decoded ahead for these micro-batches only; those of others when their inputs are asked for.
+        `workers` is the number of equal parts that a mini-batch is cut into along its samples, micro-batches but for
+        slices; the i-th of them is called `worker` i, wherever it is computed. `is_read(step, worker)` tells whether
+        this rank will ask for the inputs of a part. Images that must be decoded are decoded ahead for these parts only;
+        those of others when their inputs are asked for.
 
         Raises:
             ValueError: `workers` does not divide `batch_size`, or the training set is smaller than `batch_size`.

@@ -157,12 +157,12 @@ class _DecodedMiniBatch:
 
     step: int
     images: Mapping[int, Tensor]
-    """[batch_size / workers, c, h, w] by worker."""
+    """[B/M, c, h, w] by micro-batch of the step."""
     labels: Tensor
-    """[workers, batch_size / workers]."""
+    """[M, B/M]."""
     normalise: Normalise
     decode_now: Callable[[int], Tensor]
-    """Decodes the images of a worker that were not decoded ahead."""
+    """Decodes the images of a micro-batch that were not decoded ahead."""
 
     def inputs(self, worker: int) -> Tensor:
         images = self.images.get(worker)

@@ -116,7 +116,7 @@ class InMemoryDataset(Dataset):
 
 @dataclass(frozen=True, eq=False)
 class _InMemoryMiniBatch:
-    """`MiniBatch` over a split; indices [workers, batch_size / workers] lie on the split's device."""
+    """`MiniBatch` over a split; indices [M, B/M] lie on the split's device."""
 
     step: int
     indices: Tensor

@@ -35,9 +35,10 @@ def epoch_order(train_size: int, seed: int, epoch: int) -> Tensor:
 def micro_batch_indices(
     steps: Iterable[int], *, train_size: int, batch_size: int, workers: int, seed: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Return, lazily, (t, indices) for every t in `steps`; indices[i] are the images of worker i.
+    """Return, lazily, (t, indices) for every t in `steps`; indices[i] are the samples of micro-batch i of the step.
 
-    Indices have shape [workers, batch_size / workers], int64: row i is the i-th slice of the mini-batch.
+    `workers` is the number of parts as in `Dataset.train_batches`. Indices have shape [workers, batch_size / workers],
+    int64: row i is the i-th part of the mini-batch.
 
     Raises:
         ValueError: at once, not at the first step: `workers` does not divide `batch_size`, or no mini-batch fits.

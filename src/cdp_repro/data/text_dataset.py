@@ -183,7 +183,7 @@ class TextDataset(Dataset):
 
 @dataclass(frozen=True, eq=False)
 class _TextMiniBatch:
-    """`MiniBatch` over tokens; indices [workers, batch_size / workers] of sequences lie on the device of the tokens."""
+    """`MiniBatch` over tokens; indices [M, B/M] of sequences lie on the device of the tokens; see there for slices."""
 
     step: int
     indices: Tensor

@@ -1,1 +1,1 @@
-"""The engine: executes a validated program on torch."""
+"""The engine: executes a checked program on torch."""

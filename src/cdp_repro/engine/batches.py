@@ -15,7 +15,7 @@ from cdp_repro.schedule.sizes import Sizes
 
 @runtime_checkable
 class MiniBatch(Protocol):
-    """The data of one training step, cut into M = kNR micro-batches."""
+    """The data of one training step, cut into M micro-batches."""
 
     def inputs(self, micro_batch: int) -> Tensor:
         """Return the inputs of micro-batch i of the step, [B/M, ...], in storage of their own."""

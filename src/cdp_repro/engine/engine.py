@@ -59,7 +59,8 @@ class Engine:
             "model_parallel", "pipeline" or "parameter_server". All but the first need as many processes in the
             torch.distributed group as the schedule has ranks, each of which builds the same engine and takes part in
             every call.
-        workers: N, micro-batches that are under way at once; default: the number of stages.
+        workers: N, which take the micro-batches in turn: so many are under way at once (pipelines that flush use N
+            only to give M); default: the number of stages.
         slot_order: how a device orders the actions of a slot, "paper" or "backward_first".
         device: where the stages are moved.
         seed: of what the stages draw in training (dropout), with step, micro-batch and stage.
@@ -182,7 +183,7 @@ class Engine:
     def _hold(
         self, step: int, versions: Mapping[int, Mapping[int, Version]], of_workers: Sequence[Sequence[Buffers]]
     ) -> None:
-        """Take over what this rank holds at a step: some `versions` of its stages, and copies of workers' buffers."""
+        """Take over what this rank holds at a step: some `versions` of its stages, and copies of buffers."""
         found: dict[Value, Any] = {}
         for value in self._program.held_at(step).get(self.team.rank, ()):
             if value.kind == PARAMETERS:
@@ -204,11 +205,12 @@ class Engine:
     def run(self, batches: Iterable[tuple[Tensor, Tensor] | MiniBatch]) -> Generator[StepResult, None, None]:
         """Train on `batches`, one a training step, and yield each step when its updates are done on this rank.
 
-        Batches are taken when their first forward is about due: up to two steps are in flight. At the end of the
-        batches, or when the iterator is closed early (a `break`), the pipeline drains: steps that have begun are
-        finished; after a `break` nobody sees their losses. Several ranks end after the same step, whichever has begun
-        most: one that has left goes on with its batches until all have. A later call goes on where this one ended;
-        where calls are cut changes no number. If `batches` raises, the pipeline drains before the error is passed on.
+        Batches are taken when their first forward is about due: up to two steps are in flight, N where each micro-batch
+        is a step. At the end of the batches, or when the iterator is closed early (a `break`), the pipeline drains:
+        steps that have begun are finished; after a `break` nobody sees their losses. Several ranks end after the same
+        step, whichever has begun most: one that has left goes on with its batches until all have. A later call goes on
+        where this one ended; where calls are cut changes no number. If `batches` raises, the pipeline drains before the
+        error is passed on.
 
         Raises:
             ValueError: a parameter was changed, or got a hook, outside the engine; a batch that cannot be cut.
@@ -302,7 +304,7 @@ class Engine:
         return whole if sizes.slices == 1 else SlicedMiniBatch(whole, sizes)
 
     def model(self) -> nn.Sequential:
-        """Return the model with theta[step] and buffers averaged over workers; all ranks must ask for it together.
+        """Return the model with theta[step] and the mean of all sets of buffers; all ranks must ask for it together.
 
         It shares its parameters with the engine: read, evaluate or copy it, do not train it.
         """
@@ -319,9 +321,9 @@ class Engine:
     def outputs(self, batches: TestBatches, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (output, targets) of the batches of an evaluation that end on this rank; together they are all.
 
-        All ranks must ask for it together, and exhaust it. Where each rank holds only some of the stages, and computes
-        them where they are, batches pass from rank to rank without parameters; else each of n ranks computes
-        every n-th batch with the whole model.
+        All ranks must ask for it together, and exhaust it. Where stages are computed by ranks that hold them, no rank
+        holds all, and they are a chain, batches pass from rank to rank without parameters. Else, as with branches,
+        every rank gathers the stages that it lacks, and each of n ranks computes every n-th batch with the whole model.
 
         Args:
             batches: gives the batches of the numbers that it is asked for, each below `count`, in that order. A rank
@@ -338,7 +340,7 @@ class Engine:
         return PipelinedOutputs(self.schedule, stages, self.team, self._device, self._autocast).run(batches, count)
 
     def _average_buffers(self) -> None:
-        """Give the stages the mean of all workers' buffers; collective."""
+        """Give the stages the mean of all sets of buffers; collective."""
         for number, stage in enumerate(self._stages):
             mean = average(self._buffers_of_workers(number)) if list(stage.buffers()) else {}
             for name, buffer in stage.named_buffers():
@@ -353,9 +355,10 @@ class Engine:
         return broadcast(self.team, self._parameter_layouts[number], own, self.schedule.placement.holders(number)[0])
 
     def _keepers(self, number: int, step: int) -> dict[int, int]:
-        """Return, by version of a stage, the first rank that holds it after a training step.
+        """Return, for each version of a stage that is held after so many training steps, the first rank that holds it.
 
-        Ranks that take turns may each lack some.
+        That rank alone enters the version in a checkpoint. The holders of a stage need not have the same versions:
+        where micro-batches take turns on them, each has the newest and those that a later micro-batch reads there.
         """
         held = self._program.held_at(step)
         found: dict[int, int] = {}
@@ -366,7 +369,7 @@ class Engine:
         return found
 
     def _buffers_of_workers(self, number: int) -> list[Buffers]:
-        """Return all workers' buffers of a stage, each from the rank that computes for it next; collective."""
+        """Return all sets of a stage's buffers, each from the rank that computes with it next; collective."""
         found: list[Buffers] = []
         layout = Layout.of(dict(self._stages[number].named_buffers()))
         following, _ = self.schedule.ahead(self.step)
@@ -419,8 +422,9 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on: versions, optimizers, buffers, the step number.
 
-        It is canonical, by stage, version and worker, whatever the placement. All ranks must ask for it together;
-        rank 0 gets it, others an empty one. Its tensors may be the engine's own: save or copy them before going on.
+        It is canonical, by stage, version and set of buffers, whatever the placement. All ranks must ask for it
+        together; rank 0 gets it, others an empty one. Its tensors may be the engine's own: save or copy them before
+        going on.
         """
         self._require_drained()
         of_workers = [self._buffers_of_workers(number) for number in range(len(self._stages))]

@@ -53,12 +53,12 @@ class StepResult:
 
     step: int
     loss_tensor: Tensor
-    """[M/R]: the mean loss of each micro-batch over its replicas. On ranks other than 0 only of the micro-batches whose
-    last stage they compute; nan of others."""
+    """[M/R]: mean losses of the R micro-batches that a worker computes at once, each on a rank of its own. On ranks
+    other than 0 a number is nan unless the rank computes the last stage of all R."""
 
     @property
     def losses(self) -> list[float]:
-        """The mean loss of each micro-batch. Waits for the device."""
+        """`loss_tensor` as numbers. Waits for the device."""
         losses: list[float] = self.loss_tensor.tolist()
         return losses
 

@@ -45,7 +45,7 @@ class Losses:
         self._outgoing.flush()
 
     def of(self, step: int) -> Tensor:
-        """Return the losses of the micro-batches, [kN], of a step that is finished; rank 0 waits for all."""
+        """Return the losses of a step that is finished, [M/R], a mean over replicas each; rank 0 waits for all."""
         schedule = self._schedule
         self._outgoing.let_go(before=step - self._lag)
         known = self._known.pop(step, {})

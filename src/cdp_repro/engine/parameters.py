@@ -1,4 +1,4 @@
-"""The state of one stage: parameter versions, optimizer, gradient sums; and every worker's buffers."""
+"""The state of one stage: parameter versions, optimizer, gradient sums; and all sets of buffers."""
 
 from __future__ import annotations
 
@@ -189,11 +189,11 @@ class StageState:
 
 
 Buffers = dict[str, Tensor]
-"""The buffers of one stage and worker, by name."""
+"""One set of the buffers of a stage, by name."""
 
 
 def average(of_workers: Sequence[Mapping[str, Tensor]]) -> Buffers:
-    """Return the mean over workers of the floating-point buffers of a stage; others from worker 0."""
+    """Return the mean over all sets of the floating-point buffers of a stage; others from set 0."""
     return {
         name: torch.stack([buffers[name] for buffers in of_workers]).mean(0) if first.is_floating_point() else first
         for name, first in of_workers[0].items()
@@ -201,7 +201,7 @@ def average(of_workers: Sequence[Mapping[str, Tensor]]) -> Buffers:
 
 
 def check_buffers(mine: Mapping[str, Tensor], state: Sequence[Mapping[str, Tensor]], workers: int) -> None:
-    """Raise ValueError unless `state` has buffers like `mine` for so many workers."""
+    """Raise ValueError unless `state` has as many sets of buffers like `mine` as there are `workers`."""
     if len(state) != workers:
         raise ValueError(f"the checkpoint is of {len(state)} workers, this run has {workers}")
     for theirs in state:

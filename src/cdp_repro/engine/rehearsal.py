@@ -57,7 +57,7 @@ class Rehearsal:
         """By stage: what another one is still to read."""
 
     def begin(self, inputs: Tensor, targets: Tensor) -> None:
-        """Start a micro-batch, [B/N, ...] each."""
+        """Start a micro-batch, [B/M, ...] each."""
         self._targets = targets
         first = [stage for stage, read in enumerate(self._sources) if not read]
         self._data = {stage: inputs if stage == first[-1] else inputs.clone() for stage in first}

@@ -1,6 +1,6 @@
 """A backward in two parts: first the gradients of the stage's inputs, later those of its parameters.
 
-The graph of a stage is a chain of operations from its input to its output, with parameters that join from the side:
+The graph of a stage is a path of operations from its input to its output, with parameters that join from the side:
 
     input --> op 1 --> op 2 --> output          op 1 and op 2 are on the way to the input; what lies between them and
                |        |                       their parameters is not.

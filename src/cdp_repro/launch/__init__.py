@@ -2,7 +2,8 @@
 
 `launcher` runs a function in every rank, `starters` reads what torchrun and srun say, `local_ranks` starts ranks here,
 which `fork_server` forks, `process_group` joins them, `signals` turns SIGTERM into a request, `positions` says where
-each rank stands, `control_messages` is what ranks tell each other. It and `process_group` alone import torch.
+each rank stands, `team` is the ranks of a run, `control_messages` what they tell each other. The last two and
+`process_group` import torch when they are imported; `launcher` and what starts ranks do not.
 """
 
 from cdp_repro.launch.failures import LaunchError, RankFailedError, StalledError

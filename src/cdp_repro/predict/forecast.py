@@ -77,7 +77,7 @@ class Plan:
 
 
 def make_plan(config: RunConfig) -> Plan:
-    """Simulate the run that `config` describes; needs no data and computes nothing.
+    """Simulate the run that `config` describes; needs no data, and computes nothing unless partition=time measures.
 
     Raises:
         ConfigError, ModelError, ScheduleError: as the run itself would.

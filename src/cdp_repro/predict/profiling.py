@@ -32,7 +32,7 @@ def profile_stages(
     slices: int = 1,
     sources: Sources = (),
 ) -> StageCosts:
-    """Return the costs of each stage on one micro-batch like (inputs, targets), which are [B/N, ...].
+    """Return the costs of each stage on one micro-batch like (inputs, targets), which are [B/M, ...].
 
     With `slices` these are the first of so many slices of sequences, [samples, tokens, ...]. `sources` are, of each
     stage, the stages whose outputs it reads; () for a chain.

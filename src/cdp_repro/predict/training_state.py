@@ -32,7 +32,7 @@ class TrainingState:
 
 
 def training_state(config: RunConfig, cut: StageCut, schedule: Schedule) -> TrainingState:
-    """Return what the optimizer and the delay method of a run will keep, from its second training step on."""
+    """Return what the optimizer and the method against delay of a run will keep, from its second training step on."""
     hidden, others = (_values_kept(config.optim, is_hidden) for is_hidden in (True, False))
     return TrainingState(
         tuple(

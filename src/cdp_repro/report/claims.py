@@ -161,7 +161,7 @@ def _balanced(costs: Sequence[Line]) -> Claim:
         f"needs O(log N)). Simulated with equal stages, the busiest slot carries "
         f"{100 * shares['cdp_v2']:.0f} % of a step's bytes, against "
         f"{100 * shares['dp']:.0f} %. Bytes a device and step are equal: the balance changes, not the volume.",
-        brief=f"{cdp.executed['chain']:g} message between two slots, against a chain of {dp.executed['chain']:g}",
+        brief=f"longest chain of messages of a slot: {cdp.executed['chain']:g}, against {dp.executed['chain']:g}",
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def path(schedule: Schedule, batch: int) -> list[Hop]:
 def order(schedule: Schedule, rank: int, batches: int) -> list[tuple[int, int]]:
     """Return what a rank computes, as (batch, number of the hop), in its order.
 
-    Batch b is at hop h in round b + h: what a hop waits for has an earlier round on its rank, and two ranks see the
+    Batch b is at hop h in slot b + h: what a hop waits for has an earlier slot on its rank, and two ranks see the
     messages between them in the same order. So no rank waits for ever, and messages need no tag.
     """
     hops = [

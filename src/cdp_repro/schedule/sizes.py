@@ -1,4 +1,4 @@
-"""The five numbers of a schedule, S, M, N, R and D, and those that some systems have beside them."""
+"""The five numbers of a schedule, S, N, k, R and D, and those that some systems have beside them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class Sizes:
     stages: int
     """S."""
     workers: int
-    """N: micro-batches that are under way at once, without replicas."""
+    """N: workers take the micro-batches in turn, so many are under way at once, times R. Pipelines that flush use N
+    only to give M."""
     accumulate: int = 1
     """k: micro-batches that a worker runs in a training step, one after the other."""
     replicas: int = 1
-    """R: ranks that share what a worker computes."""
+    """R: micro-batches that a worker computes at once, each on a rank of its own."""
     pipeline_ranks: int = 1
     """D: ranks that the stages of one pipeline are spread over."""
     servers: int = 1

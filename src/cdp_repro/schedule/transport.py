@@ -1,10 +1,10 @@
 """Transport: which ranks send to which, over how few communicators, and whether NCCL could hang.
 
-NCCL's order: the messages of a rank on one communicator run one after the other in the order in
-which they were issued, and each starts only when the compute that was issued before it is done. A message runs when
-both of its ends can start. Compute waits for the messages that it reads. gloo has no such order between messages, so
-that a program which gloo runs may hang on NCCL: with one communicator for each direction, data parallelism by ordered
-messages does from three ranks on. With one for each edge nothing that `check` accepts can.
+NCCL's order: the messages of a rank on one communicator run one after the other in the order in which they were issued,
+and each starts only when the compute that was issued before it is done. A message runs when both of its ends can start.
+Compute waits for the messages that it reads. gloo has no such order between messages, so that a program which gloo runs
+may hang on NCCL: with one communicator for each direction, data parallelism by ordered messages does from three workers
+(replicas counted) on, and `chimera` from four ranks on. With one for each edge nothing that `check` accepts can.
 """
 
 from __future__ import annotations

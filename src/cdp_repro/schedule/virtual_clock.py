@@ -34,7 +34,7 @@ Durations = tuple[tuple[int, ...], ...]
 _PAIRS = 2
 """Of micro-batches with jitter, after which a worker's durations repeat: one is as much longer as the other shorter."""
 _PARTS = 4
-"""Ticks of a micro-batch without jitter, of the fastest worker, where there is jitter."""
+"""Ticks in place of one where there is jitter, so that uneven times are whole ticks, too."""
 
 
 class Ticks(NamedTuple):

@@ -110,7 +110,7 @@ def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcom
                 )
                 losses += [result.losses for result in engine.run(batches)]
             stages = engine.state_dict().get("stages", [])
-        return Outcome(losses, [{path: tensor.cpu() for path, tensor in _tensors(stage)} for stage in stages])
+        return Outcome(losses, [{path: tensor.cpu() for path, tensor in named_tensors(stage)} for stage in stages])
 
 
 @contextmanager
@@ -124,16 +124,16 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of nested state with its path."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _tensors(part, f"{path}/{key}")
+            yield from named_tensors(part, f"{path}/{key}")
     elif isinstance(value, (list, tuple)):
         for key, part in enumerate(value):
-            yield from _tensors(part, f"{path}/{key}")
+            yield from named_tensors(part, f"{path}/{key}")
 
 
 def _largest(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:

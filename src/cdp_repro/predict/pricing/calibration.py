@@ -56,7 +56,7 @@ def network_of(seconds: Mapping[str, float]) -> tuple[Link, Collectives]:
     """Return a link and the collectives over it from the seconds that `time_messages` has measured."""
     bandwidth = (_LARGE - _SMALL) / max(seconds["large"] - seconds["small"], 1e-9)
     link = Link(seconds["small"], bandwidth)
-    half = link.latency_seconds + link.seconds(_LARGE / 2)  # what each of two ranks sends in a round of the ring
+    half = link.latency_seconds + link.seconds(_LARGE / 2)  # what each of two ranks sends each time round the ring
     return link, Collectives(
         seconds["all_reduce"] / (2 * half), seconds["all_gather"] / half, seconds["reduce_scatter"] / half,
         on_streams=False,

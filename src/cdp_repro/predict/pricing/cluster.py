@@ -91,7 +91,7 @@ class Cluster:
 def ring_seconds(cluster: Cluster, devices: int, size: float) -> float:
     """Return the seconds of an all-gather or a reduce-scatter of `size` bytes in a ring (Patarasuk and Yuan 2009).
 
-    Each of D-1 rounds sends 1/D of the bytes to the next device, at the pace of the slowest link.
+    D-1 times each device sends 1/D of the bytes to the next one, at the pace of the slowest link.
     """
     if devices == 1:
         return 0.0

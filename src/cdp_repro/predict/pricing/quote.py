@@ -1,4 +1,8 @@
-"""A quote: the price of every mode, placement and baseline for one model on one cluster (`cdp-plan price=true`)."""
+"""A quote: what one model costs on one cluster in several ways (`cdp-plan price=true`).
+
+Priced are `dp`, `cdp_v1`, `cdp_v2` and the mode of the run on every placement that can run them with these sizes,
+`accumulation` on one device, and the baselines. If the mode of the run cuts sequences into slices, it is priced alone.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ from cdp_repro.predict.training_state import kept_steps, optimizer_states
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, PLACEMENTS, Schedule, Spec
 
 PRICED_MODES = ("dp", "cdp_v1", "cdp_v2", "accumulation")
-"""Priced beside the mode of the run."""
+"""Priced beside the mode of the run, unless that cuts sequences into slices; `accumulation` on one device only."""
 
 _FACTORS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
 """Multiples of the bandwidth in the figure."""
@@ -49,7 +53,7 @@ class Quote:
 
 
 def make_quote(config: RunConfig, processes: int = 1) -> Quote:
-    """Price a training step of the model of `config` in every way; needs no data.
+    """Price a training step of the model of `config` in all ways that a quote has; needs no data.
 
     Where there is much to simulate, in so many processes.
 
@@ -91,7 +95,7 @@ def cluster_of(config: RunConfig, cut: StageCut) -> Cluster:
 def prices_on_each(
     config: RunConfig, cut: StageCut, clusters: Sequence[Cluster], processes: int = 1
 ) -> list[dict[str, Price]]:
-    """Return, on each cluster, the price of every mode on every placement, and of the baselines that can run so.
+    """Return, on each cluster, the prices of a quote, of those modes, placements and baselines that fit the sizes.
 
     The clusters must have hosts of one size; that there are several hardly takes longer.
     """

@@ -300,9 +300,9 @@ def price_on_each(
     the clocks do. So the program is read once, and every event advances the clock of each cluster. A clock stops when
     it is steady, and the pass ends with the last clock.
 
-    Bytes sent and compute are counted over whole training steps from step `settled` on, two steps after the longest
-    delay with which a stage is read: for `cdp_v2`, whose delay is 1, from step 3 on. By then the pipeline is full, and
-    one step is like the next.
+    Bytes sent and compute are counted over whole training steps from step `settled` on, two steps after the largest
+    staleness with which a stage is read: for `cdp_v2`, where that is 1, from step 3 on. By then the pipeline is full,
+    and one step is like the next.
 
     Raises:
         ValueError: a cluster has another number of stages than the program.

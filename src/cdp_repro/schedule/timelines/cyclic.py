@@ -1,4 +1,4 @@
-"""Cyclic data parallelism: micro-batches one after another with a uniform delay (the paper's figure 1)."""
+"""Cyclic data parallelism: micro-batches that start at equal distances (the paper's figure 1)."""
 
 from __future__ import annotations
 
