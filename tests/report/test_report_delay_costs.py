@@ -251,6 +251,10 @@ def test_verdicts_come_from_fresh_seeds_alone_and_the_other_table_chooses(world)
         ("cdp_v1", "sgd nesterov"): "yes", ("cdp_v2", "sgd + compensation"): "yes",
     }  # fmt: skip
     assert [row[4][:5] for row in table.rows] == ["", "", "-0.20", "-0.20", "-0.40"], "dp nesterov has 0.1 more"
+    assert table.columns[-1] == "minus dp with sgd [points]"
+    assert {(row[0], row[1]): row[-1][:5] for row in table.rows if row[-1]} == {
+        ("dp", "sgd nesterov"): "+0.10", ("cdp_v1", "sgd nesterov"): "-0.10"
+    }, "with an optimizer of their own"  # fmt: skip
     assert [each.verdict for each in world.standings("delay")] == [""] * 3
 
 

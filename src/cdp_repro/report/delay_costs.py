@@ -10,10 +10,11 @@ from typing import Any
 from cdp_repro.config.task import task_of
 from cdp_repro.report.accuracy import not_run
 from cdp_repro.report.evidence import provenance
-from cdp_repro.report.groups import OF_TWO_VERSIONS, Group
+from cdp_repro.report.groups import OF_TWO_VERSIONS, Group, compared
 from cdp_repro.report.standing import Standing, best_of_each_mode, rates_for, untuned
 from cdp_repro.report.tables import Table
 from cdp_repro.report.tuning import Setting, TunedRate, method_of, setting_of
+from cdp_repro.studies.delay_studies import METHOD_KEYS, OPTIMIZER_KEYS
 from cdp_repro.studies.rows import DIVERGED, RowError, label_of_mode
 from cdp_repro.studies.study import Cell, Study
 
@@ -47,7 +48,8 @@ def _ratio_text(ratio: Mapping[str, float]) -> str:
 def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequence[Standing], times: Times) -> Table:
     """Return the difference of each setting from data parallelism, and what it costs.
 
-    A study that judges or chooses says so in one more column, and has the times, which are of its network.
+    A study that judges or chooses says so in one more column, and has the times, which are of its network. Where there
+    is data parallelism with several optimizers, the last column compares the others with the first, too.
 
     `groups` are those of all studies by name, `found` is how those of this one stand.
     """
@@ -55,6 +57,7 @@ def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequ
     task, tuned = task_of(data), rates_for(study, groups)
     by_cell = {each.group.cell: each for each in found}
     heading, last = _last_column(study, groups[study.name], found, tuned)
+    plain_heading, from_plain = _from_plain(study, groups[study.name])
     rows = []
     for group in groups[study.name]:
         standing = by_cell.get(group.cell)
@@ -67,16 +70,33 @@ def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequ
                 (standing.difference or standing.missing) if standing else "",
                 *([last.get(group.cell, ""), times.get((data, setting_of(group.config)), "")] if heading else []),
                 _state(group),
+                *([from_plain.get(group.cell, "")] if plain_heading else []),
             ]
         )
     present = {group.cell for group in groups[study.name]}
     columns = (
         "mode", "method", "lr", task.label, f"minus dp [{task.difference_unit}], 95 % interval",
         *([heading, "step time over dp"] if heading else []), "parameters + optimizer + method [MiB]",
+        *([plain_heading] if plain_heading else []),
     )  # fmt: skip
     rows += [_missing(cell, len(columns)) for cell in study.cells if cell.hash not in present]
     evidence = provenance([row for group in groups[study.name] for row in group.rows])
     return Table(study.name.replace("-", "_"), study.title, columns, rows, _notes(study), evidence)
+
+
+def _from_plain(study: Study, groups: Sequence[Group]) -> tuple[str, dict[str, str]]:
+    """Return how groups with another optimizer than the first data parallelism differ from it, as a column by cell."""
+    first, *others = (cell for cell in study.cells if label_of_mode(cell.settings) == "dp")
+    plain = next((group for group in groups if group.cell == first.hash), None)
+    if not others or plain is None or plain.diverged:
+        return "", {}
+    task = task_of(plain.config["dataset.name"])
+    found = {}
+    for group in groups:
+        if group.finished is not None and any(group.config[key] != plain.config[key] for key in OPTIMIZER_KEYS):
+            difference = compared(group.finished, plain, task.metric, METHOD_KEYS)
+            found[group.cell] = difference.text(task.digits) if difference else ""
+    return f"minus dp with {method_of(plain.config)} [{task.difference_unit}]", found
 
 
 def _last_column(
