@@ -88,6 +88,11 @@ def test_other_files_or_a_file_in_the_way_are_refused_and_kept(tmp_path: Path) -
     with pytest.raises(RunDirectoryError, match="Not a directory"):
         RunDirectory.create(tmp_path / "photo0" / "run", CONFIG, COMMAND)
     assert names(tmp_path) == [f"photo{number}" for number in range(7)]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "command.txt").write_text("of another program")  # a killed run leaves a claim beside it
+    with pytest.raises(RunDirectoryError, match=r"is taken: it holds command\.txt"):
+        RunDirectory.create(tmp_path / "mine", CONFIG, COMMAND)
+    assert (tmp_path / "mine" / "command.txt").read_text() == "of another program"
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="a place where not even root can make a folder")
