@@ -67,6 +67,30 @@ def test_a_mistake_in_one_cell_stops_the_sweep_before_it_starts(tiny, capsys):
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["-m", "launcher.jobs=0", "workers=0", "seed=0,1", "run_dir=a", "hydra.sweep.dir=b"],
+            ["run_dir=a hydra.sweep.dir=b name two folders", "launcher.jobs=0: must be", "workers=0: must be"],
+        ),
+        (
+            ["-m", "launcher.jobs=0", "workers=0", "hydra.sweep.dir=${nope}"],
+            ["launcher.jobs=0: must be", "hydra.sweep.dir cannot be resolved", "workers=0: must be"],
+        ),
+        (["-m", "launcher=slrum", "workers"], ["unknown launcher 'slrum'", "'workers' is not of the form key=value"]),
+        (["workers=0", "run_dir=a", "hydra.run.dir=b"], ["name two folders", "workers=0: must be"]),
+        (
+            ["resume=", "seed=1", "restart=maybe"],
+            ["resume= names no run directory", "drop seed=1", "restart=maybe: use restart=true"],
+        ),
+    ],
+)
+def test_all_mistakes_of_a_command_line_are_told_at_once(arguments, said, capsys):
+    problems = [line for line in refused(capsys, *arguments).splitlines() if line.startswith("- ")]
+    assert len(problems) == len(said) and all(text in problem for text, problem in zip(said, problems, strict=True))
+
+
 def test_a_sweep_can_be_repeated_and_runs_only_what_is_missing(tiny, capfd):
     sweep = ["--multirun", *tiny, "epochs=1", "seed=0,1", "run_dir=sweep"]
     assert command.main(sweep) == 0
@@ -215,6 +239,8 @@ def test_a_value_beside_resume_that_cannot_be_read(tiny, capsys):
     assert command.main([*tiny, "epochs=1", "run_dir=mine"]) == 0
     capsys.readouterr()
     assert "wandb=[" in refused(capsys, "resume=mine", "wandb=[")
+    said = refused(capsys, "resume=mine", "wandb=[", "ranks=[", "log_every_steps=0")
+    assert all(f"- {text}" in said for text in ("'wandb=[': ", "'ranks=[': ", "log_every_steps=0: "))
 
 
 def forget_the_end(run: Path, step: int) -> None:

@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 import cdp_repro
 from cdp_repro.config import ConfigError, RunConfig, load_config
 from cdp_repro.config.compose import compose_config
-from cdp_repro.config.keys import leaves
+from cdp_repro.config.keys import leaves, settings_of
+from cdp_repro.studies.rows import cell_hash
 
 SOURCES = Path(cdp_repro.__file__).parent
 CONFIGS = sorted(path for path in (SOURCES / "config" / "hydra_tree").rglob("*.yaml") if path.name != "config.yaml")
@@ -68,6 +69,13 @@ def test_the_configs_are_package_data_and_the_link_at_the_top_shows_them():
 def test_plain_data_round_trips():
     config = compose_config(["mode=[[1,1],[1,0]]", "workers=2", "dataset=cifar10", "optim=adamw"])
     assert load_config(OmegaConf.create(config.to_dict())) == config
+
+
+@pytest.mark.parametrize("name", ["cifar10", "imagenet"])
+def test_processes_that_decode_image_files_may_be_chosen_and_make_no_other_cell(name):
+    usual, chosen = (compose_config([f"dataset={name}", *more]) for more in ([], ["dataset.loader_workers=1"]))
+    assert chosen.dataset.loader_workers == 1 < usual.dataset.loader_workers
+    assert cell_hash(settings_of(chosen.to_dict())) == cell_hash(settings_of(usual.to_dict()))
 
 
 PAPER = {
@@ -246,6 +254,30 @@ def test_all_mistakes_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         compose_config(["mode=cdp_v3", "datset=cifar10", "optim.lr=abc", "workers=3", "precision=fp8", "epochs=0"])
     assert len(caught.value.problems) == 6
+
+
+@pytest.mark.parametrize(
+    "schedule", ["workers=0", "workers=two", "mode=dpp", "workers=100000", "mode=async speeds=[1,2]", "stages=6"]
+)
+def test_a_mistake_in_the_schedule_hides_none_elsewhere(schedule):
+    others = {
+        "optim.momentum=0 optim.nesterov=true": "optim.nesterov=true needs momentum",
+        "dataset.image_size=100000": "dataset.image_size=100000, but that of digits is 8",
+        "model=gpt model.width=30": "model.width=30 is not divisible by model.heads=4",
+        "delay=prediction": "delay=prediction expects the next step to be like the last",
+    }
+    with pytest.raises(ConfigError) as caught:
+        compose_config([*schedule.split(), *" ".join(others).split()])
+    assert all(said in str(caught.value) for said in others.values())
+    with pytest.raises(ConfigError) as alone:
+        compose_config(schedule.split())
+    assert {*alone.value.problems} < {*caught.value.problems}
+
+
+def test_a_mini_batch_that_is_too_large_hides_no_mistake_in_the_schedule():
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["dataset=synthetic", "dataset.image_size=100000", "stages=6"])
+    assert [problem.partition(" ")[0] for problem in caught.value.problems] == ["batch_size=64", "stages=6"]
 
 
 def test_short_forms_are_written_out():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cdp_repro.baselines.baseline import Baseline
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.loading import without_effect
@@ -71,6 +72,39 @@ def test_a_method_without_stale_reads_is_said_to_have_no_effect():
     assert said == ["delay=compensation has no effect with mode=dp, which reads nothing late"]
     assert not without_effect(compose_config(["delay=error_feedback", "delay.strength=1", "mode=dp"]))
     assert not without_effect(compose_config(["delay=prediction"]))
+
+
+@pytest.mark.parametrize("delay", ["compensation", "error_feedback"])
+@pytest.mark.parametrize("mode", ["cdp_v1", "dp"])
+def test_a_method_of_strength_0_is_said_to_have_no_effect(delay, mode):
+    config = compose_config([f"delay={delay}", "delay.strength=0", f"mode={mode}"])
+    assert delay_factory(config.delay)([1]).kept_steps == 0, "it is the optimizer's step, and no more"
+    assert without_effect(config) == [f"delay={delay} has no effect with delay.strength=0, which corrects nothing"]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_the_steps_of_the_learning_rate_are_said_to_have_no_effect_with_another_schedule(schedule):
+    steps = ["optim.step_epochs=3", "optim.gamma=0.5"]
+    said = without_effect(compose_config([*steps, f"optim.schedule={schedule}"]))
+    assert said == [
+        f"{text} has no effect with optim.schedule={schedule}: it is of optim.schedule=step" for text in steps
+    ]
+    assert without_effect(compose_config([*steps, "optim.schedule=step"])) == []
+
+
+def test_epochs_between_evaluations_that_are_not_reached():
+    (said,) = without_effect(compose_config(["evaluate_every_epochs=3", "epochs=2"]))
+    assert said == "evaluate_every_epochs=3 is not reached in epochs=2: only the last is evaluated"
+    assert without_effect(compose_config(["evaluate_every_epochs=2", "epochs=2"])) == []
+
+
+def test_steps_of_a_library_are_said_to_be_untraced():
+    baseline = ["mode=dp", "baseline=ddp"]
+    (said,) = without_effect(compose_config([*baseline, "traced_steps=3"]))
+    assert said == "traced_steps=3 has no effect with baseline=ddp, whose actions are not recorded"
+    assert Baseline.traced_steps == 0
+    for as_it_is in ([], ["traced_steps=0"]):
+        assert without_effect(compose_config([*baseline, *as_it_is])) == []
 
 
 def test_one_class_is_said_to_leave_nothing_to_learn():

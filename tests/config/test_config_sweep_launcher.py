@@ -30,12 +30,30 @@ def test_its_values_are_typed_and_the_rest_is_of_the_runs():
         (["launcher.jobs=many"], "launcher.jobs=many: Value 'many'"),
         (["launcher.jobs=0"], "launcher.jobs=0: must be 1 or more"),
         (["launcher=slurm", "launcher.nodes=0", "launcher.at_once=0"], "launcher.at_once=0: must be 1 or more"),
+        (["launcher.jobs=1,2"], "jobs=1,2: a sweep starts in one way: give one value, such as launcher.jobs=1"),
+        (["launcher=slurm", "launcher.at_once=range(1,3)"], "give one value, such as launcher.at_once=1"),
+        (["launcher=local,slurm"], "names several, but a sweep starts in one way: choose one of local, slurm"),
+        (["+launcher.jobs=2"], ": settings of the launcher take neither + nor ~: write launcher.jobs=2"),
+        (["++launcher=slurm", "launcher.nodes=2"], "neither + nor ~: write launcher=slurm"),
+        (["~launcher.jobs"], "neither + nor ~: leave it out for its default"),
     ],
 )
 def test_mistakes_are_explained(words, message):
     with pytest.raises(ConfigError) as caught:
         split_launcher(words)
     assert message in str(caught.value)
+
+
+def test_all_its_mistakes_are_told_at_once_and_those_alone():
+    with pytest.raises(ConfigError) as caught:
+        split_launcher(["+launcher=slurm", "launcher.nodes=1,2", "launcher.at_once=0", "launcher.partition=a,b"])
+    said = ["+launcher=slurm", "launcher.nodes=1,2", "launcher.at_once=0"]
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == said
+
+
+def test_several_partitions_are_for_sbatch_to_choose_from():
+    launcher, rest = split_launcher(["launcher=slurm", "launcher.partition=a,b", "seed=0,1"])
+    assert launcher == SlurmLauncher(partition="a,b") and rest == ["seed=0,1"]
 
 
 def test_it_is_for_sweeps_only():

@@ -8,16 +8,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from cdp_repro.cli import plan as plan_command
 from cdp_repro.cli import train as command
 from cdp_repro.config import ConfigError
-from cdp_repro.observe.run_directory import RunDirectory
-from cdp_repro.studies.cells import read_list
+from cdp_repro.config.compose import OURS
+from cdp_repro.observe.run_directory import COMMAND, RunDirectory
+from cdp_repro.studies.cells import cells_of, read_list
 from cdp_repro.studies.sweep_status import sweep_text
 
 SLURM = ("launcher=slurm", "launcher.partition=gpu")
@@ -56,6 +60,67 @@ def job(script: Path, index: int) -> subprocess.Popen[str]:
     variables = {"SLURM_ARRAY_TASK_ID": str(index), "SLURM_ARRAY_JOB_ID": "42", "SLURM_SUBMIT_DIR": str(Path.cwd())}
     environment = {**os.environ, **variables, "PYTHON": sys.executable}
     return subprocess.Popen(["bash", script], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_sweep_over_a_program_file_can_be_repeated(tiny, capfd):
+    sizes = ["mode=dp", "workers=2", "stages=2"]
+    assert plan_command.main([*sizes, "--program=file.txt"]) == 0
+    words = [*tiny, *sizes, "epochs=1"]
+    assert sweep(*words, "program=file.txt") == 0
+    capfd.readouterr()
+    assert sweep(*words, "program=file.txt", "--dry-run") == 0
+    assert capfd.readouterr().out.startswith("cdp-train resume=sweep/single")
+    Path("file.txt").rename("other.txt")
+    assert sweep(*words, "program=other.txt", "--dry-run") == 2
+    assert "sweep/single holds a run with another configuration" in capfd.readouterr().err
+
+
+def test_a_repeated_sweep_goes_on_with_other_settings_that_change_no_result(tiny, capsys):
+    words = [text for text in tiny if not text.startswith(("wandb", "log_every"))]
+    words += ["mode=dp", "placement=replicated"]
+    for cell in cells_of(Path("sweep"), [*words, "seed=0,1"], OURS):
+        RunDirectory.create(cell.directory, cell.config.to_dict(), ["cdp-train"])
+    others = ["wandb=disabled", "checkpoint_every_steps=2"]
+    assert sweep(*words, "seed=0,1", *others, "--dry-run") == 0
+    assert capsys.readouterr().out.count(f" restart=true {' '.join(others)}\n") == 2
+    assert sweep(*words, "seed=0,1", *others, "--dry-run", *SLURM) == 0
+    script = capsys.readouterr().out
+    assert script.count(f"changeable=({' '.join(others)}) ;;") == 2
+    for setting in ("collectives=true", "keep_checkpoints=5"):  # the last bits; what a run cannot go on with
+        assert sweep(*words, "seed=0,1", setting, "--dry-run") == 2
+        assert "holds a run with another configuration" in capsys.readouterr().err
+
+
+def child_of(process: int) -> int:
+    """Return the process that another one has started."""
+    found = [pid for path in Path(f"/proc/{process}/task").glob("*/children") for pid in path.read_text().split()]
+    return int(found[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_sweep_that_was_killed_waits_for_the_run_that_still_goes_on(tiny, jobs, caplog):
+    caplog.set_level("INFO", "cdp_repro")
+    words = ["-m", *tiny, "dataset.train_samples=1600", "epochs=4", "seed=0", f"launcher.jobs={jobs}", "run_dir=sweep"]
+    run = RunDirectory(Path("sweep/single"))
+    first = subprocess.Popen([sys.executable, "-m", "cdp_repro.cli.train", *words])
+    deadline = time.monotonic() + 120
+    while not (run.metrics_path.exists() and run.metrics_path.stat().st_size):
+        assert first.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    child = child_of(first.pid)
+    try:
+        os.kill(child, signal.SIGSTOP)  # it must not finish before the second sweep looks
+        first.kill()
+        first.wait()
+        threading.Timer(2, os.kill, (child, signal.SIGCONT)).start()
+        assert command.main(words) == 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    assert "another process trains in sweep/single: waiting for it" in caplog.text
+    assert len((run.path / COMMAND).read_text().splitlines()) == 1, "the second sweep has trained nothing"
+    assert run.summary()["status"] == "finished"
 
 
 def test_runs_at_once_have_a_log_each_and_failures_are_told(tiny, capfd):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cdp_repro.cli.console import exit_code_of
 from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError
+from cdp_repro.config.errors import refuse
 from cdp_repro.config.keys import settings_of
 from cdp_repro.config.paths import typed_path
-from cdp_repro.observe.run_directory import RunDirectory
+from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError
 from cdp_repro.observe.text import table as text_table
 from cdp_repro.schedule.garbage import without_collection
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.collecting import collect
-from cdp_repro.studies.rows import ROWS, Row, cell_hash, write_row
+from cdp_repro.studies.rows import DIVERGED, ROWS, Row, RowError, cell_hash, write_row
 from cdp_repro.studies.status import status_text
 
 USAGE = f"""usage: cdp-report build   [--results=results] [--root=.]
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError([f"unknown command {name!r}: choose {', '.join(commands)}"])
         options = dict(text.removeprefix("--").split("=", 1) for text in rest if text.startswith("--") and "=" in text)
         words = [text for text in rest if not (text.startswith("--") and "=" in text)]
-        _refuse_unknown(name, options, words)
+        refuse([*_unknown(name, options, words), *_wrong_words(name, words)])
         result.code = commands[name](options, words)
     return result.code
 
@@ -72,14 +73,24 @@ _OPTIONS = {
 }
 
 
-def _refuse_unknown(command: str, options: dict[str, str], words: Sequence[str]) -> None:
+def _unknown(command: str, options: dict[str, str], words: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence if there are options or words that the command does not take."""
     wrong = [f"--{name}=" for name in options if name not in _OPTIONS[command]]
     wrong += [word for word in words if word.startswith("-") or command in ("build", "check")]
     if wrong:
         takes = ", ".join(f"--{name}=" for name in sorted(_OPTIONS[command]))
-        raise ConfigError(
-            [f"cdp-report {command} knows no {', '.join(wrong)}: it takes {takes} (see cdp-report --help)"]
-        )
+        yield f"cdp-report {command} knows no {', '.join(wrong)}: it takes {takes} (see cdp-report --help)"
+
+
+def _wrong_words(command: str, given: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence if the words, apart from options, are none that the command can use."""
+    words = [word for word in given if not word.startswith("-")]
+    if command == "collect" and not words:
+        yield "cdp-report collect needs the directory of a finished run"
+    if command == "sweep" and len(words) != 1:
+        yield f"cdp-report sweep takes one directory of a sweep, not {' '.join(words) or 'none'}"
+    if command == "status" and (unknown := [word for word in words if word not in STUDIES]):
+        yield f"unknown study {', '.join(unknown)}: choose {', '.join(STUDIES)}"
 
 
 def _files(options: dict[str, str], draws: bool) -> dict[Path, bytes]:
@@ -113,25 +124,34 @@ def _check(options: dict[str, str], words: list[str]) -> int:  # noqa: ARG001 - 
 
 
 def _collect(options: dict[str, str], words: list[str]) -> int:
-    if not words:
-        raise ConfigError(["cdp-report collect needs the directory of a finished run"])
     folder = Path(typed_path(options.get("results", "results"))) / ROWS
-    rows = [
-        _with_study(Path(typed_path(word)), options.get("study")) for word in words
-    ]  # all, before anything is written
+    study, rows = options.get("study"), list[Row]()
+    problems = []
+    if study is not None and not study.replace("-", "").replace("_", "").isalnum():
+        problems.append(f"--study={study}: use letters, digits, - and _, as it names a folder")
+    for word in words:
+        try:
+            rows.append(_with_study(Path(typed_path(word)), study))
+        except (ConfigError, RunDirectoryError, RowError) as error:
+            problems.append(str(error))
+    refuse(problems)  # before anything is written
     for row in rows:
         write_out(f"{write_row(row, folder)}\n")
     return 0
 
 
 def _with_study(run_dir: Path, study: str | None) -> Row:
-    """Return the row of a run, for the given study or else for the study that lists it."""
+    """Return the row of a run, for the given study or else for the first that lists it.
+
+    A run that has diverged is a row of those studies only that count divergence, so that these come first.
+    """
     if study is not None:
-        if not study.replace("-", "").replace("_", "").isalnum():
-            raise ConfigError([f"--study={study}: use letters, digits, - and _, as it names a folder"])
-        return collect(run_dir, study)
-    own = cell_hash(settings_of(RunDirectory.open(run_dir).config()))
+        return collect(run_dir, study, study in STUDIES and STUDIES[study].counts_divergence)
+    run = RunDirectory.open(run_dir)
+    own = cell_hash(settings_of(run.config()))
     its = [each for each in STUDIES.values() if any(cell.hash == own for cell in each.cells)]
+    if run.summary().get("status") == DIVERGED:
+        its.sort(key=lambda study: not study.counts_divergence)  # stable
     if not its:
         raise ConfigError(
             [f"{run_dir} belongs to none of the studies {', '.join(STUDIES)}: name one of yours by --study=NAME"]
@@ -140,9 +160,6 @@ def _with_study(run_dir: Path, study: str | None) -> Row:
 
 
 def _status(options: dict[str, str], words: list[str]) -> int:
-    unknown = [word for word in words if word not in STUDIES]
-    if unknown:
-        raise ConfigError([f"unknown study {', '.join(unknown)}: choose {', '.join(STUDIES)}"])
     studies = [STUDIES[word] for word in words or STUDIES]
     write_out(
         status_text(
@@ -155,8 +172,6 @@ def _status(options: dict[str, str], words: list[str]) -> int:
 
 
 def _sweep(options: dict[str, str], words: list[str]) -> int:
-    if len(words) != 1:
-        raise ConfigError([f"cdp-report sweep takes one directory of a sweep, not {' '.join(words) or 'none'}"])
     root = Path(typed_path(words[0]))
     folder = Path(typed_path(options["out"])) if options.get("out") else root
     group = [key for key in options["group"].split(",") if key] if "group" in options else None

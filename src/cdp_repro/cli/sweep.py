@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from cdp_repro.cli.console import console_logging, exit_code_of
 from cdp_repro.cli.streams import command, write_error, write_out
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
-from cdp_repro.config.errors import nearest
+from cdp_repro.config.errors import nearest, refuse
 from cdp_repro.config.keys import SWEEP_KEYS
 from cdp_repro.config.paths import typed_path
 from cdp_repro.studies.catalog import STUDIES
@@ -109,11 +109,11 @@ def parsed(arguments: Sequence[str], study_names: Sequence[str]) -> Options:
         for text in overrides
         if text.partition("=")[0] not in SWEEP_KEYS
     ]
-    if problems:
-        raise ConfigError(problems)
-    studies = tuple(dict.fromkeys(names or study_names))
-    options = Options(studies, **values, overrides=overrides, passed_on=_passed_on(studies, overrides))
-    _refuse_inconsistent(options)
+    known = all(name in STUDIES for name in names)
+    studies = tuple(dict.fromkeys(names or study_names)) if known else ()
+    passed_on, wrong = _passed_on(studies, [text for text in overrides if text.partition("=")[0] in SWEEP_KEYS])
+    options = Options(studies, **values, overrides=overrides, passed_on=passed_on)
+    refuse([*problems, *wrong, *_inconsistent(options)])
     return options
 
 
@@ -135,16 +135,17 @@ def _value(name: str, value: str) -> int | Path:
     return int(value)
 
 
-def _refuse_inconsistent(options: Options) -> None:
+def _inconsistent(options: Options) -> Iterator[str]:
+    """Yield a sentence for each pair of options that exclude each other."""
     total = len(options.listed())
-    if options.run is not None and options.run >= total:
-        raise ConfigError([f"--run={options.run}: there are {total} runs, use --run=0 to --run={total - 1}"])
+    if options.studies and options.run is not None and options.run >= total:
+        yield f"--run={options.run}: there are {total} runs, use --run=0 to --run={total - 1}"
     if options.slurm is not None and (options.run is not None or options.jobs > 1):
-        raise ConfigError(["--slurm= makes a job of each run: drop --run= and --jobs="])
+        yield "--slurm= makes a job of each run: drop --run= and --jobs="
 
 
-def _passed_on(studies: Sequence[str], overrides: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return, by study, the overrides that its data set knows; raise ConfigError for one that none knows."""
+def _passed_on(studies: Sequence[str], overrides: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """Return, by study, the overrides that its data set knows, and the mistakes in those that none knows."""
     found: dict[str, tuple[str, ...]] = {}
     mistakes: dict[str, ConfigError] = {}
     for name in studies:
@@ -156,7 +157,4 @@ def _passed_on(studies: Sequence[str], overrides: Sequence[str]) -> dict[str, tu
             except ConfigError as error:
                 mistakes[text] = error
     used = {text for texts in found.values() for text in texts}
-    for text, mistake in mistakes.items():
-        if text not in used:
-            raise mistake
-    return found
+    return found, [problem for text, error in mistakes.items() if text not in used for problem in error.problems]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from cdp_repro.cli.console import console_logging, values_text
 from cdp_repro.cli.streams import OutputError, command, write_error, write_out
 from cdp_repro.config import ConfigError, RunConfig, load_config
 from cdp_repro.config.compose import Source, compose_config, output_folder
+from cdp_repro.config.errors import collecting, refuse
 from cdp_repro.config.keys import RESUME_KEYS
 from cdp_repro.config.paths import PATH_KEYS, typed_path
-from cdp_repro.config.sweep_launcher import LAUNCHERS, SlurmLauncher, split_launcher
+from cdp_repro.config.program_file import with_absolute_program
+from cdp_repro.config.sweep_launcher import LAUNCHERS, Launcher, LocalLauncher, SlurmLauncher, of_runs, split_launcher
 from cdp_repro.config.task import task_of
 from cdp_repro.launch import RankFailedError, StalledError, is_rank_0, launch
 from cdp_repro.observe.run_directory import (
@@ -70,10 +73,8 @@ def _run(line: CommandLine) -> int:
 
 def _single(overrides: Sequence[str], source: Source) -> int:
     resumed = _run_to_resume(overrides)
-    config = _resumed_config(resumed, overrides) if resumed else compose_config(overrides, source=source)
-    if config.program is not None:
-        config.program = str(Path(config.program).absolute())  # it may be resumed from another folder
-    _given_folder("run", overrides)  # refuses two of them
+    config = _resumed_config(resumed, overrides) if resumed else _new_config(overrides, source)
+    config = with_absolute_program(config)
     run_dir = resumed.path if resumed else Path(config.run_dir or _new(output_folder("run", overrides, source)))
     arguments = (
         config,
@@ -96,6 +97,16 @@ def _single(overrides: Sequence[str], source: Source) -> int:
         except OutputError as error:  # the run has ended well
             write_error(f"{error}; {run_dir / SUMMARY} has the numbers\n")
     return 0
+
+
+def _new_config(overrides: Sequence[str], source: Source) -> RunConfig:
+    """Return the configuration of a new run; raise ConfigError with all mistakes, of its folder, too."""
+    problems = _two_folders("run", overrides)
+    config = RunConfig()
+    with collecting(problems):
+        config = compose_config(overrides, source=source)
+    refuse(problems)
+    return config
 
 
 def _train_rank(
@@ -124,18 +135,18 @@ def _run_to_resume(overrides: Sequence[str]) -> RunDirectory | None:
     resume = [text.partition("=")[2] for text in overrides if text.startswith("resume=")]
     if not resume:
         return None
-    if not resume[-1]:
-        raise ConfigError(["resume= names no run directory: give one, e.g. resume=runs/my-run"])
+    problems = [] if resume[-1] else ["resume= names no run directory: give one, e.g. resume=runs/my-run"]
     others = [
         text for text in overrides if text.partition("=")[0] not in ("resume", "restart", "placement", *RESUME_KEYS)
     ]
     if others:
-        raise ConfigError(
-            [
-                f"resume= goes on with the run's own configuration; drop {shlex.join(others)} "
-                f"(only restart, placement, {', '.join(RESUME_KEYS)} may be given)"
-            ]
+        problems.append(
+            f"resume= goes on with the run's own configuration; drop {shlex.join(others)} "
+            f"(only restart, placement, {', '.join(RESUME_KEYS)} may be given)"
         )
+    with collecting(problems):
+        _restarts(overrides)  # refuses other values
+    refuse(problems)
     return RunDirectory.open(Path(typed_path(resume[-1])))
 
 
@@ -158,29 +169,29 @@ def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
     if not isinstance(config.get("placement"), DictConfig):
         raise RunDirectoryError(f"{run.path / CONFIG} has no placement: put back what it held, or begin another run")
     was = config.placement.get("name")
-    try:
-        config.merge_with_dotlist(given)
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError([f"{shlex.join(given)}: {str(error).splitlines()[0]}"]) from error
+    problems, found = list[str](), RunConfig()
+    for text in given:
+        try:
+            config.merge_with_dotlist([text])
+        except (OmegaConfBaseException, YAMLError) as error:
+            problems.append(f"{shlex.quote(text)}: {str(error).splitlines()[0]}")
     for name, placement in PLACEMENT_SIZES.items():
         if config.placement.name != placement and not any(text.startswith(f"{name}=") for text in given):
             config[name] = None  # that of the placement that it was
     if config.placement.name != was and not any(text.startswith("program=") for text in given):
         config.program = None  # for the same reason
-    try:
-        return load_config(config)
-    except ConfigError as error:
-        if given:
-            raise
-        raise ConfigError([f"{run.path / CONFIG}: {problem}" for problem in error.problems]) from error
+    with collecting(problems):
+        found = load_config(config)
+    where = "" if given else f"{run.path / CONFIG}: "
+    refuse(f"{where}{problem}" for problem in problems)
+    return found
 
 
-def _given_folder(kind: str, overrides: Sequence[str]) -> str | None:
-    """Return the folder that `run_dir=` names, if it does; raise ConfigError if Hydra's setting names one, too."""
+def _two_folders(kind: str, overrides: Sequence[str]) -> list[str]:
+    """Return a sentence if `run_dir=` and Hydra's own setting both name a folder."""
     given = [text for text in overrides if text.startswith(("run_dir=", f"hydra.{kind}.dir="))]
-    if len({text.partition("=")[0] for text in given}) > 1:
-        raise ConfigError([f"{shlex.join(given)} name two folders: give one of them"])
-    return next((text.partition("=")[2] for text in reversed(given) if text.startswith("run_dir=")), None)
+    twice = len({text.partition("=")[0] for text in given}) > 1
+    return [f"{shlex.join(given)} name two folders: give one of them"] if twice else []
 
 
 def _new(folder: Path) -> Path:
@@ -194,12 +205,8 @@ def _new(folder: Path) -> Path:
 def _sweep(line: CommandLine) -> int:
     """Start every cell of a sweep as `launcher=` says; here, list at the end those that failed."""
     console_logging()
-    launcher, overrides = split_launcher(line.overrides)
-    given = _given_folder("sweep", overrides)
-    root = Path(typed_path(given)) if given else output_folder("sweep", overrides, line.source)
-    overrides = [text for text in overrides if not text.startswith("run_dir=")]
-    by_slurm, dry = isinstance(launcher, SlurmLauncher), "--dry-run" in line.flags
-    cells = cells_of(root, overrides, line.source, check_device=not by_slurm and not dry)
+    dry = "--dry-run" in line.flags
+    launcher, root, cells = _asked_for(line, dry)
     if isinstance(launcher, SlurmLauncher):
         return _queue(root, cells, launcher, dry)
     if dry:
@@ -216,6 +223,26 @@ def _sweep(line: CommandLine) -> int:
     return 1 if outcome.failures else 0
 
 
+def _asked_for(line: CommandLine, dry: bool) -> tuple[Launcher, Path, list[Cell]]:
+    """Return how the runs of a sweep start, its folder, and its cells; raise ConfigError with all mistakes."""
+    overrides, cells = of_runs(line.overrides), list[Cell]()
+    problems = _two_folders("sweep", overrides)
+    launcher: Launcher | None = None
+    with collecting(problems):
+        launcher, _ = split_launcher(line.overrides)
+    root = Path("runs")  # for the mistakes of the cells, where it cannot be told
+    with collecting(problems):
+        given = [text.partition("=")[2] for text in overrides if text.startswith("run_dir=")]
+        root = Path(typed_path(given[-1])) if given else output_folder("sweep", overrides, line.source)
+    of_cells = [text for text in overrides if not text.startswith("run_dir=")]
+    here = isinstance(launcher, LocalLauncher) and not dry  # else another machine may have the device
+    with collecting(problems):
+        cells = cells_of(root, of_cells, line.source, check_device=here)
+    refuse(dict.fromkeys(problems))  # what cannot be read is found for the folder and for the cells
+    assert launcher is not None
+    return launcher, root, cells
+
+
 def _check_weights(cells: Sequence[Cell]) -> None:
     """Refuse files of weights that do not fit, once for each model and file, before the first run starts."""
     configs = [cell.config for cell in cells if cell.config.model.weights is not None]
@@ -224,22 +251,23 @@ def _check_weights(cells: Sequence[Cell]) -> None:
     for config in different.values():
         from cdp_repro.training.weights import check_weights  # here: torch takes seconds
 
-        try:
+        with collecting(problems):
             check_weights(config)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _queue(root: Path, cells: Sequence[Cell], launcher: SlurmLauncher, dry: bool) -> int:
     """Queue the cells as an array of SLURM, or show its script."""
-    script = array_script(root, cells, launcher)
+    problems, script = list[str](), ""
+    with collecting(problems):
+        script = array_script(root, cells, launcher)
+    for check in () if dry else (refuse_without_sbatch, partial(_check_weights, cells)):
+        with collecting(problems):
+            check()
+    refuse(problems)
     if dry:
         write_out(script)
         return 0
-    refuse_without_sbatch()
-    _check_weights(cells)
     write_list(root, cells)
     array = queue(root, script)
     write_list(root, cells, array)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
@@ -13,6 +14,21 @@ class ConfigError(ValueError):
         self.problems = list(problems)
         bullets = "\n".join(f"- {problem}" for problem in self.problems)
         super().__init__(bullets if len(self.problems) > 1 else self.problems[0])
+
+
+@contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """Add the mistakes that the body finds to `problems`, so that `refuse` tells them with those of other steps."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise ConfigError with these mistakes, if there are any."""
+    if found := [*problems]:
+        raise ConfigError(found)
 
 
 OTHER_NAMES = {

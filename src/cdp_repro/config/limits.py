@@ -118,30 +118,41 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
         yield "seed", f"seed={config.seed}: must be below 2^63"
 
 
-def inconsistent(config: RunConfig) -> Iterable[str]:
-    """Yield a sentence for each pair of settings, all of them in range, that exclude each other."""
+def inconsistent_in_schedule(config: RunConfig) -> Iterable[str]:
+    """Yield a sentence for each pair of settings that exclude each other, among them one of `SCHEDULE_KEYS`.
+
+    All of those are in range, as the schedule is made from them.
+    """
     if config.pushes:
         try:
             config.schedule()  # of which the micro-batches of a training step follow
         except ValueError as error:
             yield str(error)
             return
-    if too_large := _too_large_program(config) or _too_large_input(config):
+    if too_large := _too_large_program(config):
         yield too_large
         return
+    if too_large := _too_large_input(config):
+        yield too_large
     for check in (_check_schedule, _check_batch_size):
         try:
             check(config)
         except ValueError as error:
             yield str(error)
-    yield from _wrong_with_dataset(config)
-    yield from _wrong_with_optimizer(config)
-    yield from _wrong_with_delay(config)
-    yield from _wrong_with_text(config)
+    yield from _wrong_with_clipping(config)
+    yield from _wrong_with_slices(config)
     if config.baseline is not None:
         yield from _wrong_with_baseline(config)
     if config.price:
         yield from _wrong_with_cluster(config)
+
+
+def inconsistent_elsewhere(config: RunConfig) -> Iterable[str]:
+    """Yield a sentence for each other pair of settings that exclude each other, whatever values others have."""
+    yield from _wrong_with_dataset(config)
+    yield from _wrong_with_optimizer(config)
+    yield from _wrong_with_delay(config)
+    yield from _wrong_with_text(config)
 
 
 def _too_large_input(config: RunConfig) -> str | None:
@@ -238,10 +249,12 @@ def _wrong_with_optimizer(config: RunConfig) -> Iterable[str]:
         where = f"baseline={config.baseline}" if config.baseline else "collectives=true on placement=zero"
         yield f"optim=muon needs whole matrices, which {where} does not give it: use optim=adamw"
     yield from _too_large_in_the_end(config)
-    if optim.clip_norm is None:
-        return
-    if config.baseline is not None:
+    if optim.clip_norm is not None and config.baseline is not None:
         yield f"baseline={config.baseline} knows no optim.clip_norm={optim.clip_norm}: use optim.clip_norm=null"
+
+
+def _wrong_with_clipping(config: RunConfig) -> Iterable[str]:
+    if config.optim.clip_norm is None or config.baseline is not None:
         return
     with suppress(ValueError):  # of the schedule, which is reported by itself
         schedule = config.schedule()
@@ -293,6 +306,13 @@ def _wrong_with_text(config: RunConfig) -> Iterable[str]:
         yield f"dataset=text has tokens, which model={config.model.name} cannot read: use model=gpt"
     if config.model.name == "gpt" and not config.task.is_text:
         yield f"model=gpt reads tokens, not the images of dataset={config.dataset.name}: use dataset=text"
+    model = config.model
+    if model.name == "gpt" and model.heads > 0 and model.width % model.heads:
+        works = max(1, round(model.width / model.heads)) * model.heads
+        yield f"model.width={model.width} is not divisible by model.heads={model.heads}: use model.width={works}"
+
+
+def _wrong_with_slices(config: RunConfig) -> Iterable[str]:
     model, slices = config.model, config.slices_of_a_sequence
     if slices > 1 and not config.task.is_text:
         yield (
@@ -302,9 +322,6 @@ def _wrong_with_text(config: RunConfig) -> Iterable[str]:
     elif slices > 1 and model.context % slices:
         works = _divisor(model.context, slices)
         yield f"model.context={model.context} is not divisible by slices={slices}: use slices={works}"
-    if model.name == "gpt" and model.heads > 0 and model.width % model.heads:
-        works = max(1, round(model.width / model.heads)) * model.heads
-        yield f"model.width={model.width} is not divisible by model.heads={model.heads}: use model.width={works}"
 
 
 def _divisor(number: int, wanted: int) -> int:

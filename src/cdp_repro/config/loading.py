@@ -10,11 +10,11 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cdp_repro.config.errors import ConfigError, nearest
+from cdp_repro.config.errors import ConfigError, nearest, refuse
 from cdp_repro.config.fitting import sizes_that_fit
 from cdp_repro.config.keys import SCHEDULE_KEYS, defaults, example_of, leaves, nested
-from cdp_repro.config.limits import inconsistent, out_of_range
-from cdp_repro.config.schema import RunConfig
+from cdp_repro.config.limits import inconsistent_elsewhere, inconsistent_in_schedule, out_of_range
+from cdp_repro.config.schema import OptimConfig, RunConfig
 
 
 def load_config(composed: DictConfig, check_device: bool = True) -> RunConfig:
@@ -27,11 +27,11 @@ def load_config(composed: DictConfig, check_device: bool = True) -> RunConfig:
     excessive = dict(out_of_range(config))
     problems += excessive.values()
     if not {*wrong, *excessive} & SCHEDULE_KEYS:
-        problems += _with_sizes_that_fit(config, [*inconsistent(config)])
+        problems += _with_sizes_that_fit(config, [*inconsistent_in_schedule(config)])
+    problems += inconsistent_elsewhere(config)
     if check_device and config.device == "cuda" and not _finds_cuda():
         problems.append("device=cuda: torch finds no CUDA device on this machine; use device=cpu (or device=auto)")
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return config
 
 
@@ -51,28 +51,52 @@ def _finds_cuda() -> bool:
 
 def without_effect(config: RunConfig) -> list[str]:
     """Return a sentence for each setting that will have no effect, or another one than its name says."""
-    found = []
-    if config.optim.warmup_epochs >= config.epochs:
-        found.append(
-            f"optim.warmup_epochs={config.optim.warmup_epochs:g} covers all epochs={config.epochs}: the learning rate "
-            "only grows"
-        )
-    elif config.optim.schedule == "step" and config.optim.step_epochs >= config.epochs:
-        found.append(f"optim.step_epochs={config.optim.step_epochs} is not reached in epochs={config.epochs}")
+    found = [*_of_learning_rate(config)]
     if config.dataset.classes == 1:
         found.append("dataset.classes=1 leaves nothing to learn: every prediction is right")
+    if config.evaluate_every_epochs > config.epochs:
+        found.append(
+            f"evaluate_every_epochs={config.evaluate_every_epochs} is not reached in epochs={config.epochs}: only the "
+            "last is evaluated"
+        )
     if config.collectives and config.processes == 1:
         found.append("collectives=true has no effect on one rank")
+    if config.baseline is not None and config.traced_steps:
+        found.append(
+            f"traced_steps={config.traced_steps} has no effect with baseline={config.baseline}, whose actions are not "
+            "recorded"
+        )
     spec = config.spec()
     unchosen = replace(spec, pipeline_schedule=RunConfig.pipeline_schedule)
     if spec != unchosen and spec.chosen_mode.timeline == unchosen.chosen_mode.timeline:
         found.append(f"pipeline_schedule={config.pipeline_schedule} has no effect but with mode=dp placement=pipeline")
     if config.channels_last and config.model.name in ("mlp", "gpt"):
         found.append(f"channels_last=true has no effect on model={config.model.name}")
-    by_share = config.delay.name != "error_feedback" or config.delay.strength is None
-    if config.delay.name != "none" and by_share and config.schedule().rule.longest == 0:
-        found.append(f"delay={config.delay.name} has no effect with mode={config.mode.name}, which reads nothing late")
-    return found
+    return [*found, *_of_delay(config)]
+
+
+def _of_learning_rate(config: RunConfig) -> Iterator[str]:
+    optim = config.optim
+    if optim.warmup_epochs >= config.epochs:
+        yield (
+            f"optim.warmup_epochs={optim.warmup_epochs:g} covers all epochs={config.epochs}: the learning rate only "
+            "grows"
+        )
+    elif optim.schedule == "step" and optim.step_epochs >= config.epochs:
+        yield f"optim.step_epochs={optim.step_epochs} is not reached in epochs={config.epochs}"
+    for name in ("step_epochs", "gamma") if optim.schedule != "step" else ():
+        if (value := getattr(optim, name)) != getattr(OptimConfig, name):
+            schedule = f"optim.schedule={optim.schedule}"
+            yield f"optim.{name}={value} has no effect with {schedule}: it is of optim.schedule=step"
+
+
+def _of_delay(config: RunConfig) -> Iterator[str]:
+    delay = config.delay
+    by_share = delay.name != "error_feedback" or delay.strength is None
+    if delay.name in ("error_feedback", "compensation") and delay.strength == 0:
+        yield f"delay={delay.name} has no effect with delay.strength=0, which corrects nothing"
+    elif delay.name != "none" and by_share and config.schedule().rule.longest == 0:
+        yield f"delay={delay.name} has no effect with mode={config.mode.name}, which reads nothing late"
 
 
 def _typed(composed: DictConfig) -> tuple[RunConfig, dict[str, str]]:

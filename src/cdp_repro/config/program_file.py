@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from cdp_repro.config.errors import ConfigError
 from cdp_repro.config.paths import typed_path
+from cdp_repro.config.schema import RunConfig
 from cdp_repro.schedule import Program
 from cdp_repro.schedule.program_text import read_program
 
@@ -41,6 +42,11 @@ def refuse_other_values(path: str, theirs: Mapping[str, Any], ours: Mapping[str,
     differing = [f"{name}={theirs[name]} there, {ours[name]} here" for name in both if theirs[name] != ours[name]]
     if differing:
         raise ConfigError([f"program={path} is for other values: {'; '.join(differing)}; give those of its header"])
+
+
+def with_absolute_program(config: RunConfig) -> RunConfig:
+    """Return a run's configuration with the path of its program absolute: it may go on from another folder."""
+    return config if config.program is None else replace(config, program=str(Path(config.program).absolute()))
 
 
 def with_header_of_program(overrides: Sequence[str]) -> list[str]:

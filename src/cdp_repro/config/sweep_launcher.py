@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cdp_repro.config.errors import ConfigError, nearest
+from cdp_repro.config.errors import ConfigError, collecting, nearest, refuse
 from cdp_repro.config.keys import nested
 
 
@@ -47,6 +49,9 @@ class SlurmLauncher:
 Launcher = LocalLauncher | SlurmLauncher
 LAUNCHERS: dict[str, type[LocalLauncher] | type[SlurmLauncher]] = {"local": LocalLauncher, "slurm": SlurmLauncher}
 
+_OWN = re.compile(r"(\+{0,2}|~)launcher(\.|=|$)")
+"""How an override of the launcher begins: with Hydra's signs, too, which are told of."""
+
 
 def split_launcher(overrides: Sequence[str]) -> tuple[Launcher, list[str]]:
     """Return the launcher that the overrides ask for, and the overrides that are of the runs.
@@ -54,39 +59,75 @@ def split_launcher(overrides: Sequence[str]) -> tuple[Launcher, list[str]]:
     Raises:
         ConfigError: with all mistakes: an unknown launcher or key, a value of a wrong type or out of range.
     """
-    own = [text for text in overrides if text.partition("=")[0] == "launcher" or text.startswith("launcher.")]
-    names = [text.partition("=")[2] for text in own if text.startswith("launcher=")]
+    own = [text for text in overrides if _OWN.match(text)]
+    problems = [
+        f"{text}: settings of the launcher take neither + nor ~: {_without_sign(text)}"
+        for text in own
+        if not text.startswith("launcher")
+    ]
+    plain = [text.lstrip("+") for text in own if not text.startswith("~")]
+    names = [text.partition("=")[2] for text in plain if text.partition("=")[0] == "launcher"]
     name = names[-1] if names else "local"
     if name not in LAUNCHERS:
-        raise ConfigError([f"unknown launcher {name!r}: choose {', '.join(LAUNCHERS)}{nearest(name, LAUNCHERS)}"])
-    values = [text for text in own if not text.startswith("launcher=")]
-    return _filled(name, values), [text for text in overrides if text not in own]
+        raise ConfigError([*problems, _unknown(name)])
+    values = [text for text in plain if text.startswith("launcher.")]
+    return _filled(name, values, problems), of_runs(overrides)
 
 
-def _filled(name: str, overrides: Sequence[str]) -> Launcher:
+def of_runs(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that are not of the launcher."""
+    return [text for text in overrides if not _OWN.match(text)]
+
+
+def _without_sign(text: str) -> str:
+    """Return what to do in place of an override with a sign of Hydra's."""
+    return "leave it out for its default" if text.startswith("~") else f"write {text.lstrip('+')}"
+
+
+def _unknown(name: str) -> str:
+    choices = ", ".join(LAUNCHERS)
+    if "," in name:
+        return f"launcher={name} names several, but a sweep starts in one way: choose one of {choices}"
+    return f"unknown launcher {name!r}: choose {choices}{nearest(name, LAUNCHERS)}"
+
+
+def _filled(name: str, overrides: Sequence[str], problems: list[str]) -> Launcher:
+    """Return the launcher with these values.
+
+    Raises:
+        ConfigError: with `problems` and all mistakes in the values.
+    """
     kind = LAUNCHERS[name]
     known = [field.name for field in fields(kind)]
-    found, problems = OmegaConf.structured(kind), []
+    found = OmegaConf.structured(kind)
     for text in overrides:
         key = text.removeprefix("launcher.").partition("=")[0]
-        if key not in known:
+        if key in known:
+            with collecting(problems):
+                found = _with_value(found, key, text)
+        else:
             choices = ", ".join(f"launcher.{each}" for each in known)
             problems.append(f"launcher={name} has no launcher.{key}: it has {choices}{nearest(key, known)}")
-            continue
-        try:
-            override = OverridesParser.create().parse_override(text)
-            value = override.value()
-            if isinstance(value, float):  # no launcher has one; as text of SLURM's it stands as it was typed
-                value = override.get_value_string()
-            found = OmegaConf.merge(found, nested(key, value))
-        except (HydraException, OmegaConfBaseException) as error:
-            problems.append(f"{text}: {str(error).splitlines()[0]}")
     launcher = OmegaConf.to_object(found)
     assert isinstance(launcher, (LocalLauncher, SlurmLauncher))
-    problems += _out_of_range(launcher)
-    if problems:
-        raise ConfigError(problems)
+    refuse([*problems, *_out_of_range(launcher)])
     return launcher
+
+
+def _with_value(launcher: Any, key: str, text: str) -> Any:
+    """Return the launcher with one value more; raise ConfigError if it is of a wrong type, or several."""
+    several = False
+    try:
+        override = OverridesParser.create().parse_override(text)
+        value, several = override.value(), override.is_sweep_override()
+        if several or isinstance(value, float):  # text for sbatch stands as it was typed: `1e3`, or partitions `a,b`
+            value = override.get_value_string()
+        return OmegaConf.merge(launcher, nested(key, value))
+    except (HydraException, OmegaConfBaseException) as error:
+        why = str(error).splitlines()[0]
+        if several:
+            why = f"a sweep starts in one way: give one value, such as launcher.{key}={launcher[key] or 1}"
+        raise ConfigError([f"{text}: {why}"]) from error
 
 
 def _out_of_range(launcher: Launcher) -> list[str]:

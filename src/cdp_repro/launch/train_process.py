@@ -17,6 +17,7 @@ def train_in_process(
     stop: StopRequest,
     environment: Mapping[str, str] | None = None,
     log: IO[bytes] | None = None,
+    held: Sequence[IO[bytes]] = (),
 ) -> int:
     """Run `cdp-train` in a process of its own; pass a signal on, once, and wait for the checkpoint.
 
@@ -25,6 +26,7 @@ def train_in_process(
         stop: Tells of signals to this process.
         environment: Variables to add to those of this process.
         log: Takes what it prints; unless given, that goes where this process prints.
+        held: Open files that it keeps open as well, and with them their locks, until it ends.
 
     Returns:
         Its exit code; -k if signal k killed it.
@@ -37,6 +39,7 @@ def train_in_process(
         env={**os.environ, **(environment or {})},
         stdout=log,
         stderr=errors,
+        pass_fds=[file.fileno() for file in held],
         start_new_session=True,  # else Ctrl-C would reach it twice, and the second one ends it at once
     ) as process:
         while process.poll() is None:

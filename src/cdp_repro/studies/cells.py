@@ -2,7 +2,7 @@
 
 <sweep>/sweep.json      what each cell is, for those who look later; written when it is started
 <sweep>/<cell>/         the run directory of a cell, named after the overrides in which it differs; cut if too long
-<sweep>/<cell>.log      what its processes printed, where several run at once
+<sweep>/<cell>.log      what its processes printed, where several run at once; locked while one trains (`locked_log`)
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from pathlib import Path
 
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import Source, compose_config, expand_sweep
-from cdp_repro.config.keys import settings_of
+from cdp_repro.config.keys import RESUME_KEYS, SWEEP_KEYS, settings_of
 from cdp_repro.config.paths import LONGEST_NAME, shortened
+from cdp_repro.config.program_file import with_absolute_program
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.run_directory import CONFIG, RunDirectory, arguments_to_go_on
 
 LIST = "sweep.json"
 FORMAT, VERSION = "cdp-repro sweep", 1
+
+_CHANGEABLE = frozenset(RESUME_KEYS) & frozenset(SWEEP_KEYS)
+"""Settings that may change when a sweep is repeated: a run can go on with others, and no number nor record differs."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,14 @@ class Cell:
 
     def arguments(self) -> list[str]:
         """Return the arguments of `cdp-train` that begin it, or go on with it."""
-        return arguments_to_go_on(self.directory) if (self.directory / CONFIG).exists() else [*self.begin]
+        if not (self.directory / CONFIG).exists():
+            return [*self.begin]
+        return [*arguments_to_go_on(self.directory), *self.changeable]
+
+    @property
+    def changeable(self) -> list[str]:
+        """Those of the arguments that begin it that may have changed when it goes on."""
+        return [text for text in self.begin if text.partition("=")[0] in _CHANGEABLE]
 
 
 def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device: bool = True) -> list[Cell]:
@@ -64,7 +75,7 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
             which = "all cells are one" if name == "single" else f"two cells are the same ({name})"
             problems[f"{which}: a sweep gives a value twice"] = None
         try:
-            config = compose_config(texts, check_device, source)
+            config = with_absolute_program(compose_config(texts, check_device, source))
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             continue
@@ -82,7 +93,9 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
 def _holds_another_run(directory: Path, config: RunConfig) -> bool:
     if not (directory / CONFIG).exists():
         return False
-    return {**settings_of(RunDirectory(directory).config()), "run_dir": None} != settings_of(config.to_dict())
+    free = {"run_dir", *_CHANGEABLE}
+    theirs, ours = (settings_of(each) for each in (RunDirectory(directory).config(), config.to_dict()))
+    return any(theirs.get(key) != ours.get(key) for key in {**theirs, **ours} if key not in free)
 
 
 @dataclass(frozen=True)

@@ -3,25 +3,21 @@
 <runs>/<study>/<dataset>-<model>-<mode>-<placement>-N<workers>-seed<k>-<cell>/      a run directory
 <runs>/<study>/<dataset>-<model>-<mode>-<placement>-N<workers>-seed<k>-<cell>.log   what its processes printed
 
-A sweep holds a lock on the log of the run that it trains, and the training process inherits it. So a sweep may be
-killed and repeated while a run still goes on, and two sweeps may share their work: each waits for the other.
+A sweep may be killed and repeated while a run still goes on, and two may share their work: see `locked_log`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import shlex
 import signal
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO
 
 from cdp_repro.config.keys import RESUME_KEYS
 from cdp_repro.config.task import task_of
@@ -32,6 +28,7 @@ from cdp_repro.observe.versions import short, versions
 from cdp_repro.studies.at_once import Ended, threads_of, train_at_once
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.collecting import collect
+from cdp_repro.studies.locked_log import locked_log
 from cdp_repro.studies.rows import DIVERGED, ROWS, Row, RowError, read_rows, run_name, write_row
 from cdp_repro.studies.study import Cell
 
@@ -168,7 +165,7 @@ def _complete(run: Run, options: Options, stop: StopRequest, label: str) -> str 
     diverged_too = STUDIES[run.study].counts_divergence
     ends = ("finished", DIVERGED) if diverged_too else ("finished",)
     try:
-        with _locked_log(log_path(directory), stop) as log:
+        with locked_log(log_path(directory), stop) as log:
             if stop.signal is not None:
                 return None
             verb = "collected"
@@ -187,28 +184,6 @@ def _complete(run: Run, options: Options, stop: StopRequest, label: str) -> str 
     except (RowError, RunDirectoryError, json.JSONDecodeError, OSError) as error:
         return f"{name}: {error}"
     return None
-
-
-@contextmanager
-def _locked_log(path: Path, stop: StopRequest) -> Iterator[IO[bytes]]:
-    """Open a run's log once no other process works on the run, or once a stop is requested.
-
-    The lock belongs to the open file, so that the process whose output the file takes holds it, too. For the same
-    reason it must end by closing: to unlock it here would do so for a process that still trains.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as log:
-        told = False
-        while stop.signal is None:
-            try:
-                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not told:
-                    logger.info("another process trains in %s: waiting for it", path.with_suffix(""))
-                told = True
-                time.sleep(0.2)
-        yield log
 
 
 def _status(directory: Path) -> str:

@@ -21,6 +21,7 @@ from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.run_directory import CONFIG, SAVED, RunDirectory
 from cdp_repro.studies.at_once import Ended, threads_of, train_at_once
 from cdp_repro.studies.cells import Cell
+from cdp_repro.studies.locked_log import locked_log
 
 logger = logging.getLogger("cdp_repro")
 
@@ -40,16 +41,21 @@ def _train(cell: Cell, label: str, stop: StopRequest, jobs: int) -> str | None:
     if stop.signal is not None:
         return None
     logger.info("%s %s", label, cell.name)
-    if jobs == 1:
-        code = train_in_process(cell.arguments(), stop)
-        where = cell.directory
-        if code and stop.signal is None:
-            cell.log.write_text(f"exit code {code}; {_last_words(cell)}\n")
-    else:
-        with cell.log.open("ab") as log:
-            code = train_in_process(cell.arguments(), stop, threads_of(cell.config.processes, jobs), log)
-        where = cell.log
-        logger.info("%s %s: %s", label, cell.name, "finished" if code == 0 else f"exit code {code}")
+    try:
+        with locked_log(cell.log, stop) as log:
+            if stop.signal is not None:
+                return None
+            if jobs == 1:
+                code = train_in_process(cell.arguments(), stop, held=[log])
+                where = cell.directory
+                if code and stop.signal is None:
+                    cell.log.write_text(f"exit code {code}; {_last_words(cell)}\n")
+            else:
+                code = train_in_process(cell.arguments(), stop, threads_of(cell.config.processes, jobs), log)
+                where = cell.log
+                logger.info("%s %s: %s", label, cell.name, "finished" if code == 0 else f"exit code {code}")
+    except OSError as error:
+        return f"{cell.name}: {error}"
     return None if code == 0 or stop.signal is not None else f"exit code {code}: {cell.name} (see {where})"
 
 
@@ -105,13 +111,14 @@ def _cases(cells: Sequence[Cell], by_srun: bool) -> str:
     for number, cell in enumerate(cells):
         ranks = f"ranks={cell.config.processes}; " if by_srun else ""
         lines.append(
-            f"{number}) {ranks}run={shlex.quote(str(cell.directory))}; arguments=({shlex.join(cell.begin)}) ;;"
+            f"{number}) {ranks}run={shlex.quote(str(cell.directory))}; arguments=({shlex.join(cell.begin)}); "
+            f"changeable=({shlex.join(cell.changeable)}) ;;"
         )
     is_saved = " || ".join(f"compgen -G '{pattern}'" for pattern in SAVED)
     lines += [
         "esac",
         f'if [ -e "$run/{CONFIG}" ]; then',
-        '  arguments=("resume=$run")',
+        '  arguments=("resume=$run" "${changeable[@]}")',
         # in the folder, as its name may look like a pattern
         f'  (cd "$run" && {{ {is_saved}; }} > /dev/null) || arguments+=("restart=true")',
         "fi",

@@ -1,0 +1,41 @@
+"""The log of a run that a sweep trains, with a lock: only one process works on the run at a time.
+
+The training process inherits the lock. So a sweep may be killed and repeated while a run still goes on, and two sweeps
+may share their work: each waits for the other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from cdp_repro.launch.signals import StopRequest
+
+logger = logging.getLogger("cdp_repro")
+
+
+@contextmanager
+def locked_log(path: Path, stop: StopRequest) -> Iterator[IO[bytes]]:
+    """Open a run's log once no other process works on the run, or once a stop is requested.
+
+    The lock belongs to the open file, so that a process that is given the file holds it, too. For the same reason it
+    must end by closing: to unlock it here would do so for a process that still trains.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as log:
+        told = False
+        while stop.signal is None:
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told:
+                    logger.info("another process trains in %s: waiting for it", path.with_suffix(""))
+                told = True
+                time.sleep(0.2)
+        yield log

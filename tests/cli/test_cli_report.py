@@ -1,0 +1,68 @@
+"""`cdp-report` as a user types it: what it refuses, and which study a run goes to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cdp_repro.cli import report
+from cdp_repro.observe.run_directory import RunDirectory
+from cdp_repro.studies.rows import read_rows
+from cdp_repro.studies.study import Cell, Study
+
+CELL = Cell(("mode=cdp_v1", "epochs=1"))
+SCORES = Study("scores", "accuracy", "a failure where it diverges", (CELL,))
+RATES = Study("rates", "delay-tuning", "a result where it diverges", (CELL,))
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(report, "STUDIES", {study.name: study for study in (SCORES, RATES)})
+
+
+def write_run(status: str) -> None:
+    """Write the run directory `run`, of a run of one epoch that has ended so."""
+    run = RunDirectory.create(Path("run"), CELL.config.to_dict(), ["cdp-train", *CELL.overrides])
+    numbers = {"version/code": "c", "dataset/fingerprint": "f", "eval/top1_percent": 50, "ranks": 1, "workers": 4}
+    run.write_summary({"status": status, **numbers})
+    run.metrics_path.write_text('{"step": 1, "epoch": 1, "train/epoch_loss": 1.0}\n')
+
+
+@pytest.mark.parametrize(("status", "study"), [("finished", "scores"), ("diverged", "rates")])
+def test_a_run_goes_to_the_first_study_of_which_it_is_a_result(status, study):
+    write_run(status)
+    assert report.main(["collect", "run"]) == 0
+    (row,) = read_rows(Path("results/rows"))
+    assert (row.study, row.has_diverged) == (study, status == "diverged")
+    assert report.main(["collect", "run", f"--study={study}"]) == 0, "the same row again"
+
+
+def test_a_run_that_diverged_is_a_result_of_no_study_of_accuracy(monkeypatch, capsys):
+    monkeypatch.setattr(report, "STUDIES", {"scores": SCORES})
+    write_run("diverged")
+    assert report.main(["collect", "run"]) == 2
+    assert "run is diverged" in capsys.readouterr().err and not Path("results").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("collect a run b", ["/a is not a run directory", "/b is not a run directory"]),
+        ("collect --study=a/b c", ["--study=a/b: use letters", "/c is not a run directory"]),
+        ("collect --x=1", ["knows no --x=", "needs the directory of a finished run"]),
+        (
+            "sweep a b --z=1",
+            ["knows no --z=: it takes --group=, --out=, --x=, --y=", "one directory of a sweep, not a b"],
+        ),
+        ("sweep --x --y", ["knows no --x, --y:", "one directory of a sweep, not none"]),
+        ("status rate --x", ["knows no --x:", "unknown study rate: choose scores, rates"]),
+    ],
+)
+def test_all_mistakes_are_told_at_once_and_nothing_is_written(arguments, said, capsys):
+    write_run("finished")
+    assert report.main(arguments.split()) == 2
+    problems = [line for line in capsys.readouterr().err.splitlines() if line.startswith("- ")]
+    assert len(problems) == len(said) and all(text in problem for text, problem in zip(said, problems, strict=True))
+    assert [path.name for path in Path().iterdir()] == ["run"]
