@@ -137,6 +137,14 @@ def test_mistakes_are_told_with_what_would_work(arguments, said, capsys):
     assert said in refused(capsys, *arguments)
 
 
+def test_all_mistakes_are_told_at_once(capsys):
+    swept("mode=dp,cdp_v2", "seed=0,1")
+    said = refused(capsys, "--x=optm.lr", "--y=top1_percent", "--group=moed,seed")
+    assert [line.partition(":")[0] for line in said.splitlines() if line.startswith("- ")] == [
+        "- --x=optm.lr", "- --y=top1_percent", "- --group=moed"
+    ]  # fmt: skip
+
+
 def test_a_folder_of_another_version_or_without_a_finished_run(capsys):
     assert "sweep is no folder of a sweep" in refused(capsys, "--x=mode", "--y=eval/top1_percent")
     swept("seed=0,1", unfinished="seed")

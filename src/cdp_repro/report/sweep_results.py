@@ -10,7 +10,7 @@ from typing import Any
 
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import GROUPS
-from cdp_repro.config.errors import nearest
+from cdp_repro.config.errors import collecting, nearest, refuse
 from cdp_repro.config.keys import settings_of
 from cdp_repro.observe.json_values import from_json
 from cdp_repro.observe.metrics import read_metrics
@@ -100,11 +100,10 @@ def sweep_results(root: Path, x: str | None, y: str | None, group: Sequence[str]
             would be averaged that differ in more than the seed.
     """
     runs, left_out = _read(root)
-    x = _known_setting("--x", x, runs, [EPOCH])
-    y = _known_number(y, x, runs)
+    x, y, chosen = _asked_for(x, y, group or (), runs)
     left_out |= {run.name: f"has no {y}" for run in runs if not _has(run, x, y)}
     runs = [run for run in runs if run.name not in left_out]
-    keys = _telling_apart(runs, x) if group is None else [_known_setting("--group", key, runs) for key in group]
+    keys = _telling_apart(runs, x) if group is None else chosen
     by_series: dict[tuple[Value, ...], list[Finished]] = {}
     for run in runs:
         by_series.setdefault(tuple(run.settings[key] for key in keys), []).append(run)
@@ -112,6 +111,23 @@ def sweep_results(root: Path, x: str | None, y: str | None, group: Sequence[str]
     versions = len({run.code for run in runs})
     notes = [f"The runs are of {versions} versions of the code: compare them with care."] if versions > 1 else []
     return SweepResults(x, y, keys, series, left_out, notes)
+
+
+def _asked_for(
+    x: str | None, y: str | None, group: Sequence[str], runs: Sequence[Finished]
+) -> tuple[str, str, list[str]]:
+    """Return the axis, the number and the settings of the lines by their full keys; refuse all mistakes at once."""
+    axis, number, problems = "", "", list[str]()
+    with collecting(problems):
+        axis = _known_setting("--x", x, runs, [EPOCH])
+    with collecting(problems):
+        number = _known_number(y, axis or "seed", runs)  # against any setting there are the same numbers
+    chosen = list[str]()
+    for key in group:
+        with collecting(problems):
+            chosen.append(_known_setting("--group", key, runs))
+    refuse(problems)
+    return axis, number, chosen
 
 
 def _read(root: Path) -> tuple[list[Finished], dict[str, str]]:
