@@ -164,7 +164,7 @@ CIFAR10 = Benchmark(
     tuning_epochs=5,
     finalists={
         "mode=dp": (0.2, 0.8, 0.1, 0.4),
-        "mode=dp optim.nesterov=true": (0.8, 0.4, 0.2),
+        "mode=dp optim.nesterov=true": (0.8, 0.4, 0.2, 0.1),
         "mode=cdp_v1": (0.1, 0.2, 0.4),
         "mode=cdp_v1 optim.nesterov=true": (0.2, 0.4, 0.1),
         "mode=cdp_v1 delay=error_feedback": (0.2, 0.4, 0.1),
@@ -179,6 +179,7 @@ CIFAR10 = Benchmark(
     },
     rates={
         "mode=dp": 0.2,
+        "mode=dp optim.nesterov=true": 0.2,
         "mode=cdp_v1": 0.2,
         "mode=cdp_v1 optim.nesterov=true": 0.2,
         "mode=cdp_v1 delay=error_feedback": 0.2,
