@@ -138,6 +138,7 @@ def test_a_run_killed_before_it_has_its_configuration_can_begin_again(tmp_path: 
     assert ".claim" in names(tmp_path / "run")
     run = RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)
     assert names(run.path) == ["checkpoints", "command.txt", "config.yaml", "logs"] and run.config() == CONFIG
+    assert (run.path / "command.txt").read_text().count("\n") == 1, "that of the killed one is gone"
 
 
 def test_a_run_killed_after_it_has_its_configuration_goes_on(tmp_path: Path) -> None:

@@ -36,4 +36,7 @@ def test_losses_are_compared_in_double_precision_and_infinities_never_agree(monk
 
     assert losses(1.0, 1.0).agrees
     assert losses(1.0 + 2**-40, 1.0).losses == 2**-40
-    assert losses(math.inf, math.inf).losses == math.inf and not losses(math.nan, 1.0).agrees
+    assert (
+        losses(math.inf, math.inf).losses == math.inf == losses(1.0, math.inf).losses
+        and not losses(math.nan, 1.0).agrees
+    )
