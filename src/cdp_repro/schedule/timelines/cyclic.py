@@ -19,22 +19,22 @@ class Cyclic(Timeline):
     name = "cyclic"
 
     @property
-    def delay(self) -> int:
+    def distance(self) -> int:
         """2c: slots from the start of a micro-batch to that of the next."""
         return 2 * (self.sizes.stages // self.sizes.workers)
 
     @property
     def period(self) -> int:
         """2c k N."""
-        return self.delay * self.sizes.turns
+        return self.distance * self.sizes.turns
 
     def forward(self, i: int, j: int) -> int:
         """Return 2c i + j."""
-        return self.delay * i + j
+        return self.distance * i + j
 
     def backward(self, i: int, j: int) -> int:
         """Return 2c i + 2S-1-j."""
-        return self.delay * i + 2 * self.sizes.stages - 1 - j
+        return self.distance * i + 2 * self.sizes.stages - 1 - j
 
     def check(self, placement: str) -> None:
         """Raise ValueError unless N divides S and, on a pipeline, D.
