@@ -52,19 +52,19 @@ class Spaced(Timeline):
     name = "spaced"
 
     @property
-    def delay(self) -> int:
+    def distance(self) -> int:
         """2c + 2: even, so that a forward and a backward of one stage never meet in a slot."""
         return 2 * (self.sizes.stages // self.sizes.workers) + 2
 
     @property
     def period(self) -> int:
-        return self.delay * self.sizes.turns
+        return self.distance * self.sizes.turns
 
     def forward(self, i: int, j: int) -> int:
-        return self.delay * i + j
+        return self.distance * i + j
 
     def backward(self, i: int, j: int) -> int:
-        return self.delay * i + 2 * self.sizes.stages - 1 - j
+        return self.distance * i + 2 * self.sizes.stages - 1 - j
 
     def check(self, placement: str) -> None:
         if self.sizes.stages % self.sizes.workers:
