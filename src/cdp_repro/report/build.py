@@ -61,6 +61,10 @@ _DATA = "data "
 """Marks the digest of a figure's data in its file."""
 
 
+_Figures = Mapping[str, tuple[Callable[[], Figure] | None, Sequence[Row], str]]
+"""By name: what draws a figure, None if it has no data; the rows behind it; its caption."""
+
+
 @dataclass(frozen=True)
 class Shown:
     """A figure, the digest of its data, and its caption."""
@@ -216,8 +220,21 @@ class Report:
     @cached_property
     def figures(self) -> dict[str, Shown]:
         """All figures that have data, by name."""
-        costs, n = self.groups.get("costs", []), max(EXECUTED_WORKERS)
-        found: dict[str, tuple[Callable[[], Figure] | None, Sequence[Row], str]] = {
+        found = {
+            **self._memory_figures(), **self._cost_figures(), **self._accuracy_figures(), **self._delay_figures()
+        }  # fmt: skip
+        shown = {
+            name: Shown(draw, _digest(row.digest for row in rows), caption)
+            for name, (draw, rows, caption) in found.items()
+            if rows and draw is not None
+        }
+        systems = Shown(partial(draw_curves, curves()), _digest([repr(curves())]), _CURVES)
+        regret = Shown(partial(draw_regret, measured()), _digest([repr(measured())]), _REGRET)
+        return {**shown, "systems": systems, "regret": regret}
+
+    def _memory_figures(self) -> _Figures:
+        """Return those of the memory study."""
+        return {
             "peaks": (
                 partial(figures.peak_bars, self.cases) if self.cases else None, self._rows_of("memory"),
                 f"Activation peak of CDP-v2 over that of DP, executed with N = {SHOWN_WORKERS}. Look at how far the "
@@ -236,6 +253,12 @@ class Report:
                 "diamonds: every block a stage). Right of the grey line there are more stages than blocks, and blocks "
                 "are taken as divisible.",
             ),
+        }  # fmt: skip
+
+    def _cost_figures(self) -> _Figures:
+        """Return those of the cost study."""
+        costs, n = self.groups.get("costs", []), max(EXECUTED_WORKERS)
+        return {
             "timelines": (
                 _as_drawn(figures.timelines(costs, 3)),
                 [r for r in self._rows_of("costs") if r.config["workers"] == 3],
@@ -250,10 +273,15 @@ class Report:
                 "backward passes end, CDP a part in every slot. The areas of a panel are equal but for model "
                 "parallelism, whose groups differ in size.",
             ),
+        }  # fmt: skip
+
+    def _accuracy_figures(self) -> _Figures:
+        """Return those of the studies of accuracy, and of systems that read late."""
+        return {
             "accuracy": (
                 _as_drawn(figures.accuracy_curves(self.comparisons)),
                 [r for e in self.comparisons for r in e.group.rows],
-                "Test top-1 after each epoch, mean over seeds with the range between the lowest and the highest.",
+                "Test top-1 (of text: validation loss) after each epoch, mean over seeds with the range between the lowest and the highest.",
             ),
             "staleness": (
                 _as_drawn(figures.staleness(self.comparisons)), [r for e in self.comparisons for r in e.group.rows],
@@ -264,17 +292,8 @@ class Report:
                 [r for e in self._late if e.group is not None for r in e.group.rows], _LATE,
             ),
         }  # fmt: skip
-        found |= self._delay_figures()
-        shown = {
-            name: Shown(draw, _digest(row.digest for row in rows), caption)
-            for name, (draw, rows, caption) in found.items()
-            if rows and draw is not None
-        }
-        systems = Shown(partial(draw_curves, curves()), _digest([repr(curves())]), _CURVES)
-        regret = Shown(partial(draw_regret, measured()), _digest([repr(measured())]), _REGRET)
-        return {**shown, "systems": systems, "regret": regret}
 
-    def _delay_figures(self) -> dict[str, tuple[Callable[[], Figure] | None, Sequence[Row], str]]:
+    def _delay_figures(self) -> _Figures:
         """Return those of the studies of delay that have begun."""
         tuning, compared = self._begun("delay-tuning", "delay-finals"), self._begun("delay")
         curves_of = {
