@@ -281,7 +281,8 @@ class Report:
             "accuracy": (
                 _as_drawn(figures.accuracy_curves(self.comparisons)),
                 [r for e in self.comparisons for r in e.group.rows],
-                "Test top-1 (of text: validation loss) after each epoch, mean over seeds with the range between the lowest and the highest.",
+                "Test top-1 (of text: validation loss) after each epoch, mean over seeds with the range between the "
+                "lowest and the highest.",
             ),
             "staleness": (
                 _as_drawn(figures.staleness(self.comparisons)), [r for e in self.comparisons for r in e.group.rows],
