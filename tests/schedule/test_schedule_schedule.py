@@ -192,7 +192,7 @@ def test_a_timeline_and_a_mode_can_be_added():
         name = "slow"
 
         @property
-        def delay(self):
+        def distance(self):
             return 4 * (self.sizes.stages // self.sizes.workers)
 
     add_timeline(Slow)
