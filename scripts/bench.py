@@ -40,8 +40,8 @@ from cdp_repro import Engine
 from cdp_repro.baselines import baseline_class
 from cdp_repro.baselines.baseline import Baseline
 from cdp_repro.cli.console import run_script
-from cdp_repro.config import ConfigError, RunConfig
-from cdp_repro.config.errors import nearest
+from cdp_repro.config import RunConfig
+from cdp_repro.config.errors import nearest, refuse
 from cdp_repro.config.schema import DatasetConfig, ModelConfig
 from cdp_repro.launch import launch
 from cdp_repro.launch.allocator import keep_freed_memory
@@ -75,13 +75,11 @@ def main(names: list[str]) -> None:
         "pipelines": pipelines, "servers": servers,
         **{name: partial(links, name) for name in LINK_NETWORKS},
     }  # fmt: skip
-    wrong = [
+    refuse(
         f"unknown bench {name!r}: choose {', '.join(benches)}{nearest(name, benches)}"
         for name in names
         if name not in benches
-    ]
-    if wrong:
-        raise ConfigError(wrong)
+    )
     for name in names or benches:
         result = {"command": f"python scripts/bench.py {name}", **versions(), **benches[name]()}
         RESULTS.mkdir(parents=True, exist_ok=True)

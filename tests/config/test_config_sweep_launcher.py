@@ -6,19 +6,20 @@ import pytest
 
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
-from cdp_repro.config.sweep_launcher import LocalLauncher, SlurmLauncher, split_launcher
+from cdp_repro.config.sweep_launcher import LocalLauncher, SlurmLauncher, launcher_of, of_runs
 
 
 def test_without_a_word_the_runs_start_here_one_by_one():
-    assert split_launcher(["seed=0,1", "mode=dp"]) == (LocalLauncher(jobs=1), ["seed=0,1", "mode=dp"])
+    words = ["seed=0,1", "mode=dp"]
+    assert (launcher_of(words), of_runs(words)) == (LocalLauncher(jobs=1), words)
 
 
 def test_its_values_are_typed_and_the_rest_is_of_the_runs():
     words = ["launcher=slurm", "seed=0,1", "launcher.nodes=2", "launcher.time=1:30:00", "launcher.partition=gpu"]
-    launcher, rest = split_launcher(words)
+    launcher, rest = launcher_of(words), of_runs(words)
     assert launcher == SlurmLauncher(partition="gpu", time="1:30:00", nodes=2)
     assert rest == ["seed=0,1"]
-    assert split_launcher(["launcher=local", "launcher.jobs=2"])[0] == LocalLauncher(jobs=2)
+    assert launcher_of(["launcher=local", "launcher.jobs=2"]) == LocalLauncher(jobs=2)
 
 
 @pytest.mark.parametrize(
@@ -40,19 +41,20 @@ def test_its_values_are_typed_and_the_rest_is_of_the_runs():
 )
 def test_mistakes_are_explained(words, message):
     with pytest.raises(ConfigError) as caught:
-        split_launcher(words)
+        launcher_of(words)
     assert message in str(caught.value)
 
 
 def test_all_its_mistakes_are_told_at_once_and_those_alone():
     with pytest.raises(ConfigError) as caught:
-        split_launcher(["+launcher=slurm", "launcher.nodes=1,2", "launcher.at_once=0", "launcher.partition=a,b"])
+        launcher_of(["+launcher=slurm", "launcher.nodes=1,2", "launcher.at_once=0", "launcher.partition=a,b"])
     said = ["+launcher=slurm", "launcher.nodes=1,2", "launcher.at_once=0"]
     assert [problem.partition(":")[0] for problem in caught.value.problems] == said
 
 
 def test_several_partitions_are_for_sbatch_to_choose_from():
-    launcher, rest = split_launcher(["launcher=slurm", "launcher.partition=a,b", "seed=0,1"])
+    words = ["launcher=slurm", "launcher.partition=a,b", "seed=0,1"]
+    launcher, rest = launcher_of(words), of_runs(words)
     assert launcher == SlurmLauncher(partition="a,b") and rest == ["seed=0,1"]
 
 

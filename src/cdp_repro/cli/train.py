@@ -22,7 +22,7 @@ from cdp_repro.config.errors import collecting, refuse
 from cdp_repro.config.keys import RESUME_KEYS
 from cdp_repro.config.paths import PATH_KEYS, typed_path
 from cdp_repro.config.program_file import with_absolute_program
-from cdp_repro.config.sweep_launcher import LAUNCHERS, Launcher, LocalLauncher, SlurmLauncher, of_runs, split_launcher
+from cdp_repro.config.sweep_launcher import LAUNCHERS, Launcher, LocalLauncher, SlurmLauncher, launcher_of, of_runs
 from cdp_repro.config.task import task_of
 from cdp_repro.launch import RankFailedError, StalledError, is_rank_0, launch
 from cdp_repro.observe.run_directory import (
@@ -229,7 +229,7 @@ def _asked_for(line: CommandLine, dry: bool) -> tuple[Launcher, Path, list[Cell]
     problems = _two_folders("sweep", overrides)
     launcher: Launcher | None = None
     with collecting(problems):
-        launcher, _ = split_launcher(line.overrides)
+        launcher = launcher_of(line.overrides)
     root = Path("runs")  # for the mistakes of the cells, where it cannot be told
     with collecting(problems):
         given = [text.partition("=")[2] for text in overrides if text.startswith("run_dir=")]
@@ -238,7 +238,7 @@ def _asked_for(line: CommandLine, dry: bool) -> tuple[Launcher, Path, list[Cell]
     here = isinstance(launcher, LocalLauncher) and not dry  # else another machine may have the device
     with collecting(problems):
         cells = cells_of(root, of_cells, line.source, check_device=here)
-    refuse(dict.fromkeys(problems))  # what cannot be read is found for the folder and for the cells
+    refuse(problems)  # each once: what cannot be read is found for the folder and for the cells
     assert launcher is not None
     return launcher, root, cells
 

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from cdp_repro.config import ConfigError, RunConfig, load_config
-from cdp_repro.config.errors import nearest
+from cdp_repro.config.errors import nearest, refuse
 from cdp_repro.config.keys import EXAMPLES, defaults, example_of, leaves, nested
 from cdp_repro.config.paths import PATH_KEYS, quoted_for_hydra, refuse_long_names
 from cdp_repro.schedule.by_name import is_entered
@@ -122,8 +122,7 @@ def compose_config(overrides: Sequence[str], check_device: bool = True, source: 
         config = load_config(tree, check_device)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return config
 
 
@@ -142,8 +141,7 @@ def written_out(overrides: Sequence[str], source: Source = OURS) -> list[str]:
         ConfigError: with all unknown keys and choices.
     """
     composable, problems, _ = _examined(overrides, source)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return composable
 
 
@@ -247,8 +245,7 @@ def expand_sweep(overrides: Sequence[str], source: Source = OURS) -> list[list[s
             own that have no effect.
     """
     parsed = _parsed(overrides)
-    if problems := [problem for override in parsed if (problem := _hydra_without_effect(override))]:
-        raise ConfigError(problems)
+    refuse(problem for override in parsed if (problem := _hydra_without_effect(override)))
     of_cells = [override for override in parsed if not override.is_hydra_override()]
     alternatives = {override.get_key_element(): _alternatives(override, source) for override in of_cells}
     return [list(cell) for cell in product(*alternatives.values())]
@@ -356,8 +353,7 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
             key, equals, _ = text.partition("=")
             closed = f": close its brackets and quotes, or write {key}='...' if it is text" if equals else ""
             problems.append(f"{text!r} is not of the form key=value{closed or ', such as workers=4'}")
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return parsed
 
 

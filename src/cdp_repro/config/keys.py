@@ -5,7 +5,7 @@ A new setting belongs to none of the sets unless it is added: it then counts as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -69,6 +69,19 @@ EXAMPLES = {
     "cluster.update_seconds": "cluster.update_seconds=[0.001,0.001]",
 }
 """What to type for a setting that has no default."""
+
+
+def changeable(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that may differ when a sweep goes on with a run, as they change neither number nor record.
+
+    A run takes them beside `resume=`, and a sweep over studies takes them, too.
+    """
+    return [text for text in overrides if is_changeable(text.partition("=")[0])]
+
+
+def is_changeable(key: str) -> bool:
+    """Whether a setting may differ when a sweep goes on with a run."""
+    return key in RESUME_KEYS and key in SWEEP_KEYS
 
 
 def example_of(key: str) -> str:

@@ -53,8 +53,8 @@ _OWN = re.compile(r"(\+{0,2}|~)launcher(\.|=|$)")
 """How an override of the launcher begins: with Hydra's signs, too, which are told of."""
 
 
-def split_launcher(overrides: Sequence[str]) -> tuple[Launcher, list[str]]:
-    """Return the launcher that the overrides ask for, and the overrides that are of the runs.
+def launcher_of(overrides: Sequence[str]) -> Launcher:
+    """Return the launcher that the overrides ask for.
 
     Raises:
         ConfigError: with all mistakes: an unknown launcher or key, a value of a wrong type or out of range.
@@ -71,7 +71,7 @@ def split_launcher(overrides: Sequence[str]) -> tuple[Launcher, list[str]]:
     if name not in LAUNCHERS:
         raise ConfigError([*problems, _unknown(name)])
     values = [text for text in plain if text.startswith("launcher.")]
-    return _filled(name, values, problems), of_runs(overrides)
+    return _filled(name, values, problems)
 
 
 def of_runs(overrides: Sequence[str]) -> list[str]:

@@ -25,6 +25,10 @@ Times = Mapping[tuple[str, Setting], str]
 """By data set and setting: the time of a step over that of data parallelism, for people."""
 
 
+Columns = Mapping[str, Mapping[str, str]]
+"""Columns of a table by their headings, each by cell."""
+
+
 def read_times(results: Path) -> Times:
     """Return what a step of each setting takes, measured side by side; nothing if that was not measured.
 
@@ -48,18 +52,17 @@ def _ratio_text(ratio: Mapping[str, float]) -> str:
 def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequence[Standing], times: Times) -> Table:
     """Return the difference of each setting from data parallelism, and what it costs.
 
-    A study that judges or chooses says so in one more column, and has the times, which are of its network. Where there
-    is data parallelism with several optimizers, the last column compares the others with the first, too.
-
     `groups` are those of all studies by name, `found` is how those of this one stand.
     """
-    data = study.cells[0].settings["dataset.name"]
-    task, tuned = task_of(data), rates_for(study, groups)
+    task, own, tuned = task_of(study.cells[0].settings["dataset.name"]), groups[study.name], rates_for(study, groups)
     by_cell = {each.group.cell: each for each in found}
-    heading, last = _last_column(study, groups[study.name], found, tuned)
-    plain_heading, from_plain = _from_plain(study, groups[study.name])
+    more = {
+        **_said(study, own, found, tuned, times),
+        "parameters + optimizer + method [MiB]": {group.cell: _state(group) for group in own},
+        **_from_plain(study, own),
+    }
     rows = []
-    for group in groups[study.name]:
+    for group in own:
         standing = by_cell.get(group.cell)
         rows.append(
             [
@@ -68,44 +71,50 @@ def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequ
                 _rate(group, tuned),
                 group.finished.sample(task.metric).text(task.digits) if group.finished else DIVERGED,
                 (standing.difference or standing.missing) if standing else "",
-                *([last.get(group.cell, ""), times.get((data, setting_of(group.config)), "")] if heading else []),
-                _state(group),
-                *([from_plain.get(group.cell, "")] if plain_heading else []),
+                *(texts.get(group.cell, "") for texts in more.values()),
             ]
         )
-    present = {group.cell for group in groups[study.name]}
-    columns = (
-        "mode", "method", "lr", task.label, f"minus dp [{task.difference_unit}], 95 % interval",
-        *([heading, "step time over dp"] if heading else []), "parameters + optimizer + method [MiB]",
-        *([plain_heading] if plain_heading else []),
-    )  # fmt: skip
+    present = {group.cell for group in own}
+    columns = ("mode", "method", "lr", task.label, f"minus dp [{task.difference_unit}], 95 % interval", *more)
     rows += [_missing(cell, len(columns)) for cell in study.cells if cell.hash not in present]
-    evidence = provenance([row for group in groups[study.name] for row in group.rows])
+    evidence = provenance([row for group in own for row in group.rows])
     return Table(study.name.replace("-", "_"), study.title, columns, rows, _notes(study), evidence)
 
 
-def _from_plain(study: Study, groups: Sequence[Group]) -> tuple[str, dict[str, str]]:
-    """Return how groups with another optimizer than the first data parallelism differ from it, as a column by cell."""
+def _from_plain(study: Study, groups: Sequence[Group]) -> Columns:
+    """Return how groups with another optimizer than the first data parallelism differ from it.
+
+    No column where data parallelism has one optimizer only.
+    """
     first, *others = (cell for cell in study.cells if label_of_mode(cell.settings) == "dp")
     plain = next((group for group in groups if group.cell == first.hash), None)
     if not others or plain is None or plain.diverged:
-        return "", {}
+        return {}
     task = task_of(plain.config["dataset.name"])
     found = {}
     for group in groups:
         if group.finished is not None and any(group.config[key] != plain.config[key] for key in OPTIMIZER_KEYS):
             difference = compared(group.finished, plain, task.metric, METHOD_KEYS)
             found[group.cell] = difference.text(task.digits) if difference else ""
-    return f"minus dp with {method_of(plain.config)} [{task.difference_unit}]", found
+    return {f"minus dp with {method_of(plain.config)} [{task.difference_unit}]": found}
 
 
-def _last_column(
-    study: Study, groups: Sequence[Group], found: Sequence[Standing], tuned: Mapping[Setting, TunedRate]
-) -> tuple[str, dict[str, str]]:
-    """Return what a study says of its settings, as the heading of a column and by cell; "" if it says nothing."""
+def _said(
+    study: Study,
+    groups: Sequence[Group],
+    found: Sequence[Standing],
+    tuned: Mapping[Setting, TunedRate],
+    times: Times,
+) -> Columns:
+    """Return what a study that judges or chooses says of its settings, and the times, which are of its network."""
     if study.margin is not None:
-        return "verdict", {each.group.cell: each.verdict or f"none yet: {each.missing}" for each in found}
-    return ("goes on to fresh seeds", _chosen(study, groups, found, tuned)) if study.chooses else ("", {})
+        said = {"verdict": {each.group.cell: each.verdict or f"none yet: {each.missing}" for each in found}}
+    elif study.chooses:
+        said = {"goes on to fresh seeds": _chosen(study, groups, found, tuned)}
+    else:
+        return {}
+    data = study.cells[0].settings["dataset.name"]
+    return {**said, "step time over dp": {g.cell: times.get((data, setting_of(g.config)), "") for g in groups}}
 
 
 def _chosen(

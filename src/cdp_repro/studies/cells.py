@@ -14,7 +14,8 @@ from pathlib import Path
 
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import Source, compose_config, expand_sweep
-from cdp_repro.config.keys import RESUME_KEYS, SWEEP_KEYS, settings_of
+from cdp_repro.config.errors import refuse
+from cdp_repro.config.keys import changeable, is_changeable, settings_of
 from cdp_repro.config.paths import LONGEST_NAME, shortened
 from cdp_repro.config.program_file import with_absolute_program
 from cdp_repro.observe.atomic_file import replace_file
@@ -22,9 +23,6 @@ from cdp_repro.observe.run_directory import CONFIG, RunDirectory, arguments_to_g
 
 LIST = "sweep.json"
 FORMAT, VERSION = "cdp-repro sweep", 1
-
-_CHANGEABLE = frozenset(RESUME_KEYS) & frozenset(SWEEP_KEYS)
-"""Settings that may change when a sweep is repeated: a run can go on with others, and no number nor record differs."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,7 @@ class Cell:
         """Return the arguments of `cdp-train` that begin it, or go on with it."""
         if not (self.directory / CONFIG).exists():
             return [*self.begin]
-        return [*arguments_to_go_on(self.directory), *self.changeable]
-
-    @property
-    def changeable(self) -> list[str]:
-        """Those of the arguments that begin it that may have changed when it goes on."""
-        return [text for text in self.begin if text.partition("=")[0] in _CHANGEABLE]
+        return [*arguments_to_go_on(self.directory), *changeable(self.begin)]
 
 
 def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device: bool = True) -> list[Cell]:
@@ -67,35 +60,36 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
     expanded = expand_sweep(overrides, source)
     fixed = set.intersection(*map(set, expanded))
     found: dict[Path, Cell] = {}
-    problems: dict[str, None] = {}
+    problems: list[str] = []
     for texts in expanded:
         name = ",".join(text for text in texts if text not in fixed).replace("/", "-") or "single"
         directory = root / shortened(name, LONGEST_NAME - len(".log"))  # which its log ends in
         if directory in found:
             which = "all cells are one" if name == "single" else f"two cells are the same ({name})"
-            problems[f"{which}: a sweep gives a value twice"] = None
+            problems.append(f"{which}: a sweep gives a value twice")
         try:
             config = with_absolute_program(compose_config(texts, check_device, source))
         except ConfigError as error:
-            problems |= dict.fromkeys(error.problems)
+            problems += error.problems
             continue
         begin = [*source.arguments(), *texts, f"run_dir={directory}"]
         found[directory] = Cell(directory, begin, config)
         if _holds_another_run(directory, config):
-            problems[f"{directory} holds a run with another configuration: pass another run_dir="] = None
+            problems.append(f"{directory} holds a run with another configuration: pass another run_dir=")
     if root.exists() and not root.is_dir():
-        problems[f"run_dir={root} is a file: a sweep needs a folder for its runs"] = None
-    if problems:
-        raise ConfigError(problems)
+        problems.append(f"run_dir={root} is a file: a sweep needs a folder for its runs")
+    refuse(problems)
     return [*found.values()]
 
 
 def _holds_another_run(directory: Path, config: RunConfig) -> bool:
     if not (directory / CONFIG).exists():
         return False
-    free = {"run_dir", *_CHANGEABLE}
-    theirs, ours = (settings_of(each) for each in (RunDirectory(directory).config(), config.to_dict()))
-    return any(theirs.get(key) != ours.get(key) for key in {**theirs, **ours} if key not in free)
+    theirs, ours = (
+        {key: value for key, value in settings_of(each).items() if key != "run_dir" and not is_changeable(key)}
+        for each in (RunDirectory(directory).config(), config.to_dict())
+    )
+    return theirs != ours
 
 
 @dataclass(frozen=True)

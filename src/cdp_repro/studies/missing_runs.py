@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from cdp_repro.config.keys import RESUME_KEYS
+from cdp_repro.config.keys import changeable
 from cdp_repro.config.task import task_of
 from cdp_repro.launch.signals import StopRequest
 from cdp_repro.launch.train_process import train_in_process
@@ -197,7 +197,7 @@ def _arguments(run: Run, directory: Path, options: Options) -> list[str]:
     if not any(text.startswith("wandb=") for text in given):
         given = (*given, "wandb=disabled")
     if (directory / CONFIG).exists():
-        return [*arguments_to_go_on(directory), *(text for text in given if text.partition("=")[0] in RESUME_KEYS)]
+        return [*arguments_to_go_on(directory), *changeable(given)]
     return [*run.cell.arguments(run.seed), *given, f"run_dir={directory}"]
 
 

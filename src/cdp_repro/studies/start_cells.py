@@ -11,8 +11,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from cdp_repro.config import ConfigError
+from cdp_repro.config.keys import changeable
 from cdp_repro.config.sweep_launcher import SlurmLauncher
 from cdp_repro.launch.signals import StopRequest
 from cdp_repro.launch.slurm_script import ArrayScript
@@ -46,17 +48,22 @@ def _train(cell: Cell, label: str, stop: StopRequest, jobs: int) -> str | None:
             if stop.signal is not None:
                 return None
             if jobs == 1:
-                code = train_in_process(cell.arguments(), stop, held=[log])
-                where = cell.directory
-                if code and stop.signal is None:
-                    cell.log.write_text(f"exit code {code}; {_last_words(cell)}\n")
+                code, where = _train_alone(cell, stop, log), cell.directory
             else:
-                code = train_in_process(cell.arguments(), stop, threads_of(cell.config.processes, jobs), log)
-                where = cell.log
+                threads = threads_of(cell.config.processes, jobs)
+                code, where = train_in_process(cell.arguments(), stop, threads, log), cell.log
                 logger.info("%s %s: %s", label, cell.name, "finished" if code == 0 else f"exit code {code}")
     except OSError as error:
         return f"{cell.name}: {error}"
     return None if code == 0 or stop.signal is not None else f"exit code {code}: {cell.name} (see {where})"
+
+
+def _train_alone(cell: Cell, stop: StopRequest, log: IO[bytes]) -> int:
+    """Train a cell that prints where this process prints; return its exit code. In the log are the last words only."""
+    code = train_in_process(cell.arguments(), stop, held=[log])
+    if code and stop.signal is None:
+        cell.log.write_text(f"exit code {code}; {_last_words(cell)}\n")
+    return code
 
 
 def _last_words(cell: Cell) -> str:
@@ -112,7 +119,7 @@ def _cases(cells: Sequence[Cell], by_srun: bool) -> str:
         ranks = f"ranks={cell.config.processes}; " if by_srun else ""
         lines.append(
             f"{number}) {ranks}run={shlex.quote(str(cell.directory))}; arguments=({shlex.join(cell.begin)}); "
-            f"changeable=({shlex.join(cell.changeable)}) ;;"
+            f"changeable=({shlex.join(changeable(cell.begin))}) ;;"
         )
     is_saved = " || ".join(f"compgen -G '{pattern}'" for pattern in SAVED)
     lines += [
