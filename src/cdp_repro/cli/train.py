@@ -238,7 +238,7 @@ def _asked_for(line: CommandLine, dry: bool) -> tuple[Launcher, Path, list[Cell]
     here = isinstance(launcher, LocalLauncher) and not dry  # else another machine may have the device
     with collecting(problems):
         cells = cells_of(root, of_cells, line.source, check_device=here)
-    refuse(problems)  # each once: what cannot be read is found for the folder and for the cells
+    refuse(problems)
     assert launcher is not None
     return launcher, root, cells
 

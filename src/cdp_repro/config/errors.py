@@ -8,10 +8,13 @@ from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
-    """The user's mistake(s) in the configuration: one message with all of them."""
+    """The user's mistake(s) in the configuration: one message with all of them, each once.
+
+    Two steps may find the same one: what cannot be read is found for the folder of a sweep and for each of its cells.
+    """
 
     def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = list(problems)
+        self.problems = [*dict.fromkeys(problems)]
         bullets = "\n".join(f"- {problem}" for problem in self.problems)
         super().__init__(bullets if len(self.problems) > 1 else self.problems[0])
 
