@@ -441,16 +441,25 @@ def test_a_text_study_is_judged_by_nats_of_which_fewer_are_better(monkeypatch):
     assert best_of_each_mode(world.standings("delay"))["cdp_v1"].group.config["optim.name"] == "muon", "fewer nats"
 
 
-def test_the_advice_says_what_fresh_seeds_judged_and_before_that_how_far_the_tuning_is(world):
+def test_the_advice_says_what_fresh_seeds_judged_and_before_that_the_best_so_far(world):
     finals = world.studies["delay-finals"]
     world.have("delay-finals", tried(finals, [BEST_AT_02, (1.2, 1.0, 0.85, 1.1), *OTHERS[1:]]))
     said = advice([], [finals], world.groups)
-    assert "No setting has been judged" in said and "`mode=cdp_v1 delay=prediction optim.lr=0.2` 0.850" in said
+    assert (
+        "resnet8 is not judged on fresh seeds yet; the" in said
+        and "`mode=cdp_v1 delay=prediction optim.lr=0.2` 0.850" in said
+    )
     assert "goes on" not in said
     world.have("delay-finals", tried(finals, [(None, 0.85, 1.0, None), *OTHERS]))
     assert "`mode=dp optim.lr=0.1` 0.850 (tuning goes on)" in advice([], [finals], world.groups)
     world.have("delay-finals", tried(finals, [BEST_AT_02, *OTHERS]))
-    said = advice(world.judge(0, 1.0), [finals], world.groups)
+    rows = lambda number, seed: 90.0 - 0.5 * number + 0.001 * seed * number  # noqa: E731 - data parallelism is number 0
+    world.have("delay", compared(world.studies["delay"], rows))
+    said = advice(world.standings("delay"), [finals], world.groups)
+    assert "resnet8 is not judged on fresh seeds yet; the" in said and "training loss" not in said
+    assert "`mode=cdp_v1 delay=prediction optim.lr=0.2` -0.50 [" in said and "nesterov" not in said, "the better alone"
+    said = advice([*world.standings("delay"), *world.judge(0, 1.0)], [finals], world.groups)
+    assert "not judged" not in said
     assert said.startswith("Within 0.3 points of data parallelism is `mode=cdp_v1 delay=prediction optim.lr=0.2`")
     assert "Less accurate than data parallelism, even at its best, is `mode=cdp_v2 delay=compensation" in said
     assert advice([], [], {}) == "Not measured yet."

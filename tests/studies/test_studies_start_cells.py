@@ -146,9 +146,9 @@ def test_a_failure_of_one_after_another_is_told_too(tiny, capfd):
 @pytest.mark.parametrize("launcher", [[], ["launcher.jobs=2"], ["launcher=slurm"]])
 def test_weights_of_another_model_are_told_once_and_nothing_starts(tiny, capfd, slurm, launcher):
     torch.save({"weight": torch.zeros(2)}, "other.pt")
-    assert sweep(*tiny, "seed=0,1", "model.hidden=16,8", "model.weights=other.pt", *launcher) == 2
+    assert sweep(*tiny, "seed=0,1", "model.depth=4,5", "model.weights=other.pt", *launcher) == 2
     said = capfd.readouterr().err
-    assert said.count("is of another model than model=mlp") == 2, "once for each width, not for each seed"
+    assert said.count("is of another model than model=mlp") == 2, "once for each depth, not for each seed"
     assert not Path("sweep").exists() and not (slurm / "asked").exists()
 
 

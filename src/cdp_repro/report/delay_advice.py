@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from cdp_repro.report.groups import Group
-from cdp_repro.report.standing import Standing, untuned
+from cdp_repro.report.standing import Standing, best_of_each_mode, untuned
 from cdp_repro.report.tuning import loss_of, tuned_rates
 from cdp_repro.report.two_one_sided import BETTER, EQUIVALENT, NOT_SETTLED, WORSE
 from cdp_repro.studies.study import Study
@@ -23,20 +23,35 @@ _BEGINNINGS = {
 
 
 def advice(standings: Sequence[Standing], finals: Sequence[Study], groups: Mapping[str, Sequence[Group]]) -> str:
-    """Return the paragraph: what fresh seeds have judged; of networks without that, how far their tuning has come.
+    """Return the paragraph: what fresh seeds have judged; of networks without that, the best of each mode so far.
 
+    It is the best of the study that chooses; before that has begun, of the tuning. `finals` have a network each.
     `groups` are those of all studies by name.
     """
     judged = [each for each in standings if each.verdict]
     done = {each.study.network for each in judged}
-    open_finals = [study for study in finals if study.network not in done]
-    return " ".join([*map(_judged, judged), *(_tuned(study, groups) for study in open_finals)]) or "Not measured yet."
+    said = [*map(_judged, judged)]
+    for study in finals:
+        if study.network not in done:
+            choosing = [each for each in standings if each.study.chooses and each.study.network == study.network]
+            best = [*best_of_each_mode(choosing).values()]
+            said.append(_chosen(study.network, best) if best else _tuned(study, groups))
+    return " ".join(said) or "Not measured yet."
 
 
 def _judged(each: Standing) -> str:
     unit = each.task.difference_unit
     beginning = _BEGINNINGS[each.verdict].format(margin=each.study.margin, unit=unit)
     return f"{beginning} `{overrides(each.group)}` ({each.study.network}, fresh seeds: {each.difference} {unit})."
+
+
+def _chosen(network: str, best: Sequence[Standing]) -> str:
+    """Say how the best of each mode stands on the seeds on which it was found the best, which flatter it."""
+    told = [f"`{overrides(each.group)}` {each.difference}" for each in best]
+    return (
+        f"{network} is not judged on fresh seeds yet; the best of each mode so far, on the seeds on which it is the "
+        f"best, minus data parallelism with its optimizer, in {best[0].task.difference_unit}: {', '.join(told)}."
+    )
 
 
 def _tuned(finals: Study, groups: Mapping[str, Sequence[Group]]) -> str:
@@ -50,8 +65,8 @@ def _tuned(finals: Study, groups: Mapping[str, Sequence[Group]]) -> str:
         for group in sorted(best.values(), key=lambda group: group.mode != "dp")
     ]
     return (
-        f"No setting has been judged on fresh seeds yet. {finals.network}, lowest training loss of each mode so far in "
-        f"runs of full length, one seed: {', '.join(told)}."
+        f"{finals.network} is not judged on fresh seeds yet; the lowest training loss of each mode so far in runs of "
+        f"full length, one seed: {', '.join(told)}."
     )
 
 
