@@ -458,6 +458,8 @@ def test_the_advice_says_what_fresh_seeds_judged_and_before_that_the_best_so_far
     said = advice(world.standings("delay"), [finals], world.groups)
     assert "resnet8 is not judged on fresh seeds yet; the" in said and "training loss" not in said
     assert "`mode=cdp_v1 delay=prediction optim.lr=0.2` -0.50 [" in said and "nesterov" not in said, "the better alone"
+    begun = world.judge(0, 1.0, keep=lambda number, seed: seed < 12)
+    assert advice([*world.standings("delay"), *begun], [finals], world.groups) == said, "some fresh seeds judge nothing"
     said = advice([*world.standings("delay"), *world.judge(0, 1.0)], [finals], world.groups)
     assert "not judged" not in said
     assert said.startswith("Within 0.3 points of data parallelism is `mode=cdp_v1 delay=prediction optim.lr=0.2`")
