@@ -203,16 +203,20 @@ def test_a_job_begins_its_run_goes_on_with_it_and_queues_again_before_the_time_i
 
 def test_a_job_whose_folder_looks_like_a_pattern_goes_on(tiny, slurm, capsys):
     words = [*tiny, "mode=[[1,1],[1,1]],[[1,1],[1,0]]", "workers=2", "stages=2", "checkpoint_every_steps=3"]
-    assert command.main(["-m", *words, *SLURM, "run_dir=my sweep"]) == 0
-    script = Path("my sweep/sweep.sh")
-    assert "#SBATCH --job-name='cdp-my sweep'\n" in script.read_text()
-    run = Path("my sweep/mode=[[1,1],[1,0]]")
-    for expected in ("", "is finished already", "resumed at training step 9"):
+    script, run = Path("my sweep/sweep.sh"), Path("my sweep/mode=[[1,1],[1,0]]")
+    for expected, changed in (
+        ("", []),
+        ("is finished already", []),
+        ("resumed at training step 9", ["timeout_seconds=77"]),
+    ):
+        assert command.main(["-m", *words, *changed, *SLURM, "run_dir=my sweep"]) == 0
         said = job(script, 1).communicate(timeout=120)[1]
         assert expected in said and (run / "summary.json").exists(), said
         if expected:
             (run / "summary.json").unlink()
             shutil.rmtree(run / "checkpoints" / "step-000000010")
+    assert "#SBATCH --job-name='cdp-my sweep'\n" in script.read_text()
+    assert (run / "command.txt").read_text().endswith("timeout_seconds=77\n"), "what the array was queued again with"
 
 
 def test_what_sbatch_takes_stands_as_it_was_typed(tiny, capsys):
