@@ -192,6 +192,7 @@ CIFAR10 = Benchmark(
         "mode=cdp_v2 accumulate=4": 0.2,
         "mode=cdp_v1 delay=compensation": 0.2,
     },
+    best=("mode=cdp_v1 optim.nesterov=true", "mode=cdp_v2 optim.nesterov=true"),
     larger=Larger("CIFAR-10, resnet20", "model=resnet20 epochs=30", ("mode=cdp_v2",), (0, 1, 2)),
 )
 
