@@ -1,4 +1,4 @@
-"""Peers: the libraries of torch that one would pick instead of our engine, behind the engine's interface."""
+"""Baselines: torch's own libraries, which one could use instead of our engine, behind the engine's interface."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BASELINES = {
     "torch_gpipe": ("torch_pipelining", "GPipeBaseline"),
     "torch_1f1b": ("torch_pipelining", "OneFOneBBaseline"),
 }
-"""Module and class by the name in `baseline=`. Names only: the libraries take seconds to import."""
+"""Module and class by the name in `baseline=`. Only names, because importing the libraries takes seconds."""
 
 
 def baseline_class(name: str) -> type[Baseline]:

@@ -26,10 +26,10 @@ Tensors = dict[str, Tensor]
 
 
 class Baseline(ABC):
-    """Trains a model cut into stages by data parallelism on N ranks, with a library of torch.
+    """Trains a model cut into stages, by data parallelism on N ranks, with one of torch's libraries.
 
-    It stands where an `Engine` of mode "dp" stands, with one process a worker; every process makes one and calls the
-    same methods in the same order. Losses, parameters and buffers are those of the engine but for the order in which
+    It replaces an `Engine` of mode "dp", with one process per worker. Every process makes a baseline and calls the
+    same methods in the same order. Losses, parameters and buffers equal the engine's, except for the order in which
     gradients are added. `name` is its name in `baseline=`.
 
     Args:
@@ -37,16 +37,16 @@ class Baseline(ABC):
             [micro-batch, ...]. They belong to the baseline from here on: it may move, shard and update them in place.
         loss_fn: (output of the last stage, targets) -> scalar mean over the micro-batch.
         optimizer: makes the optimizer of a stage from the list of its trainable parameters.
-        workers: N, micro-batches per mini-batch and ranks of the default process group.
+        workers: N, the number of micro-batches per mini-batch and of ranks in the default process group.
         device: where this rank computes; its process group must be able to send tensors from there.
-        seed: of what the stages draw in training (dropout), with step, worker and stage.
+        seed: seeds the random draws of the stages in training (dropout), together with step, worker and stage.
         learning_rate_factor: step -> factor on the optimizer's learning rate in the update that makes
             theta[step + 1].
         autocast: makes the context in which forwards run.
 
     Raises:
-        ValueError: no process group, another number of ranks than workers, parameters shared by two stages, or stages
-            that the library cannot place.
+        ValueError: there is no process group, its size is not `workers`, two stages share parameters, or the library
+            cannot place the stages.
     """
 
     name: ClassVar[str]
@@ -83,13 +83,13 @@ class Baseline(ABC):
 
     @abstractmethod
     def _place(self) -> None:
-        """Put the stages of this rank on its device, hand them to the library; drop others from `_stages`."""
+        """Put the stages of this rank on its device and hand them to the library; drop others from `_stages`."""
 
     @abstractmethod
     def _gradients(self, batch: MiniBatch) -> Tensor:
         """Leave the mean gradient over workers in the parameters of this rank.
 
-        Returns: [N], each worker's loss; all of them on rank 0, elsewhere NaN where it is not known.
+        Returns: [N], each worker's loss: all of them on rank 0; on other ranks NaN where unknown.
         """
 
     @abstractmethod
@@ -101,11 +101,11 @@ class Baseline(ABC):
         """Return the buffers that live on this rank, by (stage, worker) and name."""
 
     def run(self, batches: Iterable[tuple[Tensor, Tensor] | MiniBatch]) -> Generator[StepResult, None, None]:
-        """Train on `batches`, one a training step, and yield each step when its update is done.
+        """Train on `batches`, one per training step, and yield each step after its update.
 
-        Every rank is given the same batches, ([B, ...], [B]) or MiniBatch objects, and takes the micro-batches that
-        it needs. Rank 0 yields the losses of all workers; the others what they know, and NaN. Nothing is in flight
-        between two steps, and a closed iterator stops there. After an error load a checkpoint into a new baseline.
+        Every rank gets the same batches, ([B, ...], [B]) or MiniBatch objects, and takes the micro-batches that it
+        needs. Rank 0 yields the losses of all workers, the others those they know, and NaN. Nothing is in flight
+        between two steps, so a closed iterator stops there. After an error, load a checkpoint into a new baseline.
         """
         for batch in batches:
             self.team.positions.enter(f"training step {self.step}")
@@ -135,7 +135,7 @@ class Baseline(ABC):
         return fill(self._skeleton, values, self._device)
 
     def outputs(self, batches: TestBatches, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (output, targets) of every N-th batch of an evaluation, by a copy of the whole model; see `Engine`."""
+        """Yield (output, targets) of every N-th evaluation batch, from a copy of the whole model; see `Engine`."""
         return outputs_of(self.model(), batches(range(self.rank, count, self.workers)), self._autocast)
 
     @property
@@ -155,7 +155,7 @@ class Baseline(ABC):
 
     @property
     def max_lead(self) -> int:
-        """Training steps by which one rank can at most be ahead of another."""
+        """The most training steps by which one rank can be ahead of another."""
         return 2
 
     @property
@@ -175,17 +175,17 @@ class Baseline(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return, on rank 0, a copy of everything that the next step depends on; {} on other ranks. Collective.
 
-        The form is that of an `Engine` of mode "dp", which can go on from it, and on the CPU: {"step": T,
-        "stages": [{"versions": {T: parameters}, "optimizer": {...}, "buffers": [one dict a worker]}]}.
+        It is on the CPU and has the form of an `Engine` of mode "dp", which can go on from it: {"step": T,
+        "stages": [{"versions": {T: parameters}, "optimizer": {...}, "buffers": [one dict per worker]}]}.
         """
         parts = self.team.gather(self._part(with_optimizers=True))
         return _merge(self.step, parts, len(self._skeleton)) if self.rank == 0 else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that `state_dict` of a baseline or an `Engine` returned on rank 0; every rank is given it.
+        """Load a state that `state_dict` of a baseline or an `Engine` returned on rank 0; every rank gets it.
 
         Raises:
-            ValueError: it is of another model, mode, optimizer or number of workers; the baseline is as it was.
+            ValueError: it is of another model, mode, optimizer or number of workers; the baseline is unchanged.
         """
         self._check_state(state)
         for stage in self._stages:
@@ -199,7 +199,7 @@ class Baseline(ABC):
         self.step = state["step"]
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError if the state does not fit; on every rank alike, as long as they have the same optimizers."""
+        """Raise ValueError if the state does not fit, on every rank alike as long as their optimizers are the same."""
         if len(state["stages"]) != len(self._skeleton):
             raise ValueError(f"the checkpoint has {len(state['stages'])} stages, this run {len(self._skeleton)}")
         for number, (stage, loaded) in enumerate(zip(self._skeleton, state["stages"], strict=True)):
@@ -217,10 +217,11 @@ class Baseline(ABC):
     def _part(self, with_optimizers: bool) -> dict[str, dict[Any, Any]]:
         """Return this rank's part of the state, on the CPU. Collective.
 
-        Rank j mod N speaks for stage j, so that no more than one model is sent in all; for buffers, who has them.
+        Rank j mod N sends parameters and optimizer of stage j, so that only one model is sent in all. Every rank sends
+        the buffers that it has.
         """
         part: dict[str, dict[Any, Any]] = {"parameters": {}, "optimizers": {}}
-        for stage in self._stages:  # every rank gathers every shard, whoever speaks for it
+        for stage in self._stages:  # every rank takes part in gathering every shard, whichever rank sends it
             parameters = {name: on_cpu(parameter) for name, parameter in stage.stage.named_parameters()}
             optimizer = self._optimizers[stage.number].state_dict() if with_optimizers else None
             if stage.number % self.workers == self.rank:

@@ -33,7 +33,7 @@ class DataParallelBaseline(Baseline):
         """Return the model as the library runs it."""
 
     def reads_inputs(self, worker: int) -> bool:
-        """True of its own micro-batch."""
+        """True for its own micro-batch."""
         return worker == self.rank
 
     def _gradients(self, batch: MiniBatch) -> Tensor:
@@ -43,7 +43,7 @@ class DataParallelBaseline(Baseline):
         return self._gather_losses(loss.detach())
 
     def _gather_losses(self, loss: Tensor) -> Tensor:
-        """Return [N]: the losses of all workers on rank 0; elsewhere the rank's own, and NaN."""
+        """Return [N]: the losses of all workers on rank 0; elsewhere the rank's own, and NaN for the others."""
         losses = loss.new_full((self.workers,), float("nan"))
         losses[self.rank] = loss
         dist.gather(loss.reshape(1), list(losses.view(-1, 1)) if self.rank == 0 else None)
@@ -54,7 +54,7 @@ class DataParallelBaseline(Baseline):
 
 
 class DDPBaseline(DataParallelBaseline):
-    """DistributedDataParallel with its defaults, but for the buffers: each worker keeps its own.
+    """DistributedDataParallel with its defaults, except that each worker keeps its own buffers.
 
     Every trainable parameter must take part in the loss: DDP is not told to look for unused ones.
     """
@@ -71,7 +71,7 @@ class DDPBaseline(DataParallelBaseline):
 class FSDP2Baseline(DataParallelBaseline):
     """`fully_shard` on every stage, then on the model: parameters, gradients and optimizer states are sharded.
 
-    The optimizer is made from DTensors, so it must be one that works on shards (SGD, Adam and AdamW do).
+    The optimizer gets DTensors, so it must work on shards, as SGD, Adam and AdamW do.
     """
 
     name = "fsdp2"
@@ -79,8 +79,8 @@ class FSDP2Baseline(DataParallelBaseline):
     def _distribute(self, model: nn.Sequential) -> nn.Module:
         mesh = init_device_mesh(self._device.type, (self.workers,))
         for stage in self._stages:
-            # fully_shard takes no channels_last parameters; a convolution finds its format from the images, too
+            # fully_shard accepts no channels_last parameters; a convolution takes its format from the images anyway
             stage.stage.to(memory_format=torch.contiguous_format)
             fully_shard(stage.stage, mesh=mesh)
-        fully_shard(model, mesh=mesh)  # the root, without which each stage would stay whole after its forward
+        fully_shard(model, mesh=mesh)  # makes the model the root: else each stage would stay whole after its forward
         return model

@@ -23,7 +23,7 @@ from cdp_repro.launch import control_messages
 class PipelinedStage(nn.Module):
     """A stage as the library calls it: micro-batch after micro-batch, each with the buffers of its worker.
 
-    Buffers are put in place rather than written: autograd saves BatchNorm's until the backward.
+    Buffers are swapped in, not written to: autograd saves those of BatchNorm until the backward.
     """
 
     def __init__(self, stage: WorkerStage, workers: int) -> None:
@@ -55,8 +55,8 @@ class PipelinedStage(nn.Module):
 class PipelineBaseline(Baseline):
     """One stage a rank: N stages and N micro-batches.
 
-    The library makes its receive buffers once, so all micro-batches must have the shape of the first; rank 0 raises
-    ValueError at another, and the ranks that then wait for it need to be ended.
+    The library makes its receive buffers once, so all micro-batches must have the shape of the first. On another shape
+    rank 0 raises ValueError; the other ranks then wait for it and must be ended.
     """
 
     _schedule_class: ClassVar[type[PipelineScheduleSingle]]
@@ -78,7 +78,7 @@ class PipelineBaseline(Baseline):
         return self._is_first
 
     def _gradients(self, batch: MiniBatch) -> Tensor:
-        # whole mini-batches, which the library cuts again: torch 2.11 takes no micro-batches
+        # whole mini-batches, which the library cuts again: torch 2.11 does not accept micro-batches
         inputs = torch.cat([batch.inputs(i) for i in range(self.workers)]) if self._is_first else None
         targets = torch.cat([batch.targets(i) for i in range(self.workers)]) if self._is_last else None
         if self._schedule is None:
@@ -95,7 +95,7 @@ class PipelineBaseline(Baseline):
 
     def _send_losses(self, losses: list[Tensor]) -> Tensor:
         """Return [N]: all losses on the last rank, which has computed them, and on rank 0; NaN elsewhere."""
-        # in float64 whatever the loss is in: only the last rank knows that
+        # float64 for any dtype of the loss, which only the last rank knows
         known = torch.full((self.workers,), float("nan"), dtype=torch.float64, device=self._device)
         if self._is_last:
             known = torch.stack(losses).detach().double()
@@ -106,7 +106,7 @@ class PipelineBaseline(Baseline):
         return known
 
     def _build_schedule(self, inputs: Tensor | None) -> PipelineScheduleSingle:
-        """Rehearse the pipeline once, rank after rank, for the shapes that travel; `inputs` on rank 0 only.
+        """Rehearse the pipeline once, rank after rank, to find the shapes that are sent; `inputs` on rank 0 only.
 
         The library can find them itself, but in torch 2.11 that changes the buffers of BatchNorm.
         """

@@ -1,4 +1,4 @@
-"""A stage in the hands of a library: its run as a worker's, its update, and a model without memory to fill later."""
+"""A stage trained by a library: how it runs for a worker, its update, and a model without memory to fill later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cdp_repro.engine.randomness import seeded
 
 
 class WorkerStage(nn.Module):
-    """Stage j, run as that of worker i in training step t: with their random numbers, in the autocast context."""
+    """Stage j, run for worker i in training step t: with their random numbers, in the autocast context."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class WorkerStage(nn.Module):
 
 
 class StageOptimizer:
-    """The optimizer of the parameters that a rank holds of one stage, sharded or not."""
+    """The optimizer of a rank's parameters of one stage, sharded or not."""
 
     def __init__(self, stage: nn.Module, optimizer: OptimizerFactory) -> None:
         self._parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
@@ -60,7 +60,7 @@ class StageOptimizer:
         return optimizer_bytes(self._optimizer)
 
     def update(self, learning_rate_factor: float) -> None:
-        """Update the parameters, in place, by their gradients; forget these."""
+        """Update the parameters in place by their gradients, then drop the gradients."""
         if self._optimizer is None:
             return
         for group, base_rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):
@@ -69,7 +69,7 @@ class StageOptimizer:
         self._optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return class and state, of whole tensors. Collective if the stage is sharded."""
+        """Return class and state, with whole tensors. Collective if the stage is sharded."""
         if self._optimizer is None:
             return {"class": None, "state": None}
         state = self._optimizer.state_dict()
@@ -88,7 +88,7 @@ class StageOptimizer:
 
 
 def on_cpu(value: Any) -> Any:
-    """Return a copy of a whole tensor on the CPU (collective if it is sharded), anything else as it is."""
+    """Return a tensor as a whole copy on the CPU (collective if it is sharded), anything else as it is."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -106,7 +106,7 @@ def write(parameter: Tensor, value: Tensor) -> None:
 
 
 def _copy_like(parameter: Tensor, value: Any) -> Any:
-    """Return a copy of `value`: sharded as the parameter is if it has its shape, as a momentum has."""
+    """Return a copy of `value`, sharded as the parameter is if the shapes are equal, as they are for a momentum."""
     if not isinstance(value, Tensor):
         return value
     if not isinstance(parameter, DTensor) or value.shape != parameter.shape:

@@ -13,7 +13,7 @@ from cdp_repro.schedule.by_name import ByName
 __all__ = ["DATASETS", "Dataset", "DatasetError", "MiniBatch", "load_dataset", "steps_per_epoch"]
 
 _ENTERED: ByName[Callable[[str | None], Dataset]] = ByName("datasets", {})
-"""Of installed packages: from `root` to the data set."""
+"""Data sets that installed packages have entered: functions from `root` to the data set."""
 
 DATASETS = ("digits", "cifar10", "imagenet", "synthetic", "text")
 
@@ -52,7 +52,7 @@ def load_dataset(
         ValueError: unknown name, or a size that makes no sense.
         DatasetError: the files are missing, incomplete or damaged.
     """
-    # Imported here: scikit-learn and torchvision take seconds, and a run needs one of them at most.
+    # Imported here: scikit-learn and torchvision take seconds, and a run needs at most one of them.
     if name == "digits":
         from cdp_repro.data.digits import load_digits
 

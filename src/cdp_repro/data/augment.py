@@ -1,4 +1,4 @@
-"""Batches of uint8 images to network inputs: random crop and flip for each sample, then normalisation."""
+"""From batches of uint8 images to network inputs: random crop and flip for each sample, then normalisation."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Statistics = tuple[Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True)
 class CropAndFlip:
-    """Shift every image by up to `padding` pixels each way (zeros move in), and mirror every second one if `flip`."""
+    """Shift images by up to `padding` pixels each way (zeros move in); if `flip`, mirror each with probability 1/2."""
 
     padding: int
     flip: bool
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Return [n, c, h, w] images, each with parameters of its own, drawn from a generator on the CPU.
+        """Return [n, c, h, w] images, each with its own shift and flip, drawn from a generator on the CPU.
 
-        On the CPU whatever the device of the images, so that every kind of device sees the same images.
+        The draws are on the CPU whatever the device of the images, so that every kind of device sees the same images.
         """
         count = len(images)
         tops, lefts = torch.randint(0, 2 * self.padding + 1, (2, count), generator=generator)
@@ -54,7 +54,7 @@ def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor, pa
 
 
 class Normalise:
-    """uint8 images to inputs of zero mean and unit variance, on a device, in a dtype and a memory format."""
+    """From uint8 images to inputs of zero mean and unit variance, on a device, in a dtype and a memory format."""
 
     def __init__(self, statistics: Statistics, device: torch.device, dtype: torch.dtype, channels_last: bool) -> None:
         self.device = device

@@ -36,7 +36,7 @@ def load_cifar10(root: Path, *, download: bool, loader_workers: int) -> InMemory
     """Return CIFAR-10 from `root`: the python batches, or else an image tree, or else a download.
 
     Raises:
-        DatasetError: nothing there, several trees, a half unpacked folder, damaged files, or a failed download.
+        DatasetError: nothing there, several trees, a half-unpacked folder, damaged files, or a failed download.
     """
     parent = root.parent if root.name == BATCHES else root
     if (parent / BATCHES).is_dir():
@@ -66,11 +66,11 @@ def _from_batches(root: Path, download: bool) -> InMemoryDataset:
 
 @contextmanager
 def _one_process(root: Path) -> Iterator[None]:
-    """Let the ranks of a run, and other runs, wait for the first, which downloads; they then find its files."""
+    """Make the ranks of a run, and other runs, wait for the first, which downloads; they then find its files."""
     root.mkdir(parents=True, exist_ok=True)
     folder = os.open(root, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a network's file system without locks
+        with suppress(OSError):  # a network file system without locks
             fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
@@ -78,7 +78,7 @@ def _one_process(root: Path) -> Iterator[None]:
 
 
 def _batches_message(root: Path, download: bool, error: Exception) -> str:
-    """Name the official files that are missing or damaged, which torchvision does not."""
+    """Name the official files that are missing or damaged; torchvision does not name them."""
     folder = root / BATCHES
     expected = [*CIFAR10.train_list, *CIFAR10.test_list, [CIFAR10.meta["filename"], CIFAR10.meta["md5"]]]
     wrong = [
@@ -109,7 +109,7 @@ def _from_tree(folder: Path, root: Path, loader_workers: int) -> InMemoryDataset
 
 
 def _require_equal_classes(folder: Path, tree: ImageTree) -> None:
-    """Refuse classes of unequal size: all of CIFAR-10's are equal, those of an archive unpacked by half are not."""
+    """Refuse classes of unequal size: those of CIFAR-10 are all equal, those of a half-unpacked archive are not."""
     sizes = torch.bincount(tree.labels, minlength=len(tree.classes)).tolist()
     if len(set(sizes)) > 1:
         fewest, most = min(sizes), max(sizes)
@@ -140,7 +140,7 @@ def _dataset(description: str, classes: int, train: Split, test: Split) -> InMem
 
 
 def _read_images(files: Sequence[str], loader_workers: int) -> Tensor:
-    """Return [n, 3, 32, 32] uint8; raise DatasetError that names the files that are damaged or of another size."""
+    """Return [n, 3, 32, 32] uint8; raise DatasetError naming the files that are damaged or of another size."""
     requests = [[Sample(file) for file in files[k : k + CHUNK]] for k in range(0, len(files), CHUNK)]
     processes = loader_workers if len(requests) > 1 else 0
     images, failures = torch.empty((len(files), 3, IMAGE_SIZE, IMAGE_SIZE), dtype=torch.uint8), []

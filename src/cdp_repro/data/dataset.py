@@ -17,10 +17,10 @@ class DatasetError(ValueError):
 
 
 class MiniBatch(batches.MiniBatch, Protocol):
-    """The mini-batch of one training step: images [B/M, channels, height, width], class numbers [B/M] (int64); of text
-    tokens and their successors, [B/M, context] each (int64).
+    """The mini-batch of one training step: images [B/M, channels, height, width], class numbers [B/M] (int64); for
+    text, tokens and their successors, [B/M, context] each (int64).
 
-    It is cut along its samples only: of slices the engine makes its micro-batches itself, and M / L stands for M here.
+    It is cut along its samples only. The engine itself cuts these parts into slices; then M / L stands for M here.
     Micro-batches may be asked for in any order, any number of times, and are always the same.
     """
 
@@ -38,10 +38,10 @@ class Dataset(ABC):
     """Samples, in a training and a test set: images with one class each, or sequences of tokens.
 
     Attributes:
-        name: the key of `load_dataset`.
-        description: what the data is, in the words a table of results needs.
-        classes: number of classes; of text the different tokens.
-        input_shape: (channels, height, width) of one image as the model sees it; of text (context,).
+        name: its name for `load_dataset`.
+        description: what the data is, worded for a table of results.
+        classes: number of classes; for text, of different tokens.
+        input_shape: (channels, height, width) of one image as the model sees it; for text (context,).
         train_size: number of training samples.
         test_size: number of test samples.
     """
@@ -71,14 +71,14 @@ class Dataset(ABC):
         Step t is batch t mod `steps_per_epoch` of epoch t // `steps_per_epoch`. The order of an epoch depends on
         (seed, epoch) only, augmentation on (seed, step, micro-batch) only.
 
-        `workers` is the number of equal parts that a mini-batch is cut into along its samples, micro-batches but for
-        slices; the i-th of them is called `worker` i, wherever it is computed. `is_read(step, worker)` tells whether
-        this rank will ask for the inputs of a part. Images that must be decoded are decoded ahead for these parts only;
-        those of others when their inputs are asked for.
+        `workers` is the number of equal parts that a mini-batch is cut into along its samples; without slices, these
+        are its micro-batches. The i-th part is called `worker` i, wherever it is computed. `is_read(step, worker)`
+        tells whether this rank will ask for the inputs of a part. Images that must be decoded are decoded ahead for
+        these parts only, and for other parts when their inputs are asked for.
 
         Raises:
             ValueError: `workers` does not divide `batch_size`, or the training set is smaller than `batch_size`.
-            DatasetError: an image is damaged (data sets that are decoded on the way).
+            DatasetError: an image is damaged (data sets that are decoded during training).
         """
 
     @abstractmethod
@@ -91,19 +91,19 @@ class Dataset(ABC):
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return (images, class numbers) of batches of the test set by their numbers; unless given, of all in order.
+        """Return (images, class numbers) of the test batches with these numbers; by default of all, in order.
 
         Shapes: [n, channels, height, width] in `dtype` and [n] int64, n <= `batch_size`; the last batch may be short.
         """
 
     def _test_slices(self, batch_size: int, numbers: Iterable[int] | None) -> list[slice]:
-        """Return which samples of the test set are in the batches of these numbers; unless given, in all batches."""
+        """Return the test samples of each batch with one of these numbers, as slices; by default of all batches."""
         firsts = range(0, self.test_size, batch_size)
         chosen = range(len(firsts)) if numbers is None else numbers
         return [slice(firsts[number], min(firsts[number] + batch_size, self.test_size)) for number in chosen]
 
     def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Return an evaluation as it is logged, from `eval/top1_percent`, `eval/top5_percent` and `eval/loss`."""
+        """Return the metrics of an evaluation to log, from `eval/top1_percent`, `eval/top5_percent` and `eval/loss`."""
         return {**means}
 
     @abstractmethod

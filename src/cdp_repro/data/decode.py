@@ -15,13 +15,13 @@ from cdp_repro.data.dataset import DatasetError
 
 
 class Sample(NamedTuple):
-    """One image to decode, and the seed of its augmentation; without keys it is not augmented."""
+    """One image to decode, and the keys that seed its augmentation; without keys it is not augmented."""
 
     file: str
     keys: tuple[int | str, ...] = ()
 
 
-# One image to a tensor of a fixed shape; a ValueError says that this image will not do.
+# From an image to a tensor of a fixed shape; raises ValueError for an image that cannot be used.
 Transform = Callable[[Image.Image, tuple[int | str, ...]], Tensor]
 
 
@@ -37,7 +37,7 @@ def decode(
 ) -> Iterator[tuple[Tensor, list[Failure]]]:
     """Return, in order, the transformed images of each request, stacked, and the files that failed.
 
-    Requests are taken a little ahead of what is returned, two for each of the `processes`; 0 decodes in this process.
+    Requests are taken ahead of the results, two for each of the `processes`; 0 decodes in this process.
     """
     loader = DataLoader(
         _Decoder(transform),
@@ -61,7 +61,7 @@ def unreadable(failures: Sequence[Failure]) -> DatasetError:
 
 
 class _Decoder(TorchDataset[tuple[Tensor, list[Failure]]]):
-    """Returns failures rather than raising, since an exception reaches the user inside a process's traceback."""
+    """Returns failures instead of raising: an exception would reach the user inside a process's traceback."""
 
     def __init__(self, transform: Transform) -> None:
         self._transform = transform

@@ -12,10 +12,10 @@ MEAN, STD = (0.305,), (0.376,)
 
 
 def load_digits() -> InMemoryDataset:
-    """Return the 1,797 digits of 8x8 pixels, one channel, cut 80/20 in the same way for every run.
+    """Return the 1,797 digits of 8x8 pixels, one channel, split 80/20 in the same way for every run.
 
-    The test part of the UCI set of Alpaydin and Kaynak (1998), with 0..16 scaled to 0..255. Every fifth image of a
-    class, in file order, is a test image: stratified, and it needs no random numbers.
+    They are the test part of the UCI set of Alpaydin and Kaynak (1998), with 0..16 scaled to 0..255. Every fifth image
+    of a class, in file order, is a test image: the split is stratified and needs no random numbers.
     """
     raw = sklearn_datasets.load_digits()
     images = torch.from_numpy(raw.images).mul(255 / 16).round().to(torch.uint8).unsqueeze(1)

@@ -122,7 +122,7 @@ class _ImageNet(Dataset):
             yield normalise(images), self._test.labels[batch].to(device, copy=True)
 
     def fingerprint(self) -> str:
-        """Return a hash of the names of all files: a damaged one can be put back, and the run that met it goes on."""
+        """Return a hash of the names of all files, so that a run can go on after a damaged file is replaced."""
         digest = hashlib.blake2b(digest_size=8)
         for file in (*self._train.files, *self._test.files):
             digest.update(repr(Path(file).relative_to(self._root).parts).encode())
@@ -138,7 +138,7 @@ class _ImageNet(Dataset):
 
 
 class _Transform:
-    """An image to [3, image_size, image_size] uint8: augmented if there are keys, else the centre crop."""
+    """From an image to [3, image_size, image_size] uint8: augmented if there are keys, else the centre crop."""
 
     def __init__(self, image_size: int) -> None:
         self._train = v2.Compose([v2.RandomResizedCrop(image_size, antialias=True), v2.RandomHorizontalFlip()])
@@ -153,7 +153,7 @@ class _Transform:
 
 @dataclass(frozen=True, eq=False)
 class _DecodedMiniBatch:
-    """`MiniBatch` over augmented images on the CPU, uint8, as far as they have been decoded ahead."""
+    """`MiniBatch` over augmented uint8 images on the CPU, decoded ahead or else when they are asked for."""
 
     step: int
     images: Mapping[int, Tensor]

@@ -41,7 +41,7 @@ def micro_batch_indices(
     int64: row i is the i-th part of the mini-batch.
 
     Raises:
-        ValueError: at once, not at the first step: `workers` does not divide `batch_size`, or no mini-batch fits.
+        ValueError: at once, not at the first step, if `workers` does not divide `batch_size` or no mini-batch fits.
     """
     check_divisible(batch_size, workers=workers)
     per_epoch = steps_per_epoch(train_size, batch_size)

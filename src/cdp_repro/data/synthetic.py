@@ -18,7 +18,7 @@ def load_synthetic(
 ) -> InMemoryDataset:
     """Return RGB images: the picture of the class, the same in both splits, plus uniform noise.
 
-    Integers only, hence the same bytes on every machine. Sample k is of class k mod `classes`.
+    Only integers are used, so the bytes are the same on every machine. Sample k is of class k mod `classes`.
 
     Raises:
         ValueError: a size below 1.

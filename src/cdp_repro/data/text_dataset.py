@@ -19,8 +19,8 @@ VALIDATION_PART = 10
 """The last 1/10 of the tokens is for validation: a tail, so that no sentence is in both parts."""
 
 LIBRARY = ("asyncio", "collections", "email", "http", "json", "logging", "urllib")
-"""Packages of Python's standard library that are the default text, about 1.4 MB: on every machine without a download,
-in the version of its Python, which the fingerprint tells apart."""
+"""Packages of Python's standard library that are the default text, about 1.4 MB. Every machine has them without a
+download. They vary with the version of Python; the fingerprint tells versions apart."""
 
 TOKENS = ("bytes", "characters")
 
@@ -99,7 +99,7 @@ def _read(path: Path) -> str:
 
 
 class TextDataset(Dataset):
-    """Sequences of `context` tokens, and for each token the one that follows it; they do not overlap."""
+    """Sequences of `context` tokens that do not overlap, and for each token the one that follows it."""
 
     name = "text"
 
@@ -158,7 +158,7 @@ class TextDataset(Dataset):
             yield tuple(_sequences(tokens, sequences, self.input_shape[0], shift) for shift in (0, 1))  # type: ignore[misc]
 
     def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Return the loss as `eval/nats_per_token` and `eval/bits_per_byte`, and the share of tokens guessed."""
+        """Return the loss as `eval/nats_per_token` and `eval/bits_per_byte`, and the top-1 and top-5 percentages."""
         context = self.input_shape[0]
         predicted = self.test_tokens[1 : self.test_size * context + 1].long()
         size = torch.tensor(self._vocabulary)[predicted].sum().item()
@@ -183,7 +183,7 @@ class TextDataset(Dataset):
 
 @dataclass(frozen=True, eq=False)
 class _TextMiniBatch:
-    """`MiniBatch` over tokens; indices [M, B/M] of sequences lie on the device of the tokens; see there for slices."""
+    """`MiniBatch` over tokens; sequence indices [M, B/M] are on the tokens' device. For slices see `MiniBatch`."""
 
     step: int
     indices: Tensor
@@ -198,6 +198,6 @@ class _TextMiniBatch:
 
 
 def _sequences(tokens: Tensor, numbers: Tensor, context: int, shift: int) -> Tensor:
-    """Return the sequences of some numbers, [n, context] int64, moved on by `shift` tokens."""
+    """Return the sequences with these numbers, [n, context] int64, shifted by `shift` tokens."""
     places = numbers[:, None] * context + torch.arange(shift, context + shift, device=tokens.device)
     return tokens[places].long()

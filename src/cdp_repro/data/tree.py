@@ -27,7 +27,7 @@ def scan_trees(root: Path, splits: tuple[str, str], help_text: str) -> tuple[Ima
     """Return the trees root/splits[0]/<class>/* and root/splits[1]/<class>/*, which must have the same classes.
 
     Raises:
-        DatasetError: with everything that is missing, and `help_text`.
+        DatasetError: lists everything that is missing, with `help_text`.
     """
     problems: list[str] = []
     first, second = (_scan(root / split, problems) for split in splits)

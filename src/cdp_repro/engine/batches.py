@@ -1,4 +1,4 @@
-"""Mini-batches: what the engine asks of its data, and the wrapper for plain tensors."""
+"""Mini-batches: the interface that the engine expects of its data, and the wrapper for plain tensors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class MiniBatch(Protocol):
     """The data of one training step, cut into M micro-batches."""
 
     def inputs(self, micro_batch: int) -> Tensor:
-        """Return the inputs of micro-batch i of the step, [B/M, ...], in storage of their own."""
+        """Return the inputs of micro-batch i of the step, [B/M, ...], in their own storage."""
         ...
 
     def targets(self, micro_batch: int) -> Tensor:
-        """Return the targets of micro-batch i of the step, [B/M, ...], in storage of their own."""
+        """Return the targets of micro-batch i of the step, [B/M, ...], in their own storage."""
         ...
 
 
@@ -95,10 +95,10 @@ def tensors_of(batch: Any) -> tuple[Tensor, Tensor]:
 
 
 class Feed:
-    """Hands out training steps as long as there are batches, and holds the batches of the steps in flight."""
+    """Begins training steps while there are batches, and holds the batches of the steps under way."""
 
     def __init__(self, batches: Iterable[MiniBatch], first_step: int, ending: Ending) -> None:
-        """`ending` tells this rank when all end the run."""
+        """`ending` tells this rank when all ranks end the run."""
         self._batches: Iterator[MiniBatch] = iter(batches)
         self._first_step = first_step
         self._ending = ending
@@ -109,10 +109,10 @@ class Feed:
         """Training steps of this run that have begun."""
 
     def begin_step(self) -> bool:
-        """Begin the next training step if there is a batch for it, and return whether there is.
+        """Begin the next training step if there is a batch for it; return whether there is.
 
-        An error of the source ends the steps, like its end; `raise_error` raises it when the pipeline has drained.
-        Where other ranks have begun more steps, this one goes on, too.
+        An error in the source ends the steps, as its end does; `raise_error` raises it once the pipeline has drained.
+        If other ranks have begun more steps, this rank continues too.
 
         Raises:
             ValueError: other ranks have begun more steps than this one has batches for.
@@ -134,15 +134,15 @@ class Feed:
         return True
 
     def first(self) -> MiniBatch | None:
-        """Return the batch of the first step, before anybody has asked for it; None if there is none."""
+        """Return the batch of the first step without consuming it; None if there is none."""
         batch = self._next()
         if batch is not None:
             self._batches = chain([batch], self._batches)
-            self._ending.begin(1)  # as it will: a rank without a batch sees at once that the others have one
+            self._ending.begin(1)  # announced early: a rank without a batch sees at once that others have one
         return batch
 
     def _next(self) -> MiniBatch | None:
-        """Return the next batch; None at the end and after an error of the source."""
+        """Return the next batch; None at the end and after an error in the source."""
         try:
             return next(self._batches, None)
         except Exception as error:
@@ -151,12 +151,12 @@ class Feed:
             return None
 
     def raise_error(self) -> None:
-        """Raise the error that the source of the batches has raised, if it has."""
+        """Raise the error of the source of the batches, if there was one."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Begin no more steps than other ranks do."""
+        """From now on, begin no more steps than other ranks do."""
         self._is_closed = True
 
     def __getitem__(self, step: int) -> MiniBatch:

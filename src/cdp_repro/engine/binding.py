@@ -1,7 +1,7 @@
 """Runs a module with given tensors in place of its parameters and buffers.
 
-The same as `torch.func.functional_call`, which costs some 30 microseconds a tensor and call; a training step of the
-engine has as many calls as micro-batches times stages. Here the places are found once and then only assigned.
+It does the same as `torch.func.functional_call`, which costs about 30 microseconds per tensor and call. A training step
+makes one call per micro-batch and stage. Here the places are found once; a call only assigns them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Places = list[tuple[MutableMapping[str, Tensor], str, str]]
 class Binding:
     """The places of a module's parameters and buffers, by the names of `named_parameters` and `named_buffers`.
 
-    A tensor that the module holds in several places has one name and all of its places.
+    A tensor that the module holds in several places has one name and several places.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -36,7 +36,7 @@ class Binding:
 
     @contextmanager
     def bound(self, parameters: Mapping[str, Tensor], buffers: MutableMapping[str, Tensor]) -> Iterator[None]:
-        """Put the tensors in place for the body; a buffer that the body replaces is replaced in `buffers`."""
+        """Put the tensors in place for the body; if the body replaces a buffer, `buffers` gets the new one."""
         before = self._put(parameters, buffers)
         try:
             yield
@@ -47,9 +47,9 @@ class Binding:
 
     @contextmanager
     def bound_again(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
-        """Put the tensors in place for a body that may run the module once more, and must not change `buffers`.
+        """Put the tensors in place for a body that may run the module again but must not change `buffers`.
 
-        It works on copies of the buffers, made of those that it asks for: mostly none.
+        The body works on copies of the buffers. Only those that it reads are copied: mostly none.
         """
         copies: dict[Tensor, Tensor] = {}
         own = [part._buffers for part in self._with_buffers]
@@ -64,7 +64,7 @@ class Binding:
             self._put_back(before)
 
     def _put(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[Tensor]:
-        """Put tensors in their places; return what was there."""
+        """Put tensors in their places; return the previous ones."""
         before, tensors = [registry[key] for registry, key, _ in self._places], {**parameters, **buffers}
         for registry, key, name in self._places:
             registry[key] = tensors[name]
@@ -76,7 +76,7 @@ class Binding:
 
 
 class _CopiedWhenRead(dict[str, Tensor | None]):
-    """The buffers of a part of a module, each copied when it is first read; `copies` are shared by all parts."""
+    """The buffers of a part of a module, each copied on its first read; all parts share `copies`."""
 
     def __init__(self, buffers: Mapping[str, Tensor | None], copies: dict[Tensor, Tensor]) -> None:
         super().__init__(buffers)

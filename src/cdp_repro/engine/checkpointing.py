@@ -1,8 +1,8 @@
-"""Activation checkpointing inside a stage (`torch.utils.checkpoint`): the form of it that cannot run is found.
+"""Activation checkpointing inside a stage (`torch.utils.checkpoint`): refuses the form that cannot work here.
 
-With `use_reentrant=False` the forward makes its graph as ever, and drops only what the graph saves; the backward runs
-the function once more to get it back, on the tensors that `StageCompute.backward` puts in place. With
-`use_reentrant=True` the forward makes no graph, so that no gradient would ever come to the version of a parameter.
+With `use_reentrant=False` the forward builds its graph as usual and drops only the saved tensors. The backward runs the
+function again to recompute them, on the tensors that `StageCompute.backward` puts in place. With `use_reentrant=True`
+the forward builds no graph, so a parameter's version would never receive a gradient.
 """
 
 from __future__ import annotations

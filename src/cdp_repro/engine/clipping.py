@@ -16,23 +16,23 @@ from cdp_repro.schedule import Program, Schedule, Value
 from cdp_repro.schedule.norms import clips_globally, completed_step, knows_norms_in_time, refusal, teller
 
 _EPSILON = 1e-6
-"""As in `torch.nn.utils.clip_grad_norm_`: a norm of 0 is divided by."""
+"""As in `torch.nn.utils.clip_grad_norm_`: keeps a norm of 0 from dividing by zero."""
 
 _FIRST_TAG = 8
-"""Of the messages of stage 0; those of a stage have a tag of their own."""
+"""Tag of the messages of stage 0; each stage has its own tag."""
 
 
 class Clipping:
     """Clips each stage by its own norm, to at most `limit`."""
 
     is_late = False
-    """Whether a factor may be unknown when a stage is updated, so that the update has to wait."""
+    """Whether the factor may still be unknown when a stage is updated, so that the update must wait."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
 
     def clipped(self, step: int, gradients: Gradients) -> Gradients:
-        """Return the mean gradients of a stage in a training step, by name, times min(1, limit / norm): copies."""
+        """Return copies of a stage's mean gradients in a training step, by name, times min(1, limit / norm)."""
         factor = (self._limit / (self._norm(step, gradients) + _EPSILON)).clamp(max=1)
         return {name: gradient * factor.to(gradient) for name, gradient in gradients.items()}
 
@@ -40,17 +40,17 @@ class Clipping:
         return _squares(gradients).sqrt()
 
     def enter(self, total: Value, gradients: Gradients) -> None:
-        """Learn of a sum that this rank has added."""
+        """Take note of a sum that this rank has added."""
 
     def flush(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until all messages have been sent."""
 
 
 class GlobalClipping(Clipping):
     """Clips all stages by the norm over all of them.
 
-    The rank that completes the sum of a stage tells the others its square. As losses are, these messages are no part of
-    the program: any that a rank waits for was sent in an earlier slot than the one in which it waits.
+    The rank that completes the sum of a stage sends its squared norm to the others. Like losses, these messages are not
+    part of the program: a rank only waits for messages that were sent in an earlier slot.
     """
 
     is_late = True
@@ -59,15 +59,15 @@ class GlobalClipping(Clipping):
         super().__init__(limit)
         self._schedule, self._team = schedule, team
         self._squares: dict[int, dict[int, Tensor]] = {}
-        """By update and stage, on the CPU in float64."""
+        """Squared norms by update and stage, on the CPU in float64."""
         self._updating = {r for stage in range(schedule.stages) for r in schedule.placement.holders(stage)}
-        """Ranks that need the norm: others would never receive it."""
+        """Ranks that need the norm; others would never receive it."""
         self._outgoing = Outgoing()
         self._lag = (schedule.rule.longest + 4) * schedule.sizes.updates
-        """Updates by which one rank can be ahead of another."""
+        """Number of updates by which one rank can be ahead of another."""
 
     def enter(self, total: Value, gradients: Gradients) -> None:
-        """See `Clipping.enter`; tell the others, if the sum is whole and this rank is the one that tells."""
+        """See `Clipping.enter`; tell the others if the sum is complete and this rank is its teller."""
         step = completed_step(total, self._schedule)
         if step is None or teller(self._schedule, step, total.stage) != self._team.rank:
             return
@@ -95,10 +95,10 @@ class GlobalClipping(Clipping):
 
 
 def clipping(limit: float, program: Program, team: Team) -> Clipping:
-    """Return the clipping that a program can serve: global where no new version is read before, else by stage.
+    """Return the clipping for a program: by stage if a new version is read before all sums are complete, else global.
 
     Raises:
-        ValueError: the limit is no number above 0; or it is global, and the program completes a sum too late.
+        ValueError: the limit is not a finite number above 0, or clipping is global and a sum is complete too late.
     """
     if not 0 < limit < math.inf:
         raise ValueError(f"clip_norm={limit}: use a finite number above 0, such as clip_norm=1.0")
@@ -110,6 +110,6 @@ def clipping(limit: float, program: Program, team: Team) -> Clipping:
 
 
 def _squares(gradients: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum of the squares of all values, in an order that does not depend on how they came."""
+    """Return the sum of the squares of all values; the order of summation does not depend on that of `gradients`."""
     found = [gradients[name].double().square().sum() for name in sorted(gradients)]
     return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64)

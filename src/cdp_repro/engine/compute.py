@@ -1,7 +1,7 @@
-"""Forward and backward of one stage on one micro-batch, apart from each other.
+"""Forward and backward of one stage on one micro-batch, as two separate calls.
 
-The backward needs the graph of the forward, not its output: what is kept is the graph's edge, so that the output
-lives exactly as long as somebody needs its values.
+The backward needs the graph of the forward, not its output. So only the edge of the graph is kept, and the output lives
+exactly as long as its values are needed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Version:
-    """One version of one stage's parameters: theta[number], never changed in place."""
+    """One version of one stage's parameters: theta[number], never changed in place while it is still read."""
 
     number: int
     tensors: Mapping[str, Tensor]
     step: Mapping[str, Tensor] = field(default_factory=dict)
-    """By name: the optimizer's step that made it, by which stale reads look ahead; empty where they do not."""
+    """By name: the optimizer's step that made this version, used to read ahead; empty if stale reads do not."""
     _ahead: WeakValueDictionary[int, Version] = field(default_factory=WeakValueDictionary)
-    """What micro-batches under way have read ahead, by steps."""
+    """Moved-on copies that micro-batches under way have read, by number of steps ahead."""
 
     @cached_property
     def trainable(self) -> dict[str, Tensor]:
@@ -46,8 +46,8 @@ class Version:
     def read_in(self, step: int) -> Version:
         """Return the parameters as the micro-batches of a training step read them: this version, which may be stale.
 
-        Where stale reads look ahead, theta - s step, with s = `step` - number. Micro-batches share the copy, which
-        lives as long as one of them needs it.
+        If stale reads read ahead, return theta - s `self.step` with s = `step` - number. Micro-batches share this copy;
+        it lives as long as one of them needs it.
         """
         ahead = step - self.number
         if not ahead or not self.step:
@@ -58,7 +58,7 @@ class Version:
         return found
 
     def _moved(self, name: str, steps: int) -> Tensor:
-        """Return a parameter, moved on by so many steps like the last; as it is, if it has none."""
+        """Return a parameter moved on by `steps` steps like its last one; unchanged if it has none."""
         tensor = self.tensors[name]
         if name not in self.step:
             return tensor
@@ -66,7 +66,7 @@ class Version:
 
 
 class SavedForward(NamedTuple):
-    """What a forward leaves behind for its backward."""
+    """The data that a forward leaves for its backward."""
 
     version: Version
     inputs: tuple[Tensor | None, ...]
@@ -74,11 +74,11 @@ class SavedForward(NamedTuple):
     edge: GradientEdge | None
     """Where the gradient of the output enters the graph; None if nothing in the stage takes a gradient."""
     buffers: Mapping[str, Tensor]
-    """The buffers that it has read."""
+    """The buffers that the forward read."""
     loan: Loan | None = None
-    """Where the parameters are, if the backward brings them."""
+    """Where the graph finds the parameters, if the backward brings them."""
     prefix: Prefix | None = None
-    """The tokens before, if sequences are cut."""
+    """The prefix of the slice, if sequences are cut."""
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -86,7 +86,7 @@ class SavedForward(NamedTuple):
         return [each for each in self.inputs if each is not None]
 
     def take_gradients(self) -> list[Tensor | None]:
-        """Return the gradients that have come to the inputs, None where there is none; the inputs have none then."""
+        """Return the gradients of the inputs, None where there is none, and clear them on the inputs."""
         found: list[Tensor | None] = []
         for each in self.inputs:
             found.append(None if each is None else each.grad)
@@ -96,7 +96,7 @@ class SavedForward(NamedTuple):
 
 
 class StageCompute:
-    """Runs one stage; holds what is the same in every call."""
+    """Runs one stage; holds what every call has in common."""
 
     def __init__(
         self,
@@ -105,9 +105,9 @@ class StageCompute:
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         stashes: bool = True,
     ) -> None:
-        """The last stage computes the loss as a part of its forward; the others have no `loss_fn`.
+        """The last stage computes the loss as part of its forward; the others have no `loss_fn`.
 
-        Without `stashes` a backward may bring other parameters than its forward read.
+        Without `stashes`, a backward may use different parameters from those that its forward read.
         """
         self._module = module
         self._binding = Binding(module)
@@ -129,10 +129,10 @@ class StageCompute:
     ) -> tuple[Tensor, SavedForward]:
         """Return the output of the stage (of the last stage: the loss, a scalar) and what the backward needs.
 
-        `inputs` are [micro-batch, ...] each, several where branches join; `buffers` are updated (BatchNorm's running
-        statistics). With a meter, saved tensors, the inputs and the output are counted. With a `loan`, which holds the
-        tensors of `version`, none of them is kept alive by what is saved. With a `prefix` the input, [micro-batch,
-        tokens, ...], goes on where it ends.
+        `inputs` are [micro-batch, ...] each, several where branches join. `buffers` (BatchNorm's running statistics)
+        are updated. A meter counts saved tensors, inputs that take a gradient, and the output unless it is the loss. A
+        `loan` holds the tensors of `version`; with it, saved tensors keep none of them alive. With a `prefix`, the
+        input, [micro-batch, tokens, ...], continues where the prefix ends.
         """
         if loan is None and not self._stashes:
             loan = Loan(version.tensors, is_copy=False)
@@ -158,7 +158,7 @@ class StageCompute:
         return output.detach(), SavedForward(version, leaves, edge, buffers_before, loan, prefix)
 
     def _output_of(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Return what the module gives, as it stands in place."""
+        """Return the output of the module with the tensors that are now in place."""
         try:
             output = self._module(*inputs)
         except RuntimeError as error:
@@ -180,11 +180,12 @@ class StageCompute:
         prefix: Prefix | None,
         output: Tensor,
     ) -> None:
-        """Raise ValueError if gradients would be lost: of a tensor that is not the stage's, or that no graph leads to.
+        """Raise ValueError if gradients would be lost: those of a foreign tensor, or of one that no graph leads to.
 
-        Parameters that `output` does not depend on are a sign of reentrant checkpointing. As some networks have such, a
-        second forward then looks for the call itself; nothing of that forward remains. torch refuses it in a backward,
-        but trains nothing of a part whose inputs take no gradient.
+        Parameters that `output` does not depend on may be due to reentrant checkpointing, but some networks have such
+        parameters anyway. So a second forward looks for the checkpointing call itself; it leaves no trace. torch
+        refuses reentrant checkpointing in the backward, but not in a part whose inputs take no gradient, which it
+        would silently not train.
         """
         reached = {id(leaf): leaf for leaf in _leaves_of(output)}
         own = [*version.trainable.values(), *inputs, *(prefix.leaves if prefix else ())]
@@ -201,7 +202,7 @@ class StageCompute:
             self._module(*inputs)
 
     def restored(self, saved: SavedForward, lent: Version | None) -> AbstractContextManager[None]:
-        """Return a context with the parameters and buffers of a forward, for what its backward recomputes."""
+        """Return a context with the parameters and buffers for what the backward of `saved` recomputes."""
         return self._binding.bound_again((lent or saved.version).tensors, saved.buffers)
 
     def backward(
@@ -214,14 +215,14 @@ class StageCompute:
     ) -> list[Tensor | None]:
         """Return the gradients of the stage's inputs, None where there is none; add those of its parameters to `sums`.
 
-        `grad_output` is the gradient of the stage's output; None if the loss does not depend on it. `sums` are by name;
-        parameters that the loss does not depend on are left out, as torch leaves their `.grad` at None. Autograd
-        accumulates: it adds in place, and takes a first gradient over as it is where nobody else holds it.
+        `grad_output` is the gradient of the stage's output; None if the loss does not depend on it. `sums` are by name.
+        They omit parameters that the loss does not depend on, whose `.grad` torch leaves at None. Autograd accumulates:
+        it adds in place, and reuses the tensor of a first gradient if nothing else holds it.
 
         `later` are the gradients of what the layers have kept for the slices after this one, by layer.
 
-        The parameters of the forward, which `lent` holds where they have been given back since, are in place: what
-        activation checkpointing recomputes reads them, and copies of the buffers, which it must not update twice.
+        The parameters are in place for activation checkpointing to recompute with: those of the forward, or `lent` if
+        given. It reads copies of the buffers, which it must not update twice.
         """
         parameters = saved.version.trainable
         if saved.edge is None or grad_output is None:
@@ -247,8 +248,9 @@ def accumulate(
 ) -> None:
     """Run autograd from `edges`; add the gradients of `parameters` to `sums`, by name.
 
-    With `inputs` no other tensors take gradients. A whole backward names none: to find the way to them costs autograd a
-    walk over the graph, and the graph of a stage ends in nothing else, as its first forward has been checked for.
+    If `inputs` are given, only they take gradients. A whole backward gives none, because finding the way to them would
+    cost autograd a walk over the graph. It needs none: the check of the first forward has shown that the graph of the
+    stage ends in no other tensors.
     """
     for name in sums.keys() & parameters.keys():
         parameters[name].grad = sums[name]
@@ -259,7 +261,7 @@ def accumulate(
 
 
 def children_first(root: Node) -> list[Node]:
-    """Return all operations of a graph, each after those that it leads to."""
+    """Return all operations of a graph, each after its children."""
     found: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False)]
@@ -275,9 +277,9 @@ def children_first(root: Node) -> list[Node]:
 
 
 def _leaves_of(output: Tensor) -> list[Tensor]:
-    """Return the tensors in which gradients would arrive by the graph of `output`."""
+    """Return the leaf tensors that would receive gradients through the graph of `output`."""
     nodes = children_first(output.grad_fn) if output.grad_fn is not None else []
-    return [each.variable for each in nodes if hasattr(each, "variable")]  # of nodes that accumulate a leaf's gradient
+    return [each.variable for each in nodes if hasattr(each, "variable")]  # nodes that accumulate a leaf's gradient
 
 
 def _loss_of(loss_fn: LossFn, output: Tensor, targets: Tensor) -> Tensor:
@@ -295,9 +297,9 @@ def _loss_of(loss_fn: LossFn, output: Tensor, targets: Tensor) -> Tensor:
 def _saving(
     meter: ActivationMeter | None, loan: Loan | None, version: Version, buffers: Mapping[str, Tensor]
 ) -> AbstractContextManager[object]:
-    """Return a context in which `meter` counts what autograd saves and `loan` stands in for its parameters.
+    """Return a context in which `meter` counts what autograd saves, and `loan` stands in for saved parameters.
 
-    Neither the parameters of `version` nor `buffers` count.
+    The parameters of `version` and `buffers` are not counted.
     """
     excluded = {storage_key(tensor) for tensor in (*version.tensors.values(), *buffers.values())} if meter else set()
 
@@ -306,7 +308,7 @@ def _saving(
             return borrowed
         if meter is not None and storage_key(tensor) not in excluded:
             meter.hold(tensor)
-        return tensor.detach()  # without its graph: an output that its own node saves would never die
+        return tensor.detach()  # without its graph, else an output that its own node saves would never die
 
     def unpack(packed: Any) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed()

@@ -1,8 +1,8 @@
-"""What makes up for stale reads: where an optimizer steps, and where a forward reads.
+"""Methods against delay: they change the step of the optimizer, or the parameters that a forward reads.
 
 Update t makes theta[t+1] from theta[t]; u_t = theta[t] - theta[t+1] is the optimizer's step. A micro-batch of training
-step t that reads theta[t-s] is s steps stale. All methods know the past by the last steps alone. They keep these in the
-optimizer's own state, beside momentum: so checkpoints, placements and the count of bytes need not know of them.
+step t that reads theta[t-s] is s steps stale. All methods know the past only through the last steps. These are kept in
+the optimizer's own state, beside momentum, so checkpoints and placements need no code for them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 _KEY = "last_step_"
-"""Of the optimizer's state: `last_step_1` is the newest step, `last_step_2` the one before."""
+"""Prefix of keys in the optimizer's state: `last_step_1` is the newest step, `last_step_2` the one before."""
 
 
 class Uncorrected:
-    """Stale reads as they are (`delay=none`), and the interface of all methods: one object for each stage."""
+    """Leaves stale reads as they are (`delay=none`), and is the interface of all methods: one object for each stage."""
 
     name: ClassVar[str] = "none"
     reads_ahead: ClassVar[bool] = False
@@ -27,11 +27,11 @@ class Uncorrected:
     """Last steps that the stage keeps, each as large as its trainable parameters."""
 
     def __init__(self, staleness: Sequence[int]) -> None:
-        """`staleness` is that of each micro-batch of a training step on the stage."""
+        """`staleness` has one entry for each micro-batch of a training step, for this stage."""
         self._staleness = staleness
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer make its step; the gradients are in `.grad`, and left there as they are."""
+        """Let the optimizer make its step; reads the gradients from `.grad` and leaves them there unchanged."""
         optimizer.step()
 
 
@@ -40,7 +40,7 @@ DelayFactory = Callable[[Sequence[int]], Uncorrected]
 
 
 class _Remembering(Uncorrected):
-    """A method that knows the last steps of the optimizer."""
+    """A method that remembers the last steps of the optimizer."""
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -59,15 +59,15 @@ class _Remembering(Uncorrected):
             self._correct(parameter, step, last_steps(optimizer, parameter))
             self._remember(optimizer, parameter, step)
 
-    def _gradient(self, gradient: Tensor, past: Sequence[Tensor]) -> Tensor:  # noqa: ARG002 - for those who need it
-        """Return what the optimizer is given in place of the gradient; `past` are the last steps, the newest first."""
+    def _gradient(self, gradient: Tensor, past: Sequence[Tensor]) -> Tensor:  # noqa: ARG002 - for subclasses
+        """Return what the optimizer gets in place of the gradient; `past` are the last steps, newest first."""
         return gradient
 
     def _correct(self, parameter: nn.Parameter, step: Tensor, past: Sequence[Tensor]) -> None:
         """Change the parameter after the optimizer's `step`."""
 
     def _remember(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, step: Tensor) -> None:
-        """Keep the newest step, out of place: versions hold on to the steps that made them."""
+        """Keep the newest step without overwriting older ones, because versions refer to the steps that made them."""
         steps = [step, *last_steps(optimizer, parameter)][: self.kept_steps]
         optimizer.state[parameter].update({f"{_KEY}{age}": kept for age, kept in enumerate(steps, start=1)})
 
@@ -75,14 +75,14 @@ class _Remembering(Uncorrected):
 class ErrorFeedback(_Remembering):
     """theta[t+1] = theta[t] - (u_t + a (u_t - u_{t-1})), with no step before the first: u_{-1} = 0.
 
-    The corrections add up: the parameters are those of the plain steps, moved on by a times the last one.
+    The corrections telescope: the parameters are those of the plain steps, moved on by a times the last step.
     Source: "One-Step Gradient Delay is Not a Barrier", arXiv 2606.30634, for a delay of one step everywhere (a = 1).
     """
 
     name = "error_feedback"
 
     def __init__(self, staleness: Sequence[int], strength: float | None = None) -> None:
-        """`strength` is a; unless given it is the share of the stage's reads that are stale: (ceil((S-j)/c)-1)/M for
+        """`strength` is a. By default it is the share of the stage's reads that are stale: (ceil((S-j)/c)-1)/M for
         `cdp_v2` with S = cN, 1 for `cdp_v1`, 0 for `dp`."""
         super().__init__(staleness)
         self._strength = _share(staleness, 1) if strength is None else strength
@@ -96,8 +96,8 @@ class ErrorFeedback(_Remembering):
 class Prediction(_Remembering):
     """A read that is s steps stale sees theta[v] - s u_{v-1}, as if the next s steps were like the last.
 
-    u_{v-1} is what the optimizer in use makes of its state: the learning rate times the momentum with SGD, Adam's
-    direction with Adam. Forward and backward see the same. The optimizer's own parameters stay as they are.
+    u_{v-1} is the step of the optimizer in use: the learning rate times the momentum with SGD, or times Adam's
+    direction with Adam. Forward and backward see the same values. The optimizer's own parameters stay as they are.
     Sources: SpecTrain, arXiv 1809.02839 (momentum); XPipe, arXiv 1911.04610 (Adam).
     """
 
@@ -111,16 +111,16 @@ class Prediction(_Remembering):
 
 
 class Compensation(_Remembering):
-    """The optimizer is given g + lambda g g (theta[t] - theta_read), elementwise.
+    """The optimizer gets g + lambda g g (theta[t] - theta_read), elementwise.
 
-    g is the mean gradient of the training step, theta_read the mean of what its micro-batches have read. In the source
-    each worker's gradient is an update of its own. Source: DC-ASGD, arXiv 1609.08326.
+    g is the mean gradient of the training step; theta_read is the mean of the versions that its micro-batches read. In
+    the source, each worker's gradient is its own update. Source: DC-ASGD, arXiv 1609.08326.
     """
 
     name = "compensation"
 
     def __init__(self, staleness: Sequence[int], strength: float = 1.0) -> None:
-        """`strength` is lambda; 1 takes g g for the diagonal of the Hessian."""
+        """`strength` is lambda; 1 uses g g as the diagonal of the Hessian."""
         super().__init__(staleness)
         self._strength = strength
         self.kept_steps = max(staleness) if strength else 0
@@ -128,7 +128,7 @@ class Compensation(_Remembering):
     def _gradient(self, gradient: Tensor, past: Sequence[Tensor]) -> Tensor:
         if not past:
             return gradient
-        # theta[t-s] - theta[t] is the sum of the last s steps: each counts for the reads that have not seen it
+        # theta[t-s] - theta[t] is the sum of the last s steps: each step counts for the reads that missed it
         lag = torch.zeros_like(gradient)
         for age, step in enumerate(past, start=1):
             lag.add_(step, alpha=_share(self._staleness, age))
@@ -142,7 +142,7 @@ DELAYS: dict[str, Callable[..., Uncorrected]] = {
 
 
 def last_steps(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
-    """Return the last steps that are kept of a parameter, the newest first."""
+    """Return the last steps kept of a parameter, newest first."""
     entry, found = optimizer.state.get(parameter, {}), list[Tensor]()
     while (key := f"{_KEY}{len(found) + 1}") in entry:
         found.append(entry[key])
@@ -156,8 +156,8 @@ def delay_bytes(optimizer: torch.optim.Optimizer | None) -> int:
 
 
 def _moving(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    """Yield the parameters that get a gradient, now or earlier; others have no state, which Adam takes for their first
-    step."""
+    """Yield the parameters that have or had a gradient. The others must keep an empty state, by which Adam recognises a
+    first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None or last_steps(optimizer, parameter):
@@ -165,5 +165,5 @@ def _moving(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
 
 
 def _share(staleness: Sequence[int], age: int) -> float:
-    """Return the share of reads that are at least so many steps stale."""
+    """Return the share of reads that are at least `age` steps stale."""
     return sum(each >= age for each in staleness) / len(staleness)

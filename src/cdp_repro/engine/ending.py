@@ -1,4 +1,4 @@
-"""Ranks that leave a run at different moments agree on the step after which it drains."""
+"""Ranks that leave a run at different moments agree on the step after which the pipeline drains."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ class Ending:
     """How many training steps each rank has begun in one run, and which ranks would begin no more.
 
     Ranks are not at the same place when a step is finished: one may have begun five steps when another, which has
-    yielded the same results, has begun four. Those of the fifth would then miss each other's messages. So a rank that
-    would end writes that down, and goes on as long as another has begun more steps; all end after the same one.
+    yielded the same results, has begun four. If the latter ended there, the fifth step would lack its messages. So a
+    rank that would end records that, and continues while another has begun more steps. All end after the same step.
     """
 
     def __init__(self, team: Team, run: int) -> None:
-        """`run` numbers the runs of an engine, the same on all ranks."""
+        """`run` is the number of the run of an engine, the same on all ranks."""
         self._team = team
         self._store = PrefixStore(f"run/{run}", team.store) if team.size > 1 else None
 
     def begin(self, steps: int) -> None:
-        """Write down that this rank has begun so many steps."""
+        """Record that this rank has begun `steps` steps."""
         if self._store is not None:
             self._store.set(f"begun/{self._team.rank}", str(steps))
 
     def ends_after(self, steps: int) -> bool:
-        """Return whether the run ends after so many steps, as this rank would have it: False if another has begun more.
+        """Return whether the run ends after `steps` steps, as this rank proposes; False if another has begun more.
 
-        Waits until all ranks have begun as many and would end, or one has begun more.
+        Waits until all ranks propose to end after `steps` steps, or one has begun more.
 
         Raises:
-            TimeoutError: some rank has done neither in the time that it may take to answer.
+            TimeoutError: some rank has done neither within the time limit.
         """
         if self._store is None:
             return True

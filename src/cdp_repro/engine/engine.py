@@ -1,4 +1,4 @@
-"""The engine: what others build on. It ties a program, the state of the stages and the executor together."""
+"""The engine, on which other code builds. It ties together a program, the state of the stages and the executor."""
 
 from __future__ import annotations
 
@@ -46,41 +46,41 @@ class Engine:
         engine.model().eval()
 
     Args:
-        stages: modules in forward order; each takes and returns one tensor, [micro-batch, ...]; where `sources` say
-            that it reads several outputs, it takes as many. A stage must not change its inputs in place. Their
-            parameters become the initial version of the engine.
+        stages: modules in forward order. Each returns one tensor, [micro-batch, ...], and takes one, or several if
+            `sources` say that it reads several outputs. A stage must not change its inputs in place. The parameters of
+            the stages become the initial version of the engine.
         loss_fn: (output of the last stage, targets) -> scalar mean over the micro-batch.
         optimizer: makes the optimizer of a stage from the list of its trainable parameters. With shards (see
-            `Spec.collectives`) it updates a rank's pieces of them, [values, 1, ..., 1], in the same groups: it must
-            treat each value by itself, as SGD and Adam do.
+            `Spec.collectives`), the optimizer updates a rank's pieces of them, [values, 1, ..., 1], in the same groups:
+            it must treat each value independently, as SGD and Adam do.
         mode: "dp", "cdp_v1", "cdp_v2", another name in `schedule.MODES`, or a staleness matrix with a row for each
             micro-batch of a training step and a column for each stage.
         placement: where the stages run and who holds their parameters: "single_device", "replicated", "zero",
-            "model_parallel", "pipeline" or "parameter_server". All but the first need as many processes in the
-            torch.distributed group as the schedule has ranks, each of which builds the same engine and takes part in
+            "model_parallel", "pipeline" or "parameter_server". All except the first need as many processes in the
+            torch.distributed group as the schedule has ranks. Each process builds the same engine and takes part in
             every call.
-        workers: N, which take the micro-batches in turn: so many are under way at once (pipelines that flush use N
-            only to give M); default: the number of stages.
+        workers: N, the workers that take the micro-batches in turn: N micro-batches are under way at once (pipelines
+            that flush use N only to give M). Default: the number of stages.
         slot_order: how a device orders the actions of a slot, "paper" or "backward_first".
         device: where the stages are moved.
-        seed: of what the stages draw in training (dropout), with step, micro-batch and stage.
+        seed: seeds, with step, micro-batch and stage, the random numbers of the stages in training (dropout).
         learning_rate_factor: step -> factor on the optimizer's learning rate in the update (or updates) of that
             training step (a schedule).
-        delay: makes what makes up for stale reads on a stage, from the staleness of its micro-batches, e.g.
-            `ErrorFeedback` of `engine.delay`. Stages must be held whole.
-        clip_norm: largest norm of the mean gradient of a training step, over all stages where no micro-batch reads a
-            new version before all gradients are there, as in "dp" and "cdp_v1"; else, as in "cdp_v2", of each stage
-            by itself.
+        delay: makes the method against delay of a stage from the staleness of its micro-batches, e.g. `ErrorFeedback`
+            of `engine.delay`. Stages must be held whole.
+        clip_norm: largest norm of the mean gradient of a training step. The norm is taken over all stages if no
+            micro-batch reads a new version before all gradients are complete, as in "dp" and "cdp_v1"; else, as in
+            "cdp_v2", over each stage separately.
         autocast: makes the context in which forwards run, e.g. `lambda: torch.autocast("cpu", torch.bfloat16)`.
-        traced_steps: training steps, from the first on, whose actions and live activation bytes are recorded; None:
-            until the timeline repeats itself, 3 at least.
-        program: runs in place of the one that mode, placement, workers, slot_order and `choices` give, which then say
-            nothing.
+        traced_steps: number of training steps, from the first on, whose actions and live activation bytes are recorded;
+            None: until the timeline repeats itself, at least 3.
+        program: runs instead of the one that mode, placement, workers, slot_order and `choices` would give; those are
+            then ignored.
         choices: the other fields of `Spec`: accumulate, replicas, sources, ...
 
     Raises:
-        ValueError: stages that are no list of modules, sizes that do not fit, parameters that are shared by two stages
-            or have hooks, an optimizer with a learning-rate scheduler, another number of processes than ranks.
+        ValueError: stages that are not a list of modules, sizes that do not fit, parameters that two stages share or
+            that have hooks, an optimizer with a learning-rate scheduler, a number of processes other than of ranks.
         ScheduleError: a staleness that the timeline cannot serve.
     """
 
@@ -120,7 +120,7 @@ class Engine:
         self.learning_rate_factor = learning_rate_factor
         self._loss_fn, self._autocast = loss_fn, autocast
         self._stages = joined(stages, self.schedule.sizes.sources)
-        self._stages.zero_grad()  # nothing of another engine's is in the way
+        self._stages.zero_grad()  # remove gradients that another engine may have left
         self._stages.to(self._device)
         self._parameter_layouts = [Layout.of(dict(stage.named_parameters())) for stage in self._stages]
         size = self.team.rank, self.team.size, self._device
@@ -161,7 +161,7 @@ class Engine:
         self.step = 0
 
     def _state_of(self, number: int, optimizer: OptimizerFactory) -> StageState:
-        """Return what this rank holds of a stage: all, or its pieces of the parameters."""
+        """Return this rank's state of a stage: of the whole stage, or of its pieces of the parameters."""
         whole = dict(self._stages[number].named_parameters())
         delay = self._delay([row[number] for row in self.schedule.rule.matrix])
         if self.schedule.sizes.updates > 1 and delay.name != Uncorrected.name:
@@ -183,7 +183,7 @@ class Engine:
     def _hold(
         self, step: int, versions: Mapping[int, Mapping[int, Version]], of_workers: Sequence[Sequence[Buffers]]
     ) -> None:
-        """Take over what this rank holds at a step: some `versions` of its stages, and copies of buffers."""
+        """Set the values that this rank holds at a step: some `versions` of its stages, and copies of buffers."""
         found: dict[Value, Any] = {}
         for value in self._program.held_at(step).get(self.team.rank, ()):
             if value.kind == PARAMETERS:
@@ -203,14 +203,14 @@ class Engine:
         return self.team.rank
 
     def run(self, batches: Iterable[tuple[Tensor, Tensor] | MiniBatch]) -> Generator[StepResult, None, None]:
-        """Train on `batches`, one a training step, and yield each step when its updates are done on this rank.
+        """Train on `batches`, one per training step, and yield each step when its updates are done on this rank.
 
-        Batches are taken when their first forward is about due: up to two steps are in flight, N where each micro-batch
-        is a step. At the end of the batches, or when the iterator is closed early (a `break`), the pipeline drains:
-        steps that have begun are finished; after a `break` nobody sees their losses. Several ranks end after the same
-        step, whichever has begun most: one that has left goes on with its batches until all have. A later call goes on
-        where this one ended; where calls are cut changes no number. If `batches` raises, the pipeline drains before the
-        error is passed on.
+        A batch is taken when its first forward is about due. Up to two steps are under way, or N if each micro-batch is
+        a step. At the end of the batches, or when the iterator is closed early (a `break`), the pipeline drains: steps
+        that have begun are finished, but after a `break` their losses are lost. All ranks end after the same step, the
+        last that any rank has begun: a rank that has left continues with its batches until then. A later call continues
+        where this one ended. How the steps are split into calls does not change any number. If `batches` raises, the
+        pipeline drains before the error is passed on.
 
         Raises:
             ValueError: a parameter was changed, or got a hook, outside the engine; a batch that cannot be cut.
@@ -233,7 +233,7 @@ class Engine:
                 for result in results:  # noqa: UP028 - `yield from` would close `results` at a `break`, too
                     yield result
             except GeneratorExit:
-                if sys.is_finalizing():  # Python ends: nobody will see what a drain would compute
+                if sys.is_finalizing():  # Python is exiting: the results of a drain would be lost
                     raise
                 feed.close()
                 for _ in results:
@@ -248,12 +248,12 @@ class Engine:
         feed.raise_error()
 
     def _connect(self, feed: Feed) -> None:
-        """Learn from the first batch what messages look like; then drop the parameters that other ranks hold."""
+        """Derive the layouts of messages from the first batch; then drop parameters that this rank does not hold."""
         if self._executor.mailbox is None:
             if (first := feed.first()) is None:
                 return
             for seal in self._seals:
-                seal.open()  # an earlier run, without a step, has closed them; fake copies look at gradients, too
+                seal.open()  # an earlier run without a step may have closed them, and fake copies also read gradients
             layouts = layouts_of(
                 [*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast,
                 self.schedule.sizes.sources,
@@ -268,7 +268,7 @@ class Engine:
                     parameter.data = parameter.data.new_empty(0)
 
     def _size(self, gradient_bytes: Sequence[int]) -> None:
-        """Make the program anew where sums are added in another way once the bytes of gradients are known."""
+        """Rebuild the program if the bytes of gradients, now known, change the strategy of a stage."""
         if self._program.is_given:
             return
         sized, stages = self.schedule.sized(gradient_bytes), range(self.schedule.stages)
@@ -304,9 +304,9 @@ class Engine:
         return whole if sizes.slices == 1 else SlicedMiniBatch(whole, sizes)
 
     def model(self) -> nn.Sequential:
-        """Return the model with theta[step] and the mean of all sets of buffers; all ranks must ask for it together.
+        """Return the model with theta[step] and the mean of all sets of buffers; all ranks must call it together.
 
-        It shares its parameters with the engine: read, evaluate or copy it, do not train it.
+        The model shares its parameters with the engine: read, evaluate or copy it, but do not train it.
         """
         self._require_drained()
         for number, stage in enumerate(self._stages):
@@ -319,15 +319,16 @@ class Engine:
         return self._stages
 
     def outputs(self, batches: TestBatches, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (output, targets) of the batches of an evaluation that end on this rank; together they are all.
+        """Yield (output, targets) of each batch of an evaluation that ends on this rank; the ranks together yield all.
 
-        All ranks must ask for it together, and exhaust it. Where stages are computed by ranks that hold them, no rank
-        holds all, and they are a chain, batches pass from rank to rank without parameters. Else, as with branches,
-        every rank gathers the stages that it lacks, and each of n ranks computes every n-th batch with the whole model.
+        All ranks must call it together and exhaust the iterator. If the stages are a chain, each is computed by a rank
+        that holds it and no rank holds all, then batches pass from rank to rank and no parameters are sent. Otherwise,
+        as with branches, every rank gathers the stages that it lacks, and each of n ranks computes every n-th batch
+        with the whole model.
 
         Args:
-            batches: gives the batches of the numbers that it is asked for, each below `count`, in that order. A rank
-                asks for those only that it reads.
+            batches: returns the batches with the given numbers, each below `count`, in that order. A rank only requests
+                the batches that it reads.
             count: number of batches.
         """
         self._require_drained()
@@ -347,7 +348,7 @@ class Engine:
                 buffer.copy_(mean[name])
 
     def _whole_parameters(self, number: int) -> Mapping[str, Tensor]:
-        """Return the current parameters of a stage, from the ranks that hold them; all must ask for it together."""
+        """Return the current parameters of a stage, from its holders; all ranks must call it together."""
         if self._shards:
             transfer, views = self._shards[number].gather(self._states[number].newest(0).tensors)
             return {name: view.clone() for name, view in views(transfer.wait()).items()}
@@ -355,10 +356,10 @@ class Engine:
         return broadcast(self.team, self._parameter_layouts[number], own, self.schedule.placement.holders(number)[0])
 
     def _keepers(self, number: int, step: int) -> dict[int, int]:
-        """Return, for each version of a stage that is held after so many training steps, the first rank that holds it.
+        """Return, for each version of a stage that is held after `step` training steps, the first rank that holds it.
 
-        That rank alone enters the version in a checkpoint. The holders of a stage need not have the same versions:
-        where micro-batches take turns on them, each has the newest and those that a later micro-batch reads there.
+        Only that rank puts the version into a checkpoint. Holders of a stage may have different versions: if
+        micro-batches take turns on them, each has the newest and those that later micro-batches read there.
         """
         held = self._program.held_at(step)
         found: dict[int, int] = {}
@@ -369,7 +370,7 @@ class Engine:
         return found
 
     def _buffers_of_workers(self, number: int) -> list[Buffers]:
-        """Return all sets of a stage's buffers, each from the rank that computes with it next; collective."""
+        """Return all sets of a stage's buffers, each from the rank that uses it next; collective."""
         found: list[Buffers] = []
         layout = Layout.of(dict(self._stages[number].named_buffers()))
         following, _ = self.schedule.ahead(self.step)
@@ -380,9 +381,9 @@ class Engine:
         return found
 
     def trace(self) -> Trace:
-        """Return what ran in the traced steps: actions, versions, live activation bytes, messages.
+        """Return the trace of the traced steps: actions, versions, live activation bytes, messages.
 
-        All ranks must ask for it together; rank 0 gets that of all ranks, others their own.
+        All ranks must call it together; rank 0 gets the trace of all ranks, the others their own.
         """
         sizes, recorded = self.schedule.sizes, self._tracer.recorded()
         parts = [from_plain(each) for each in self.team.gather(as_plain(recorded))] or [recorded]
@@ -395,7 +396,7 @@ class Engine:
 
     @property
     def max_lead(self) -> int:
-        """Training steps by which one rank can at most be ahead of another."""
+        """Largest number of training steps by which one rank can be ahead of another."""
         return self.schedule.rule.longest + 4
 
     @property
@@ -405,7 +406,7 @@ class Engine:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of all parameter versions that are alive on this rank."""
+        """Bytes of all parameter versions alive on this rank."""
         held = (value.stage for value in self._executor.values if value.kind == PARAMETERS)
         return sum(self._states[stage].version_bytes for stage in held)
 
@@ -416,15 +417,15 @@ class Engine:
 
     @property
     def delay_bytes(self) -> int:
-        """Bytes of what is kept on this rank to make up for stale reads."""
+        """Bytes of the last steps that methods against delay keep on this rank."""
         return sum(state.delay_bytes for state in self._states.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on: versions, optimizers, buffers, the step number.
 
-        It is canonical, by stage, version and set of buffers, whatever the placement. All ranks must ask for it
-        together; rank 0 gets it, others an empty one. Its tensors may be the engine's own: save or copy them before
-        going on.
+        Its form is the same for every placement: by stage, version and set of buffers. All ranks must call it together;
+        rank 0 gets the state, the others an empty one. Its tensors may be the engine's own: save or copy them before
+        continuing.
         """
         self._require_drained()
         of_workers = [self._buffers_of_workers(number) for number in range(len(self._stages))]
@@ -441,7 +442,7 @@ class Engine:
         }
 
     def _own_state(self, number: int) -> dict[str, Any]:
-        """Return this rank's part of a stage's state: of its shards all, else what no rank before it has."""
+        """Return this rank's part of a stage's state: all of its shards, or else what no earlier holder has."""
         keepers, rank = self._keepers(number, self.step), self.team.rank
         versions = {
             value.number: content
@@ -460,10 +461,10 @@ class Engine:
         return {**parts[0], "versions": dict(sorted(versions.items()))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on, bitwise, from what `state_dict` returned, on any placement; nothing is traced from there on.
+        """Continue, bitwise, from a result of `state_dict`, on any placement; nothing is traced from there on.
 
         Raises:
-            ValueError: it is of another model, mode or optimizer; the engine is as it was.
+            ValueError: `state` is of another model, mode or optimizer; the engine is left unchanged.
         """
         self._require_drained()
         if missing := {"step", "stages"} - state.keys():
@@ -493,7 +494,7 @@ class Engine:
 
 
 def check_stages(stages: Sequence[nn.Module]) -> None:
-    """Raise ValueError unless the stages are modules in a list."""
+    """Raise ValueError unless `stages` is a non-empty list of modules."""
     if not isinstance(stages, (Sequence, nn.ModuleList)):
         parts = (
             f", or [*module] for a stage of each of its {len(stages)} parts"
@@ -517,7 +518,7 @@ _FUNCTIONS = {
     "delay": "ErrorFeedback of cdp_repro.engine.delay",
     "learning_rate_factor": "lambda step: 0.1 ** (step // 1000)",
 }
-"""Of each argument that is to be called an example."""
+"""An example for each argument that must be callable."""
 
 
 def _check_functions(**given: object) -> None:

@@ -1,7 +1,7 @@
 """The second interpreter: runs a rank's program on tensors, action by action. There is no other loop.
 
-What an action means stands in the action. The executor waits for the values that it reads, runs it, keeps the values
-that it writes, and drops those that it frees.
+Each action states its own meaning. The executor waits for the values that the action reads, runs the action, keeps the
+values that it writes, and drops those that it frees.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class StepResult:
 
     step: int
     loss_tensor: Tensor
-    """[M/R]: mean losses of the R micro-batches that a worker computes at once, each on a rank of its own. On ranks
-    other than 0 a number is nan unless the rank computes the last stage of all R."""
+    """[M/R]: mean losses of the R micro-batches that a worker computes at once, each on its own rank. On ranks other
+    than 0, a number is nan unless the rank computes the last stage for all R."""
 
     @property
     def losses(self) -> list[float]:
@@ -65,7 +65,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the executor needs to know beside the program and the state."""
+    """Inputs of the executor besides the program and the state."""
 
     device: torch.device
     seed: int
@@ -76,8 +76,8 @@ class Settings:
 class Executor:
     """Executes the program of one rank, from a drained state to a drained state.
 
-    `values` are what is there, by name: between two runs the parameter versions and buffers that the rank holds, within
-    a run also saved forwards, inputs, gradients and sums. What a message will bring is there as `Pending`.
+    `values` are all present values, by name. Between two runs they are the parameter versions and buffers that the rank
+    holds; within a run also saved forwards, inputs, gradients and sums. A value that a message will bring is `Pending`.
     """
 
     def __init__(
@@ -91,22 +91,22 @@ class Executor:
         tracer: Tracer,
         positions: Positions,
     ) -> None:
-        """`states` are of the stages that this rank holds, whole or in part."""
+        """`states` are those of the stages that this rank holds, in whole or in part."""
         schedule = program.schedule
         self.program = program
         self.values: dict[Value, Any] = {}
         self.ledger = Ledger(schedule)
         self.mailbox: Mailbox | None = None
-        """None until it is known what messages look like, and on a single device."""
+        """None on a single device, and until the layouts of messages are known."""
         self._states, self._compute, self._losses = states, compute, losses
         self._settings, self._clipping, self._tracer, self._positions = settings, clipping, tracer, positions
         self._micro_batches, self._last_stage, self._ranks = schedule.micro_batches, schedule.stages - 1, schedule.ranks
         self._sizes = schedule.sizes
         self._finishing = program.finishing
         self._done: Counter[int] = Counter()
-        """By training step: actions of the kind whose last one finishes it on this rank."""
+        """By training step: number of actions run of the kind whose last one finishes the step on this rank."""
         self._finished: list[int] = []
-        """Training steps that the slot has finished."""
+        """Training steps finished in the current slot."""
         self._handlers = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -131,7 +131,7 @@ class Executor:
             for action in slot.actions:
                 doing = action
                 self._run(action, slot.number)
-            # only now: rank 0 waits for losses of other ranks, which may wait for what this slot sends
+            # not earlier: rank 0 waits for losses of other ranks, which may wait for messages of this slot
             for step in self._finished:
                 doing = f"waiting for the losses of training step {step}"
                 results.append(StepResult(step, self._losses.of(step)))
@@ -143,7 +143,7 @@ class Executor:
         return results
 
     def finish(self) -> None:
-        """End a run: take in what waits for the next one, and wait until all has been sent."""
+        """End a run: take in pending values for the next one, and wait until everything has been sent."""
         with self._positions.noting("draining"):
             for value in self.values:
                 self._read(value)
@@ -167,18 +167,18 @@ class Executor:
                     self._clipping.enter(value, self.values[value])
         for value in action.frees:
             if value not in action.writes:  # buffers are read and written under one name
-                self.values.pop(value, None)  # a handler has taken out what it passes on, so that it lives no longer
+                self.values.pop(value, None)  # handlers have already removed values that they pass on
         if traced:
             held = Counter(value.stage for value in self.values if value.kind == PARAMETERS)
             self._tracer.record(slot, action, [held[stage] for stage in range(self._last_stage + 1)], begin)
 
     def _take(self, value: Value) -> Any:
-        """Return a value, after waiting for the message that brings it; it is taken out until it is written again."""
+        """Remove and return a value, after waiting for the message that brings it."""
         self._read(value)
         return self.values.pop(value)
 
     def _read(self, value: Value) -> Any:
-        """Return a value that stays."""
+        """Return a value, after waiting as `_take` does, but keep it."""
         content = self.values[value]
         if isinstance(content, Pending):
             content = self.values[value] = content.get()
@@ -208,13 +208,13 @@ class Executor:
             self.values[written[PREFIX]] = prefix.take_after()
         if is_last:
             self._losses.enter(step, i, output)
-            # each micro-batch contributes with its weight, so that gradients only need to be added
+            # each micro-batch is weighted here, so that gradients only need to be added
             self.values[written[OUTPUT_GRADIENT]] = torch.full_like(output, self._sizes.gradient_weight)
         else:
             self.values[written[INPUT]] = output.requires_grad_(saved.edge is not None)
 
     def _saved(self, action: Action, read: Mapping[str, Value]) -> tuple[SavedForward, Version]:
-        """Return what a forward has saved, with the parameters that its backward reads."""
+        """Return what a forward has saved, and the parameters that its backward reads."""
         saved: SavedForward = self._take(read[SAVED])
         version = saved.version
         if saved.loan is not None:
@@ -249,7 +249,7 @@ class Executor:
         self._pass_on(action, gradients)
 
     def _pass_on(self, action: Action, gradients: Sequence[Tensor | None]) -> None:
-        """Keep the gradients of a stage's inputs for the stages that have made these; data needs none."""
+        """Keep the gradients of a stage's inputs for the stages that made the inputs; data needs none."""
         made = _in_order(action.writes, OUTPUT_GRADIENT)
         self.values.update(zip(made, gradients, strict=bool(made)))
 
@@ -262,7 +262,7 @@ class Executor:
         self._count(action.op, action.micro_batch // self._micro_batches)
 
     def _add(self, action: Action) -> None:
-        """Add two sums into the one that is not needed any more; a sum may come in parts."""
+        """Add the earlier sum into the later one, which is copied if still needed; a sum may come in parts."""
         sums: dict[Value, Gradients] = {}
         for value in action.reads:
             content = self._take(value) if value in action.frees else _copied(self._read(value))
@@ -288,16 +288,16 @@ class Executor:
             gradients_are_ours=total in action.frees,
         )
         is_late = self._clipping is not None and self._clipping.is_late
-        # the norm by which the gradients are clipped may not be known before the version is read
+        # the norm for clipping may not be known before the version is first read
         self.values[after] = Pending(update) if is_late else update()
         self._count(Op.UPDATE, step)
 
     def _update_of(self, micro_batch: int) -> int:
-        """Return the number of the update that a micro-batch's gradient is a part of."""
+        """Return the number of the update to which a micro-batch's gradient belongs."""
         return micro_batch // self._sizes.summed
 
     def _count(self, op: Op, step: int) -> None:
-        """Note an action of a step; the last of those that finish a step on this rank finishes it."""
+        """Count an action of a step; the last one of the finishing kind finishes the step on this rank."""
         if op is not self._finishing[0]:
             return
         self._done[step] += 1
@@ -326,7 +326,7 @@ class Executor:
             self._tracer.sent(action, sent)
 
     def _parameters(self, action: Action, read: Mapping[str, Value], lent: str) -> tuple[Version, Loan | None]:
-        """Return the parameters that a forward or backward reads: the rank's own, or a copy that is lent to it."""
+        """Return the parameters that a forward or backward reads: the rank's own, or a lent copy with its loan."""
         if lent in read:
             version: Version = self._take(read[lent])
             return version, Loan(version.tensors)
@@ -338,7 +338,7 @@ _STAGE = attrgetter("stage")
 
 
 def _in_order(values: Sequence[Value], kind: str) -> list[Value]:
-    """Return the values of a kind in the order of their stages, in which a stage takes its inputs."""
+    """Return the values of a kind in the order of their stages, which is the order of a stage's inputs."""
     return sorted([value for value in values if value.kind == kind], key=_STAGE)
 
 

@@ -1,4 +1,4 @@
-"""The ledger: proof, while it runs, that every read was the one that the update rule asks for."""
+"""The ledger: proof, during the run, that every read had the version that the rule asks for."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from cdp_repro.schedule import Action, Schedule
 
 
 class LedgerError(RuntimeError):
-    """The engine read a parameter version that the rule does not allow: a defect of the engine, never of the user."""
+    """The engine read a parameter version that the rule does not allow: a bug in the engine, never a user error."""
 
 
 class Ledger:
-    """Compares each read, as tagged by the update that made it, with the version that the rule asks for."""
+    """Compares each version read, as numbered by the update that made it, with the version that the rule asks for."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._sizes, self._rule, self.reads = schedule.sizes, schedule.rule, 0
@@ -19,7 +19,7 @@ class Ledger:
         """Record that a forward or backward used `version`.
 
         Raises:
-            LedgerError: the rule asks for another.
+            LedgerError: the rule asks for another version.
         """
         asked = self._rule.version(action.micro_batch, action.stage, action.op)
         if version != asked:

@@ -1,4 +1,4 @@
-"""Parameters that a backward reads anew: those that a rank does not hold, or holds in a newer version by then."""
+"""Parameters that a backward must read again: the rank does not hold them, or by then holds a newer version."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from cdp_repro.engine.memory import storage_key
 
 
 class Loan:
-    """A stage's parameters, which the graph of a forward does not keep: the backward brings them again.
+    """A stage's parameters, which the graph of a forward does not keep alive: the backward brings them again.
 
-    Autograd would keep every parameter that the backward needs alive from the forward on, and with it the memory
-    that sharding is to save. Here the graph keeps places in their storage, and finds them again in the storage that
-    the backward brings, as fully_shard does by refilling the storage of its parameters.
+    Autograd would keep every parameter that the backward needs alive from the forward on, and so use the memory that
+    sharding should save. Here the graph keeps only positions in their storage. It looks these up in the storage that
+    the backward brings, much as fully_shard refills the storage of its parameters.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], is_copy: bool = True) -> None:
-        """`is_copy`: they are here for the time of the forward only, and again for that of the backward."""
+        """`is_copy`: the tensors are copies that exist only during the forward, and again during the backward."""
         self._is_copy = is_copy
         self._tensors: Mapping[str, Tensor] = {}
         self._names: dict[int, str] = {}
-        """By storage."""
+        """Names of the parameters, by storage."""
         self.renew(tensors)
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor] | None:
-        """Return what the graph keeps of a saved tensor that lies in the loan; None of any other.
+        """Return a function that the graph keeps in place of a saved tensor of the loan; None for any other tensor.
 
-        When called, it finds the tensor in the storage that is here then.
+        The function finds the tensor in the storage that is present when it is called.
         """
         name = self._names.get(storage_key(tensor))
         if name is None:
@@ -44,13 +44,13 @@ class Loan:
         return unpack
 
     def give_back(self) -> None:
-        """Let go of the parameters; free the memory of copies, whoever still refers to them."""
+        """Let go of the parameters; free the memory of copies, even if something still refers to them."""
         if self._is_copy:
             for tensor in self._tensors.values():
                 tensor.untyped_storage().resize_(0)
         self._tensors, self._names = {}, {}
 
     def renew(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the same parameters in another storage."""
+        """Take the stage's parameters in a new storage."""
         self._tensors = tensors
         self._names = {storage_key(tensor): name for name, tensor in tensors.items()}

@@ -1,6 +1,6 @@
-"""The losses of each training step, brought together on rank 0.
+"""The losses of each training step, gathered on rank 0.
 
-They are for people and logs, not a part of training: their messages are not in the schedule.
+They are for people and logs, not part of training: their messages are not in the program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cdp_repro.engine.transfers import Outgoing, Transfer
 from cdp_repro.schedule import Schedule
 
 _FIRST_TAG = 1 << 20
-"""Of the losses of micro-batch 0; those of each have a tag of their own."""
+"""Tag of the losses of micro-batch 0; each micro-batch of a step has its own tag."""
 
 
 class Losses:
@@ -29,8 +29,8 @@ class Losses:
         self._known: dict[int, dict[int, Tensor]] = {}
         self._outgoing = Outgoing()
         self._lag = schedule.rule.longest + 1
-        """Finished steps after which rank 0 has come to the losses of a step, in any mode: it updates the later, the
-        older the parameters are that it reads."""
+        """Finished steps after which rank 0 must have received the losses of a step. The staler a mode's reads are, the
+        further rank 0 can be behind."""
 
     def enter(self, step: int, worker: int, loss: Tensor) -> None:
         """Enter the loss (a scalar) of a micro-batch that this rank has computed."""
@@ -41,11 +41,11 @@ class Losses:
             self._outgoing.append(Transfer.of(value, sent), step)
 
     def flush(self) -> None:
-        """Wait until all have been sent."""
+        """Wait until all losses have been sent."""
         self._outgoing.flush()
 
     def of(self, step: int) -> Tensor:
-        """Return the losses of a step that is finished, [M/R], a mean over replicas each; rank 0 waits for all."""
+        """Return the losses of a finished step, [M/R], each a mean over replicas; rank 0 waits for all of them."""
         schedule = self._schedule
         self._outgoing.let_go(before=step - self._lag)
         known = self._known.pop(step, {})

@@ -1,6 +1,6 @@
 """Messages between ranks: sends that do not block, and receives that are posted before they are needed.
 
-And collectives of all ranks, which do not block either: what they make arrives on each rank like a message.
+Collectives of all ranks do not block either: their results arrive on each rank like a message.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from cdp_repro.schedule.transport import Communicator, Edge, directions
 from cdp_repro.schedule.values import BUFFERS, INPUT, LENT, OUTPUT_GRADIENT
 
 _NUMBER_BYTES = 8
-"""Of the version that travels with lent parameters. Reported bytes are those of the parameters alone."""
+"""Bytes of the version number that travels with lent parameters; reported bytes do not include them."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A value that is not there yet: a message or collective brings it, or it is made when it is first read."""
+    """A value that is not present yet: a message or collective brings it, or it is made when it is first read."""
 
     get: Callable[[], Any]
-    """Waits for it, or makes it."""
+    """Waits for the value, or makes it."""
 
 
 class Mailbox:
@@ -45,9 +45,9 @@ class Mailbox:
         device: torch.device,
         kept_slots: int,
     ) -> None:
-        """`shards` are of each stage, if stages are sharded.
+        """`shards` has one entry per stage if stages are sharded.
 
-        What was sent is kept for `kept_slots` slots: by then its receiver must have come to the message.
+        A buffer that is sent is kept for `kept_slots` slots: by then the receiver must have come to the message.
         """
         self._layouts, self._shards, self._groups, self._device = layouts, shards, groups, device
         self._rank = dist.get_rank()
@@ -55,15 +55,15 @@ class Mailbox:
         self._slot = 0
         self._outgoing = Outgoing()
         self._leaving: dict[Value, tuple[Tensor, set[int]]] = {}
-        """What is being sent in parts: its buffer, and the parts that have not begun."""
+        """For each value being sent: its buffer, and the parts that have not begun."""
         self._arriving: dict[Value, tuple[Tensor, set[int]]] = {}
-        """The same of what arrives in parts."""
+        """The same for each value that arrives."""
 
     def let_go(self) -> None:
-        """Begin a slot: let go of what was sent a training step ago or earlier.
+        """Begin a slot: let go of buffers whose send began more than `kept_slots` slots ago.
 
-        That does not block unless another rank is as far behind. No ranks can so wait for each other: the one that is
-        furthest behind has all that it needs under way.
+        This only blocks if another rank is that far behind. It cannot cause a deadlock: everything that the rank
+        furthest behind needs is already under way.
         """
         self._slot += 1
         self._outgoing.let_go(before=self._slot - self._kept_slots)
@@ -73,9 +73,9 @@ class Mailbox:
         self._outgoing.flush()
 
     def send(self, value: Value, peer: int, content: Any) -> int:
-        """Start to send a copy of a value, or of a part of it; return the bytes, without the number of a version.
+        """Start to send a copy of a value, or of a part of it; return the bytes, without those of a version number.
 
-        The first part copies for all.
+        The first part makes the copy for all parts.
         """
         if value.whole not in self._leaving:
             packed = self._layout(value).pack(_as_message(content), self._device)
@@ -87,7 +87,7 @@ class Mailbox:
         return len(buffer) - (_NUMBER_BYTES if value.kind in LENT and len(buffer) else 0)
 
     def receive(self, value: Value, peer: int) -> Pending:
-        """Get ready for a message, or for a part of one; the first part brings the tensors of all."""
+        """Post the receive of a message, or of a part of one; the first part brings the tensors of all parts."""
         layout, is_first = self._layout(value), value.whole not in self._arriving
         if is_first:
             whole = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
@@ -106,10 +106,10 @@ class Mailbox:
     def join(self, value: Value, content: Any) -> tuple[Pending, int]:
         """Start this rank's part in the collective that makes `value`, with a copy of `content`.
 
-        Returns what it will bring, and the bytes of the whole.
+        Returns the pending result, and the bytes of the whole value.
         """
         layout, tensors = self._layout(value), _as_message(content)
-        number = {VERSION: tensors.pop(VERSION)} if VERSION in tensors else {}  # each rank knows it
+        number = {VERSION: tensors.pop(VERSION)} if VERSION in tensors else {}  # each rank knows the number
         views: Views = layout.views
         if not layout.nbytes:
             transfer = Transfer((), torch.empty(0, dtype=torch.uint8, device=self._device))
@@ -127,11 +127,11 @@ class Mailbox:
         return Pending(lambda: self._content(value, views(transfer.wait()) | number)), size
 
     def _layout(self, value: Value) -> Layout:
-        """Return the layout of a value, whole."""
+        """Return the layout of a whole value."""
         return self._layouts[value.stage - 1 if value.kind == INPUT else value.stage][value.kind]
 
     def _content(self, value: Value, tensors: dict[str, Tensor]) -> Any:
-        """Return what a message has brought, as a value is kept."""
+        """Return the content of a message in the form in which the executor keeps the value."""
         if value.kind in (INPUT, *LENT):
             layouts = self._layout(value).tensors
             tensors = {name: tensor.requires_grad_(layouts[name].takes_gradient) for name, tensor in tensors.items()}
@@ -139,12 +139,12 @@ class Mailbox:
             number = tensors.pop(VERSION, None)  # parameters without values do not travel
             return Version(value.version if number is None else int(number), tensors)
         if value.kind == BUFFERS:
-            return {name: tensor.clone() for name, tensor in tensors.items()}  # not as parts of one buffer
+            return {name: tensor.clone() for name, tensor in tensors.items()}  # not views of one buffer
         return tensors.get(VALUE) if value.kind in (INPUT, OUTPUT_GRADIENT) else tensors
 
 
 def _as_message(content: Any) -> dict[str, Tensor]:
-    """Return the tensors of a value by name; with parameters travels the number of their version."""
+    """Return the tensors of a value by name; parameters come with the number of their version."""
     if isinstance(content, Version):
         return numbered(content.tensors, content.number)
     if content is None:
@@ -153,7 +153,7 @@ def _as_message(content: Any) -> dict[str, Tensor]:
 
 
 def _part(buffers: dict[Value, tuple[Tensor, set[int]]], value: Value) -> Tensor:
-    """Return the part of its message's buffer that a value names; the last part takes the buffer out."""
+    """Return the part of a message's buffer that `value` names; the last part removes the buffer from `buffers`."""
     buffer, missing = buffers[value.whole]
     missing.discard(value.part or 1)
     if not missing:
@@ -167,9 +167,10 @@ def _part(buffers: dict[Value, tuple[Tensor, set[int]]], value: Value) -> Tensor
 def connect(program: Program, device: torch.device) -> dict[Edge, dist.ProcessGroup]:
     """Make the process groups of a program; return the group of each edge. All ranks must call it together.
 
-    On gloo, edges in one direction share a group of all ranks: it has no order between messages of different pairs, and
-    with one group both directions together would get the bandwidth of one. On NCCL each communicator is eager, a group
-    that is told its device: else two ranks build it at their first message, and each waits there for the other.
+    On gloo, edges in one direction share a group of all ranks. This is safe because gloo does not order the messages of
+    different pairs. With one group, both directions together would only get the bandwidth of one. On NCCL, each
+    communicator is initialised eagerly, by giving the group its device. Otherwise two ranks would build it at their
+    first message, where each waits for the other.
     """
     if device.type == "cuda":
         return new_groups(program.communicators, device)
@@ -180,7 +181,7 @@ def new_groups(communicators: Sequence[Communicator], device: torch.device) -> d
     """Make a process group for each communicator; return the group of each edge. All ranks must call it together."""
     world = dist.group.WORLD
     assert world is not None, "the engine has checked that there is one"
-    timeout = world._get_backend(device).options._timeout  # a new group would wait for 30 minutes
+    timeout = world._get_backend(device).options._timeout  # the default of a new group is 30 minutes
     gpu = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None
     found: dict[Edge, dist.ProcessGroup] = {}
     for edges in communicators:

@@ -1,4 +1,4 @@
-"""Activation bytes: what autograd saves for the backward plus what the engine holds for it, counted once.
+"""Activation bytes: the tensors that autograd saves for the backward and those that the engine holds, counted once.
 
 A tensor counts from the moment it is saved or held until its storage dies; two tensors that share a storage
 count once. Parameters, buffers and views of their storage never count (a Linear saves a view of its weight).
@@ -15,7 +15,7 @@ from torch import Tensor
 class ActivationMeter:
     """Counts the live activation bytes of one device.
 
-    `live_bytes` is exact at any moment in which no operator is running.
+    `live_bytes` is exact whenever no operator is running.
     """
 
     def __init__(self) -> None:
@@ -37,6 +37,6 @@ class ActivationMeter:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what tells the storage of a tensor from all others that live."""
+    """Return a key that is unique among the storages alive."""
     key: int = tensor.untyped_storage()._cdata
     return key

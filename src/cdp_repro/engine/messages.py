@@ -1,6 +1,6 @@
-"""What a message looks like in memory: which tensors, in which order, of which shape.
+"""The layout of a message in memory: its tensors, their order and their shapes.
 
-Sender and receiver derive it alike from the stages and one micro-batch, so that no message needs a header.
+Sender and receiver derive the same layout from the stages and one micro-batch, so that no message needs a header.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TensorLayout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorLayout:
-        """Return the layout of a dense tensor; of one with gaps or overlaps, that of a contiguous copy."""
+        """Return the layout of a dense tensor; for one with gaps or overlaps, that of a dense copy."""
         dense = torch.empty_like(tensor, device="meta")
         return cls(tuple(dense.shape), tuple(dense.stride()), dense.dtype, tensor.requires_grad)
 
@@ -44,7 +44,7 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a message by name, largest elements first, so that each is aligned, those of one type together."""
+    """The tensors of a message by name, grouped by type, largest elements first so that each tensor is aligned."""
 
     tensors: Mapping[str, TensorLayout]
 
@@ -69,7 +69,7 @@ class Layout:
         }
 
     def values(self, buffer: Tensor) -> list[Tensor]:
-        """Return what a buffer of `nbytes` bytes holds as one vector for each type, views of it."""
+        """Return the content of a buffer of `nbytes` bytes as one vector for each type, as views of it."""
         sizes: dict[torch.dtype, int] = {}
         for layout in self.tensors.values():
             sizes[layout.dtype] = sizes.get(layout.dtype, 0) + layout.nbytes
@@ -86,7 +86,7 @@ class Layout:
         """Return a new buffer that holds copies of the tensors.
 
         Raises:
-            RuntimeError: they are not those of the layout.
+            RuntimeError: the tensors are not those of the layout.
         """
         self.check(tensors)
         buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
@@ -96,7 +96,7 @@ class Layout:
 
 
 def broadcast(team: Team, layout: Layout, tensors: Mapping[str, Tensor] | None, source: int) -> Mapping[str, Tensor]:
-    """Return the tensors of rank `source`, which alone must give them; all ranks must call it together."""
+    """Return the tensors of rank `source`, the only rank that must give them; all ranks must call it together."""
     if team.size == 1 or not layout.nbytes:
         return tensors or layout.views(torch.empty(0, dtype=torch.uint8, device=team.device))
     if team.rank == source:
@@ -109,17 +109,17 @@ def broadcast(team: Team, layout: Layout, tensors: Mapping[str, Tensor] | None, 
 
 
 VALUE = "value"
-"""The name of the one tensor of a message with activations or their gradient."""
+"""The name of the only tensor in a message of activations or of their gradient."""
 
 Layouts = Sequence[Mapping[str, Layout]]
-"""Of each stage what its values look like when they are sent, by kind; INPUT is that of the next one, its output."""
+"""For each stage, the layouts of its values by kind; INPUT is the input of the next stage: this stage's output."""
 
 VERSION = ".version"
-"""The name, which no parameter can have, of a tensor that travels with lent parameters: the number of their version."""
+"""The name of the tensor with the version number that travels with lent parameters; no parameter can have this name."""
 
 
 def numbered(parameters: Mapping[str, Tensor], version: int) -> dict[str, Tensor]:
-    """Return parameters with the number of their version; where they have no values, nothing travels."""
+    """Return parameters with the number of their version; without the number if no parameter has values to send."""
     filled = [each for each in parameters.values() if each.nbytes]
     number = {VERSION: filled[0].new_full((), version, dtype=torch.int64)} if filled else {}
     return {**parameters, **number}
@@ -133,7 +133,7 @@ def layouts_of(
     autocast: Autocast,
     sources: Sources = (),
 ) -> Layouts:
-    """Return what the values of each stage look like, for micro-batches like (inputs, targets)."""
+    """Return the layouts of each stage's values, for micro-batches like (inputs, targets)."""
     found: list[Mapping[str, Layout]] = []
     with fake_tensors() as convert:
         rehearsal = Rehearsal(stages, loss_fn, autocast, convert, sources)

@@ -1,4 +1,4 @@
-"""Outputs of a model that nobody trains meanwhile: whole on each rank, or stage after stage where they are held."""
+"""Outputs of a model outside training: of the whole model on each rank, or stage by stage on their holders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TestBatches = Callable[[Iterable[int]], Iterable[tuple[Tensor, Tensor]]]
 """Numbers of batches -> (inputs [B, ...], targets [B, ...]) of each, in the order of the numbers."""
 
 _MOST_ON_THEIR_WAY = 2
-"""Batches that a rank has sent and the next one has not taken; more would only take memory."""
+"""Batches that a rank may have sent and the next one has not taken; more would only use memory."""
 
 
 def outputs_of(
@@ -34,8 +34,8 @@ def outputs_of(
 class PipelinedOutputs:
     """The stages of this rank, between those of the ranks before and after it.
 
-    A batch is read on the rank of its first hop, and its targets travel with it. A rank begins a batch when the one
-    before has sent it, while that goes on with the next. No parameter is sent.
+    A batch is read on the rank of its first hop, and its targets travel with it. A rank begins a batch when the rank
+    before has sent it; meanwhile that rank continues with the next batch. No parameter is sent.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PipelinedOutputs:
         self._outgoing.flush()
 
     def _send(self, number: int, tensors: Sequence[Tensor], peer: int) -> None:
-        """Send tensors, and before them what they look like, as the task of this number on this rank."""
+        """Send tensors, preceded by a description of them; `number` is that of the task on this rank."""
         self._outgoing.let_go(before=number - _MOST_ON_THEIR_WAY)
         sent = [tensor.contiguous() for tensor in tensors]
         looks = [control_messages.looks_of(tensor) for tensor in sent]

@@ -1,4 +1,4 @@
-"""The state of one stage: parameter versions, optimizer, gradient sums; and all sets of buffers."""
+"""The state of one stage: parameters and optimizer; and helpers for sets of buffers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _FACTORY = "each stage has one of its own, such as lambda parameters: torch.opti
 class StageState:
     """The optimizer of one stage, and the parameters that it writes to.
 
-    Versions are out of place: an update writes new tensors, and an old version lives as long as it is kept. Only where
-    nobody reads the old version any more does an update write into its tensors. Those of the newest version are shared
-    with the parameters that it was made from, which are therefore always up to date.
+    Versions are out of place: an update writes new tensors, and an old version lives as long as it is kept. An update
+    only writes into the tensors of the old version if nothing reads that version any more. The newest version shares
+    its tensors with the module's parameters, which are therefore always up to date.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class StageState:
         delay: Uncorrected | None = None,
         clipping: Clipping | None = None,
     ) -> None:
-        """`delay` makes up for the stale reads of the stage."""
+        """`delay` is the method against delay of the stage."""
         self._parameters = dict(parameters)
         trainable = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
         self._optimizer = _made(optimizer, trainable) if trainable else None
@@ -59,12 +59,12 @@ class StageState:
 
     @property
     def delay_bytes(self) -> int:
-        """Bytes of the last steps that are kept to make up for stale reads."""
+        """Bytes of the last steps that the method against delay keeps."""
         return delay_bytes(self._optimizer)
 
     def newest(self, number: int, age: int = 0) -> Version:
-        """Return the parameters as they are now, as a version; `age`: how many steps the optimizer's state is ahead."""
-        # `.data`, not `.detach()`: a version counter of its own, so that autograd sees that a version never changes
+        """Return the current parameters as version `number`; `age`: how many steps the optimizer's state is ahead."""
+        # `.data`, not `.detach()`: it has its own version counter, so that autograd sees no change of a version
         return Version(
             number,
             {
@@ -75,7 +75,7 @@ class StageState:
         )
 
     def _step_before(self, age: int) -> dict[str, Tensor]:
-        """Return by name, where stale reads look ahead, the step that made the version `age` versions ago."""
+        """Return, by name, the step that made the version of `age` updates ago; empty unless stale reads read ahead."""
         if not self._delay.reads_ahead or self._optimizer is None:
             return {}
         steps = {name: last_steps(self._optimizer, parameter) for name, parameter in self._parameters.items()}
@@ -90,10 +90,10 @@ class StageState:
         in_place: bool = False,
         gradients_are_ours: bool = True,
     ) -> Version:
-        """Return the version after `version`, the newest, made with the sum of a training step's gradients.
+        """Return the version after `version`, the newest one, made with the sum of the gradients of an update.
 
-        `in_place`: nobody reads `version` any more, so that its tensors become the next. `gradients_are_ours`: nobody
-        else needs the sum, so that the optimizer may write into it.
+        `in_place`: nothing reads `version` any more, so its tensors become the next version. `gradients_are_ours`:
+        nothing else needs the sum, so the optimizer may write into it.
         """
         self._refuse_other_rates()
         self.seal.check()
@@ -112,7 +112,7 @@ class StageState:
                 group["lr"] = base_rate * learning_rate_factor
             self._rates = self._rates_now()
             self._delay.step(self._optimizer)
-        self.seal.close()  # which lets go of the gradients
+        self.seal.close()  # this also releases the gradients
         return self.newest(version.number + 1)
 
     @property
@@ -123,7 +123,7 @@ class StageState:
         return [float(group["lr"]) for group in self._groups]
 
     def _refuse_other_rates(self) -> None:
-        """Raise ValueError if somebody else has set a learning rate since the last update, or will."""
+        """Raise ValueError if other code has set a learning rate since the last update, or is about to."""
         if self._rates_now() != self._rates or any("initial_lr" in group for group in self._groups):
             raise ValueError(
                 "the learning rate of the optimizer is set from outside, e.g. by a torch.optim.lr_scheduler: it would "
@@ -133,7 +133,7 @@ class StageState:
 
     @property
     def optimized(self) -> list[str]:
-        """Names of the optimizer's parameters, in its order."""
+        """Names of the optimizer's parameters, in the optimizer's order."""
         names = {parameter: name for name, parameter in self._parameters.items()}
         return [names[parameter] for group in self._groups for parameter in group["params"]]
 
@@ -148,7 +148,7 @@ class StageState:
         }
 
     def check_state(self, state: dict[str, Any], needed_versions: set[int]) -> None:
-        """Raise ValueError if `load_state_dict` could not take this state over."""
+        """Raise ValueError if `load_state_dict` could not load this state."""
         if set(state["versions"]) != needed_versions:
             raise ValueError(
                 f"the checkpoint has the versions {sorted(state['versions'])}, this mode needs "
@@ -169,7 +169,7 @@ class StageState:
             check_same_tensors(self._parameters, tensors)
 
     def load_state_dict(self, state: dict[str, Any]) -> dict[int, Version]:
-        """Take over a copy of what `state_dict` returned and `check_state` accepts; return its versions by number."""
+        """Load a copy of what `state_dict` returned and `check_state` accepts; return its versions by number."""
         if self._optimizer is not None:
             self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]["state"]))
         newest, found = max(state["versions"]), {}
@@ -183,7 +183,7 @@ class StageState:
 
     @property
     def _optimizer_class(self) -> str | None:
-        """Name of the optimizer's class, and of what makes up for stale reads."""
+        """Name of the optimizer's class, and of the method against delay if it keeps last steps."""
         method = f" with {self._delay.name}" if self._delay.kept_steps else ""
         return f"{type(self._optimizer).__name__}{method}" if self._optimizer else None
 
@@ -193,7 +193,7 @@ Buffers = dict[str, Tensor]
 
 
 def average(of_workers: Sequence[Mapping[str, Tensor]]) -> Buffers:
-    """Return the mean over all sets of the floating-point buffers of a stage; others from set 0."""
+    """Return the floating-point buffers of a stage as the mean over all sets, and the others from set 0."""
     return {
         name: torch.stack([buffers[name] for buffers in of_workers]).mean(0) if first.is_floating_point() else first
         for name, first in of_workers[0].items()
@@ -201,7 +201,7 @@ def average(of_workers: Sequence[Mapping[str, Tensor]]) -> Buffers:
 
 
 def check_buffers(mine: Mapping[str, Tensor], state: Sequence[Mapping[str, Tensor]], workers: int) -> None:
-    """Raise ValueError unless `state` has as many sets of buffers like `mine` as there are `workers`."""
+    """Raise ValueError unless `state` has `workers` sets of buffers like `mine`."""
     if len(state) != workers:
         raise ValueError(f"the checkpoint is of {len(state)} workers, this run has {workers}")
     for theirs in state:
@@ -219,7 +219,7 @@ def check_same_tensors(mine: Mapping[str, Tensor | TensorLayout], loaded: Mappin
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes of what an optimizer keeps for each value of its parameters; of shards, those on this rank."""
+    """Return the bytes that an optimizer keeps for each value of its parameters; of shards, those on this rank."""
     if optimizer is None:
         return 0
     kept = (
@@ -232,7 +232,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
 
 
 def _made(optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer of a stage; raise ValueError unless it is one of just these parameters."""
+    """Return the optimizer of a stage; raise ValueError unless it has exactly these parameters."""
     made = optimizer(list(parameters))
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"optimizer made a {type(made).__name__}, not an optimizer of torch: {_FACTORY}")

@@ -1,4 +1,4 @@
-"""Seeds that depend on what is drawn, never on where or in which order it is drawn."""
+"""Seeds that depend on what is drawn, never on where or in what order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def generator(device: torch.device | str, *keys: int | str) -> torch.Generator:
 
 @contextmanager
 def seeded(device: torch.device, *keys: int | str) -> Iterator[None]:
-    """Run the body with torch's default generators seeded by `keys`, then put back the state they had."""
+    """Run the body with torch's default generators seeded by `keys`, then restore their state."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(

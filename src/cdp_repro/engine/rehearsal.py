@@ -1,6 +1,6 @@
-"""One micro-batch walked through all stages, to learn their costs and what they hand to each other.
+"""Walks one micro-batch through all stages, to find their costs and the values that they pass to each other.
 
-On fake tensors, which have a shape, a type and a storage but no data, nothing is computed and no memory is taken.
+With fake tensors, which have a shape, a type and a storage but no data, nothing is computed and no memory is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Convert = Callable[[Tensor], Tensor]
 
 @contextmanager
 def fake_tensors() -> Iterator[Convert]:
-    """Run the body without computing anything; yields what makes a fake tensor of a real one."""
+    """Run the body without computing anything; yields a function that makes a fake tensor from a real one."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.random.fork_rng(devices=[]):
         yield mode.from_tensor
@@ -41,7 +41,7 @@ class Rehearsal:
         convert: Convert = torch.clone,
         sources: Sources = (),
     ) -> None:
-        """`sources` are of each stage the stages whose outputs it reads; () for a chain."""
+        """`sources` gives, for each stage, the stages whose outputs it reads; () for a chain."""
         last = len(stages) - 1
         self._sources = sources or chain(len(stages))
         self._compute = [
@@ -52,9 +52,9 @@ class Rehearsal:
         self.stages = len(stages)
         self._saved: list[SavedForward] = []
         self._gradients: dict[int, Tensor | None] = {}
-        """By stage: of its output, until its backward."""
+        """By stage: the gradient of its output, until its backward."""
         self.outputs: dict[int, Tensor] = {}
-        """By stage: what another one is still to read."""
+        """By stage: its output, until another stage reads it."""
 
     def begin(self, inputs: Tensor, targets: Tensor) -> None:
         """Start a micro-batch, [B/M, ...] each."""
@@ -63,7 +63,7 @@ class Rehearsal:
         self._data = {stage: inputs if stage == first[-1] else inputs.clone() for stage in first}
 
     def forward(self, stage: int, meter: ActivationMeter | None = None, prefix: Prefix | None = None) -> Tensor:
-        """Run the next stage forward, of sequences on the slice behind `prefix`; return its output, or the loss."""
+        """Run the forward of `stage`, on the slice after `prefix` if there is one; return its output, or the loss."""
         inputs = [self.outputs.pop(each) for each in self._sources[stage]] or [self._data.pop(stage)]
         self._input_storages = [weakref.ref(each.untyped_storage()) for each in inputs]
         output, saved = self._compute[stage].forward(
@@ -78,13 +78,13 @@ class Rehearsal:
         return output
 
     def keeps_inputs(self) -> list[bool]:
-        """Return of each input of the stage that ran last whether it is still alive, for its backward."""
+        """Return, for each input of the stage that ran last, whether its storage is still alive for the backward."""
         return [storage() is not None for storage in self._input_storages]
 
     def backward(self, later: Mapping[str, Tensor] | None = None) -> tuple[Tensor | None, Gradients]:
-        """Run the latest stage backward; return the gradients of its output, if any, and of its parameters.
+        """Run the backward of the last stage still to do; return the gradients of its output, if any, and parameters.
 
-        `later` are the gradients of what its layers have kept for the slice after this one.
+        `later` are the gradients of what its layers have kept for the next slice.
         """
         gradients: Gradients = {}
         stage = len(self._saved) - 1

@@ -1,7 +1,7 @@
-"""What users write around a training loop and what would do nothing here: refused, with the way that works.
+"""Refuses common code around a training loop that would do nothing here, and names the way that works.
 
-A parameter of a stage is not what its forward reads: that is a version of it. Several training steps are under way at
-once, and none of their gradients ever stands in `parameter.grad` between two steps.
+A forward does not read a parameter of the stage, but a version of it. Several training steps are under way at once, and
+`parameter.grad` never has a gradient of any of them between two steps.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _OPTIMIZER = (
 
 
 class Seal:
-    """Some parameters that the engine alone may change.
+    """Some parameters that only the engine may change.
 
-    `close` notes how they are and `check` whether they still are so. While it is closed, whatever reads
+    `close` records their state, and `check` compares it with the current one. While the seal is closed, any use of
     `parameter.grad` raises RuntimeError.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Raise ValueError if one of them has a hook."""
+        """Raise ValueError if one of the parameters has a hook."""
         self._parameters = dict(parameters)
         self._marks: list[tuple[int, int]] = []
         self._refuse_hooks()
@@ -37,20 +37,20 @@ class Seal:
         self._marks = [_mark_of(parameter) for parameter in self._parameters.values()]
 
     def close(self) -> None:
-        """Take the parameters as they are for those of the engine."""
+        """Record the current parameters as the engine's, and block `parameter.grad`."""
         for parameter in self._parameters.values():
             if parameter.requires_grad:
                 parameter.grad = _no_gradient(parameter.shape, parameter.dtype, parameter.device)
         self._mark()
 
     def open(self) -> None:
-        """Take the parameters as they are for those of the engine, and let others use `parameter.grad`."""
+        """Record the current parameters as the engine's, and let other code use `parameter.grad`."""
         for parameter in self._parameters.values():
             parameter.grad = None
         self._mark()
 
     def check(self) -> None:
-        """Raise ValueError if somebody has changed a parameter since, or put a hook on one."""
+        """Raise ValueError if a parameter was changed since the last record, or has a hook."""
         self._refuse_hooks()
         for (name, parameter), mark in zip(self._parameters.items(), self._marks, strict=True):
             if _mark_of(parameter) != mark:
@@ -70,7 +70,7 @@ class Seal:
 
 
 def _mark_of(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return what changes when a parameter is written to, or gets other data."""
+    """Return a mark that changes when a parameter is written to or gets other data."""
     return parameter._version, parameter.data_ptr()
 
 
@@ -87,5 +87,5 @@ class _NoGradient(Tensor):
 
 @lru_cache
 def _no_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return one of the given shape, as `parameter.grad` must have, without memory."""
+    """Return a `_NoGradient` of the shape that `parameter.grad` must have; it uses no memory for it."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape).as_subclass(_NoGradient)

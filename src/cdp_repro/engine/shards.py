@@ -1,4 +1,4 @@
-"""Shards: a stage's parameters and gradients cut into one part for each rank, and put together again."""
+"""Shards: cuts a stage's parameters and gradients into one part for each rank, and joins them again."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from cdp_repro.schedule.parts import part_bytes
 
 State = dict[str, Any]
 Views = Callable[[Tensor], dict[str, Tensor]]
-"""What finds named tensors in a buffer."""
+"""A function that finds named tensors in a buffer."""
 
 
 class Shards:
-    """How the parameters of one stage are shared out among all ranks.
+    """How the parameters of one stage are divided among all ranks.
 
-    Parameters of one type lie end to end in a block, those that take gradients in a block of their own. A rank's shard
-    is one of as many equal parts of each block as there are ranks; the last may be short, and is padded to be sent. A
-    parameter so has a piece on every rank, perhaps an empty one: a tensor [values, 1, ..., 1] of as many dimensions,
-    but at least one.
+    Parameters of one type lie end to end in a block; those that take gradients have a separate block. Each block is cut
+    into as many equal parts as there are ranks, and a rank's shard is one part of each. The last part may be short; it
+    is padded when sent. So a parameter has a piece on every rank, which may be empty: a tensor [values, 1, ..., 1] with
+    as many dimensions as the parameter, but at least one.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], rank: int, ranks: int, device: torch.device) -> None:
@@ -38,14 +38,14 @@ class Shards:
         for name, parameter in parameters.items():
             kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[name] = parameter
         self._types = [dtype for dtype, _ in kinds]
-        """Of each block."""
+        """Type of each block."""
         self._layouts = [Layout.of(tensors) for tensors in kinds.values()]
-        """Of each block."""
+        """Layout of each block."""
         self._sizes = [part_bytes(layout.nbytes, ranks) for layout in self._layouts]
         """Bytes of a rank's part of each block."""
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of this rank's pieces of the stage's `tensors`, or of some of them, of any types."""
+        """Return copies of this rank's pieces of `tensors`: all or some of the stage's, by name, of any types."""
         found = {}
         for name, tensor in tensors.items():
             layout = self._whole[name]
@@ -56,7 +56,7 @@ class Shards:
         return found
 
     def joined(self, pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the tensors, on the CPU, whose pieces on each rank are `pieces`."""
+        """Return, on the CPU, the tensors joined from each rank's `pieces`."""
         found = {}
         for name in pieces[0]:
             layout = self._whole[name]
@@ -65,9 +65,9 @@ class Shards:
         return found
 
     def optimizer(self, make: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> OptimizerFactory:
-        """Return what makes the optimizer of pieces of the trainable `parameters`, in their order.
+        """Return a function that makes the optimizer of the pieces of the trainable `parameters`, in their order.
 
-        `make` sees the parameters themselves, so that it groups them as on one device.
+        `make` sees the parameters themselves, so that it groups them as on a single device.
         """
 
         def make_of_pieces(pieces: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -85,7 +85,7 @@ class Shards:
         return make_of_pieces
 
     def gather(self, pieces: Mapping[str, Tensor]) -> tuple[Transfer, Views]:
-        """Start to gather the tensors of which this rank has `pieces`, in one buffer. All ranks must take part."""
+        """Start to gather, in one buffer, the tensors of which this rank has `pieces`. All ranks must take part."""
         shard, whole = self._buffer(1), self._buffer(self._ranks)
         for name, view in self._pieces_in(shard).items():
             view.copy_(pieces[name].detach())
@@ -96,8 +96,8 @@ class Shards:
         return Transfer.of(whole, *works, source=shard), self._tensors_in
 
     def reduce(self, gradients: Mapping[str, Tensor]) -> tuple[Transfer, Views]:
-        """Start to add all ranks' `gradients`; each gets its pieces of the sums. All ranks must take part."""
-        names = {*gradients}  # not the gradients themselves, which need not live until the sums are here
+        """Start to add the `gradients` of all ranks; each gets its pieces of the sums. All ranks must take part."""
+        names = {*gradients}  # the lambda below must not keep the gradients alive until the sums arrive
         whole, shard = self._buffer(self._ranks).zero_(), self._buffer(1)
         for name, view in self._tensors_in(whole).items():
             if name in names:
@@ -114,12 +114,12 @@ class Shards:
         }
 
     def cut_state(self, state: State, names: Sequence[str]) -> State:
-        """Return this rank's part of a whole stage's state, as `StageState.state_dict` returns them.
+        """Return this rank's part of a whole stage's state; both are as `StageState.state_dict` returns them.
 
-        `names` are those of the optimizer's parameters, in its order.
+        `names` are those of the optimizer's parameters, in the optimizer's order.
 
         Raises:
-            ValueError: it is of another model.
+            ValueError: `state` is of another model.
         """
         for tensors in state["versions"].values():
             check_same_tensors(self._whole, tensors)
@@ -127,7 +127,7 @@ class Shards:
         return _converted([state], names, shapes, lambda tensors: self.pieces(*tensors))
 
     def join_states(self, states: Sequence[State], names: Sequence[str]) -> State:
-        """Return the whole stage's state, of which each rank has one of `states`; `names` as in `cut_state`."""
+        """Return the whole stage's state from `states`, one for each rank; `names` as in `cut_state`."""
         shapes = {name: (self._ends[name][1], *_piece_shape(layout.shape)[1:]) for name, layout in self._whole.items()}
         return _converted(states, names, shapes, self.joined)
 
@@ -138,7 +138,7 @@ class Shards:
 
     @cached_property
     def _ends(self) -> dict[str, list[int]]:
-        """By name: where, of the values of a parameter as they lie in memory, each rank's piece ends; first, 0."""
+        """By name: where each rank's piece ends, counted in the parameter's values as they lie in memory; 0 first."""
         found = {}
         for layout, size in zip(self._layouts, self._sizes, strict=True):
             start = 0
@@ -149,7 +149,7 @@ class Shards:
         return found
 
     def _buffer(self, shards: int) -> Tensor:
-        """Return a new buffer for so many ranks' parts of all blocks: of one, or the padded blocks themselves."""
+        """Return a new buffer for `shards` ranks' parts of all blocks: those of one rank, or the padded blocks."""
         return torch.empty(shards * sum(self._sizes), dtype=torch.uint8, device=self._device)
 
     def _parts(self, shard: Tensor) -> Sequence[Tensor]:
@@ -191,9 +191,9 @@ def _converted(
     shapes: Mapping[str, tuple[int, ...]],
     convert: Callable[[Sequence[Mapping[str, Tensor]]], dict[str, Tensor]],
 ) -> State:
-    """Return the state that has `convert` of what has a value for each parameter in `states`, else what the first has.
+    """Return the first state with `convert` applied, over all `states`, to entries with one value per parameter value.
 
-    `shapes` are those of the parameters in the first state: what the optimizer keeps for each value has the same.
+    `shapes` are those of the parameters in the first state; such entries of the optimizer have the same shapes.
     """
     first = states[0]
     versions = {number: convert([state["versions"][number] for state in states]) for number in first["versions"]}

@@ -1,14 +1,14 @@
 """A backward in two parts: first the gradients of the stage's inputs, later those of its parameters.
 
-The graph of a stage is a path of operations from its input to its output, with parameters that join from the side:
+The graph of a stage is a path of operations from its input to its output; parameters join it from the side:
 
     input --> op 1 --> op 2 --> output          op 1 and op 2 are on the way to the input; what lies between them and
                |        |                       their parameters is not.
            weight 1  weight 2
 
-The first part runs the way to the input only, and keeps the gradients that came into each operation with parameters at
-its side. The second part starts from there, so that nothing is computed twice. A parameter that joins the way in more
-than one place has no single such operation; it takes its gradient in the first part.
+The first part only runs the operations on the way to the input. It keeps the incoming gradients of each operation with
+parameters at its side. The second part starts from there, so nothing is computed twice. A parameter that joins the way
+in more than one place has no single such operation; it gets its gradient in the first part.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _Incoming: TypeAlias = tuple[Tensor | None, ...]
 
 @dataclass
 class WeightWork:
-    """What the gradients of the parameters still need."""
+    """The work left to do for the gradients of the parameters."""
 
     compute: StageCompute
     saved: SavedForward
     version: Version
     """The parameters that the backward reads."""
     grad_output: Tensor | None = None
-    """Where nothing has been done yet: the gradient of the stage's output."""
+    """The gradient of the stage's output, if nothing has been done yet."""
     incoming: list[tuple[Node, frozenset[str], _Incoming]] = field(default_factory=list)
-    """Of each operation with parameters at its side: their names, and the gradients of its outputs."""
+    """For each operation with parameters at its side: their names, and the gradients of its outputs."""
     early: Gradients = field(default_factory=dict)
-    """The gradients that came with those of the inputs."""
+    """The gradients of parameters already computed in the first part."""
 
     def finish(self, sums: Gradients) -> None:
         """Add the gradients of the parameters to `sums`, by name, as `backward` does."""
@@ -57,7 +57,7 @@ class WeightWork:
 def backward_input(
     compute: StageCompute, saved: SavedForward, grad_output: Tensor | None, version: Version
 ) -> tuple[list[Tensor | None], WeightWork]:
-    """Return the gradients of the stage's inputs, None where there is none, and what is left to do for its parameters.
+    """Return the gradients of the stage's inputs, None where there is none, and the work left for its parameters.
 
     `grad_output` is the gradient of the stage's output; None if the loss does not depend on it. `version` are the
     parameters that the backward reads.
@@ -95,7 +95,7 @@ def _sides(root: Node, saved: SavedForward) -> dict[Node, set[str]]:
     names = {id(parameter): name for name, parameter in saved.version.trainable.items()}
     reaches_input: dict[Node, bool] = {}
     below: dict[Node, set[str]] = {}
-    """Of each operation: the parameters that it reaches."""
+    """For each operation: the parameters that it reaches."""
     for node in children_first(root):
         variable = getattr(node, "variable", None)
         children = [child for child, _ in node.next_functions if child is not None]

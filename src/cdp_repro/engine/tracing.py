@@ -1,4 +1,4 @@
-"""Tracing: meters and records the first training steps of a run, then steps aside (the pattern is periodic)."""
+"""Tracing: records and meters the first training steps, then stops, because the pattern is periodic."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ class Tracer:
         self.active = False
 
     def begin_run(self, first_slot: int, first_step: int) -> None:
-        """Begin a run: nothing is recorded from the slot on in which the first step beyond the traced ones begins."""
+        """Begin a run; recording stops at the slot in which the first step after the traced ones begins."""
         self._traced_here = self._end_step - first_step
         self._end_slot = first_slot + self._traced_here * self._schedule.slots_per_step
 
     def enter(self, slot: Slot, begun: int) -> None:
         """Begin a slot of a run in which `begun` steps have begun.
 
-        The drain is recorded if no step comes after the traced ones.
+        If no step follows the traced ones, the drain is recorded too.
         """
         self._slot = slot.number
         if slot.number >= self._end_slot and begun > self._traced_here:
             self.stop()
 
     def now(self) -> float:
-        """Return seconds since the trace began, on the clock of rank 0; while tracing, compute is waited for.
+        """Return seconds since the trace began, on the clock of rank 0. While tracing, this waits for compute.
 
-        Not so messages, which have streams of their own: a receive ends only when the other rank comes to its send.
+        It does not wait for messages, which have their own streams: a receive ends only when the peer reaches its send.
         """
         if self.active and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return time.perf_counter() - self._origin
 
     def record(self, slot: int, action: Action, versions: Sequence[int], begin: float) -> None:
-        """Record that `action` has run since `begin`, with the live versions of each stage after it."""
+        """Record that `action` ran from `begin` until now, with the number of live versions of each stage after it."""
         self._recorder.record(slot, action, self._meter.live_bytes, versions, (begin, self.now()))
 
     def sent(self, action: Action, size: int) -> None:
-        """Record that a SEND, or the part in a COLLECTIVE, of this slot has sent `size` bytes."""
+        """Record that a SEND of this slot, or this rank's part in a COLLECTIVE, has sent `size` bytes."""
         self._recorder.sent(self._slot, action, size)
 
     def recorded(self) -> tuple[tuple[SlotRecord, ...], tuple[Message, ...]]:

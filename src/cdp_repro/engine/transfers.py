@@ -1,4 +1,4 @@
-"""What is on its way between ranks, in buffers that must live until it has arrived."""
+"""Transfers between ranks, and the buffers that must live until they are complete."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Transfer:
-    """What torch has started to send or receive, in its buffer."""
+    """Sends, receives or collectives that torch has started, with their buffer."""
 
     works: Sequence[dist.Work]
     buffer: Tensor
     source: Tensor | None = None
-    """Of a collective: the buffer that it reads, if that is another."""
+    """The buffer that a collective reads, if it is not `buffer`."""
 
     @classmethod
     def of(cls, buffer: Tensor, *works: dist.Work | None, source: Tensor | None = None) -> Transfer:
-        """Return what torch has started; it starts nothing (None) only where a rank is no member of a group."""
+        """Return the transfer of `works`; a work is None (nothing started) only if the rank is not in the group."""
         started = [work for work in works if work is not None]
         assert len(started) == len(works), "the process group is the world's, so every rank is a member"
         return cls(started, buffer, source)
 
     def wait(self) -> Tensor:
-        """Wait for it; return the buffer."""
+        """Wait for the transfer; return its buffer."""
         for work in self.works:
             work.wait()
         return self.buffer
 
 
 class Outgoing:
-    """What this rank is sending, oldest first, each with a number that tells when it began.
+    """This rank's transfers under way, oldest first, each with a number that tells when it began.
 
-    A send of gloo is done only for who has waited for it. So it is waited for, but not before the receiver must have
-    come to the message, which is then there at once.
+    A gloo send only counts as done once the sender has waited for it. So this waits for each send, but not before the
+    receiver must have come to the message: then the wait ends at once.
     """
 
     def __init__(self) -> None:
         self._transfers: deque[tuple[int, Transfer]] = deque()
 
     def append(self, transfer: Transfer, begun: int) -> None:
-        """Keep a buffer until it has been sent."""
+        """Keep the buffers of a transfer until it is complete."""
         self._transfers.append((begun, transfer))
 
     def let_go(self, before: float) -> None:
-        """Wait until what has begun before that has been sent; let go of its buffers."""
+        """Wait until all transfers that began before `before` are complete; let go of their buffers."""
         while self._transfers and self._transfers[0][0] < before:
             self._transfers.popleft()[1].wait()
 

@@ -1,9 +1,9 @@
 """Processes: the ranks of a run, however they were started, and the process group that joins them.
 
-`launcher` runs a function in every rank, `starters` reads what torchrun and srun say, `local_ranks` starts ranks here,
-which `fork_server` forks, `process_group` joins them, `signals` turns SIGTERM into a request, `positions` says where
-each rank stands, `team` is the ranks of a run, `control_messages` what they tell each other. The last two and
-`process_group` import torch when they are imported; `launcher` and what starts ranks do not.
+`launcher` runs a function in every rank. `starters` reads the variables of torchrun and srun. `local_ranks` starts
+ranks here, forked by `fork_server`. `process_group` joins them. `signals` turns SIGTERM into a request. `positions`
+says where each rank stands. `team` is the ranks of a run, `control_messages` what they tell each other. The last two
+and `process_group` import torch when they are imported; `launcher` and the modules that start ranks do not.
 """
 
 from cdp_repro.launch.failures import LaunchError, RankFailedError, StalledError

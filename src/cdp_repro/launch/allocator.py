@@ -10,11 +10,11 @@ _LARGEST = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory in the process; does nothing where there is another C library.
+    """Make glibc keep freed memory in the process; do nothing with another C library.
 
-    A step frees and asks for the same tens of megabytes. By default glibc hands large blocks back to the system at
-    once, and every page of the next step is a page fault that fills it with zeros: some 9,000 a step for a ResNet-18
-    on four micro-batches, about 4 % of its time. The setting is of the whole process.
+    Each step frees and allocates the same tens of megabytes. By default glibc returns large blocks to the system at
+    once. Every page of the next step is then a page fault that zeroes it: some 9,000 per step for a ResNet-18 on four
+    micro-batches, about 4 % of its time. The setting applies to the whole process.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt

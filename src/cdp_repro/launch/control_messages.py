@@ -1,6 +1,6 @@
-"""What ranks tell each other beside the messages of the schedule: plain values and tensors, never objects.
+"""What ranks tell each other besides the messages of the schedule: plain values and tensors, never objects.
 
-A message is JSON and, behind it, the bytes of the tensors that the JSON names. Nothing of it is run: whoever reaches a
+A message is JSON followed by the bytes of the tensors that the JSON names. None of it is executed: whoever reaches a
 port of a rank can disturb a run, but a pickle would let them run code in it.
 
     8 bytes      length of the JSON
@@ -27,7 +27,7 @@ def encode(value: object) -> Tensor:
     """Return a value as bytes, uint8 [n].
 
     Args:
-        value: None, bool, int, float, str, Tensor, or dict, list and tuple of them; keys of a dict as values.
+        value: None, bool, int, float, str, Tensor, or dict, list and tuple of them; keys of a dict likewise.
 
     Raises:
         TypeError: it holds something else.
@@ -39,14 +39,14 @@ def encode(value: object) -> Tensor:
 
 
 def decode(message: Tensor) -> Any:
-    """Return the value that `encode` has made the bytes of; its tensors are on the CPU."""
+    """Return the value that `encode` turned into these bytes; its tensors are on the CPU."""
     length = int(message[:_HEADER_BYTES].clone().view(torch.int64))
     end = _HEADER_BYTES + length
     return _value(json.loads(message[_HEADER_BYTES:end].numpy().tobytes()), [message[end:]])
 
 
 def _plain(value: object, tensors: list[Tensor]) -> object:
-    """Return a value as JSON has it; append its tensors."""
+    """Return a value in the form that JSON holds; append its tensors to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return {"tensor": looks_of(value)}
@@ -60,7 +60,7 @@ def _plain(value: object, tensors: list[Tensor]) -> object:
 
 
 def _value(plain: Any, rest: list[Tensor]) -> Any:
-    """Return the value of what JSON has; take its tensors from the front of the rest of the bytes."""
+    """Return the value of its JSON form; take its tensors from the front of the remaining bytes."""
     if not isinstance(plain, dict):
         return plain
     ((kind, content),) = plain.items()
@@ -81,18 +81,18 @@ def looks_of(tensor: Tensor) -> list[Any]:
 
 
 def empty(looks: Sequence[Any], device: torch.device | str = "cpu") -> Tensor:
-    """Return a tensor that looks as `looks_of` says, with whatever values."""
+    """Return a tensor that looks as `looks_of` says, with arbitrary values."""
     name, shape = looks
     return torch.empty(shape, dtype=getattr(torch, name), device=device)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, uint8 [n]: a view, where it is whole and on the CPU."""
+    """Return the bytes of a tensor, uint8 [n]: a view if it is contiguous and on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def send(value: object, rank: int, group: dist.ProcessGroup | None = None) -> None:
-    """Send a value to another rank, which must `receive` it. The group is of gloo, as in all of these."""
+    """Send a value to another rank, which must `receive` it. The group must be gloo's, as for all functions here."""
     for part in _parts(value):
         dist.send(part, rank, group=group, tag=_TAG)
 
@@ -100,7 +100,7 @@ def send(value: object, rank: int, group: dist.ProcessGroup | None = None) -> No
 def begin_send(
     value: object, rank: int, group: dist.ProcessGroup | None = None
 ) -> list[tuple[Tensor, dist.Work | None]]:
-    """Begin to send a value as `send` does; return what must be kept until the work beside it is done."""
+    """Begin to send a value as `send` does; return tensors to keep, each until the work paired with it is done."""
     return [(part, dist.isend(part, rank, group=group, tag=_TAG)) for part in _parts(value)]
 
 
@@ -120,7 +120,7 @@ def receive(rank: int, group: dist.ProcessGroup | None = None) -> Any:
 
 
 def gather(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return everyone's value, by rank, on rank 0; on others an empty list. All ranks call it."""
+    """Return the values of all ranks, by rank, on rank 0; on others an empty list. All ranks must call it."""
     if dist.get_rank():
         send(value, 0, group)
         return []
@@ -128,7 +128,7 @@ def gather(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def share(value: object, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the value of rank 0. All ranks call it."""
+    """Return the value of rank 0. All ranks must call it."""
     message = encode(value) if dist.get_rank() == 0 else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([len(message)])
     dist.broadcast(length, 0, group=group)

@@ -1,4 +1,4 @@
-"""What a process finds around it: variables, for the time of a block, and cores."""
+"""The environment of a process: variables, set for the time of a block, and usable cores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment within the body."""
+    """Set environment variables within the body."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

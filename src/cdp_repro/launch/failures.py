@@ -21,9 +21,9 @@ class RankFailedError(RuntimeError):
 
     Attributes:
         rank: The one that failed first.
-        exit_code: With which it ended; None if a signal killed it.
+        exit_code: The code with which it ended; None if a signal killed it.
         signal_name: The signal that killed it, if one did.
-        traceback: What it raised, if it did.
+        traceback: The traceback of what it raised, if it raised anything.
     """
 
     def __init__(self, rank: int, exit_code: int | None, signal_name: str | None, traceback: str) -> None:
@@ -41,7 +41,7 @@ class RankFailedError(RuntimeError):
 
 
 class StalledError(RuntimeError):
-    """Ranks have been waited for in vain; the message names them, and where each rank stands.
+    """Waiting for some ranks was in vain; the message names them and says where each rank stands.
 
     Attributes:
         ranks: Those that neither went on nor gave up.
@@ -62,7 +62,7 @@ class Failure:
     seconds: float  # on the monotonic clock, which processes share
     exit_code: int | None = None
     traceback: str = ""
-    pickled_error: bytes | None = None  # of the caller's own exceptions
+    pickled_error: bytes | None = None  # only of the caller's own exceptions
     lost_peer: bool = False  # probably a consequence of another rank's failure
 
     @property
@@ -102,13 +102,13 @@ def failure_of(rank: int, error: BaseException, function: Callable[..., Any]) ->
 
 
 def _is_own(error: BaseException, function: Callable[..., Any]) -> bool:
-    """Return whether the exception is one that the function's package or this one defines, or an end by intent."""
+    """Return whether the function's package or this one defines the exception, or it is a deliberate exit."""
     packages = {name.partition(".")[0] for name in (function.__module__, __name__)}
     return type(error).__module__.partition(".")[0] in packages or type(error) in (KeyboardInterrupt, SystemExit)
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """Pickle an exception, whatever its __init__ takes; None if its attributes do not."""
+    """Pickle an exception, whatever its __init__ takes; return None if its attributes cannot be pickled."""
     try:
         pickled = pickle.dumps((type(error), error.args, error.__dict__))
         pickle.loads(pickled)
@@ -128,16 +128,16 @@ _BROKEN = (
     r"ncclRemoteError"
 )
 _TIMEOUT = r"timed out|wait timeout|application timeout"
-"""The last is gloo's, for whatever else it did on the connections on which this process lost its patience."""
+"""The last is gloo's, for any other use of a connection on which this process has timed out."""
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether the exception tells of a connection that broke, as gloo, NCCL and the store put it."""
+    """Return whether the exception reports a timeout or a broken connection, as gloo, NCCL and the store put it."""
     return is_timeout(error) or _tells(error, _BROKEN)
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether the exception tells that another rank was waited for as long as it may take."""
+    """Return whether the exception reports that waiting for another rank timed out."""
     return isinstance(error, TimeoutError) or _tells(error, _TIMEOUT)
 
 
@@ -150,7 +150,7 @@ def _tells(error: BaseException | None, signs: str) -> bool:
 
 
 def error_to_raise(first: Failure, failures: Sequence[Failure]) -> BaseException:
-    """Return the exception of the first failure or, if rank 0 raised one of its kind, that."""
+    """Return the exception of the first failure, as raised by the lowest rank that raised one of its type."""
     error = first.error
     if error is None:
         return first.as_error()

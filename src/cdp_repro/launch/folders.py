@@ -1,4 +1,4 @@
-"""The temporary folder of a launching process; a process that was killed leaves its own to the next one."""
+"""The temporary folder of a launching process; that of a killed process is removed by the next one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tempfile import TemporaryDirectory, gettempdir
 _PREFIX = "cdp-repro-"
 _LOCK = ".lock"
 _YOUNG_SECONDS = 60.0
-"""A younger folder may be one whose process has not locked it yet."""
+"""The process of a younger folder may not have locked it yet."""
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder for the body, and remove those of this user's processes that were killed."""
+    """Make a folder for the body, and remove those that killed processes of this user have left."""
     for path in Path(gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # of another user, or just removed by another process
             _remove_if_left(path)

@@ -1,10 +1,10 @@
 """Starts ranks by forking a process that has imported what all of them need.
 
-Importing torch and what comes with it takes seconds of a core: with more ranks than cores that would be most of a short
-run. So one process imports, in the environment of the ranks, and forks them; it starts no thread and computes nothing,
-and so leaves them nothing that a fork breaks. The `forkserver` of `multiprocessing` does as much, but there is one for
-all of a Python process: later ranks would inherit the environment, the standard streams and the blocked signals of the
-first.
+Importing torch and its dependencies takes seconds of CPU time: with more ranks than cores, that would be most of a
+short run. So one process does the imports, in the environment of the ranks, and forks them. It starts no threads and
+computes nothing, so it leaves them nothing that a fork breaks. The `forkserver` of `multiprocessing` does the same, but
+a Python process has only one: later ranks would inherit the environment, the standard streams and the blocked signals
+of the first.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from cdp_repro.launch.in_rank import end_with_starter
 from cdp_repro.launch.signals import STOP_SIGNALS
 
 _KILL_SECONDS = 5.0
-"""For how long to wait for killed ranks: for ever, were a driver not to let go of one."""
+"""How long to wait for killed ranks: a driver that does not let go of one would make the wait endless."""
 _OF_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Lets a module ask, while it is imported, whether there is a GPU: CUDA itself, once asked, works in no fork."""
+"""Lets a module ask during its import whether there is a GPU: once CUDA itself has been asked, it works in no fork."""
 
 
 class ForkedRanks:
-    """Ranks, seen from the process that has them started.
+    """Ranks, seen from the process that starts them.
 
     Attributes:
-        numbers: Of all ranks.
+        numbers: The numbers of all ranks.
         exit_codes: By rank that has ended: its exit code, or -k if signal k killed it.
 
     Args:
-        target: What each rank calls, with its number and `arguments`.
-        arguments: What pickles.
-        variables: Of the environment, for all ranks.
-        own_variables: Of the environment, by rank.
-        imports: The modules to import before the ranks are forked, beside that of `target`.
+        target: The function that each rank calls with its number and `arguments`.
+        arguments: Must be picklable.
+        variables: Environment variables for all ranks.
+        own_variables: Environment variables by rank.
+        imports: The modules to import before the ranks are forked, besides that of `target`.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class ForkedRanks:
         self.numbers = range(len(own_variables))
         self._pids: list[int] = []
         self._news, theirs = get_context("spawn").Pipe(duplex=False)
-        with environment({"PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}):  # of locks that killed ranks leave
-            resource_tracker.ensure_running()  # a start would do it, and unblock the signals
+        with environment({"PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}):  # on locks that killed ranks leave
+            resource_tracker.ensure_running()  # else `start` would do it, and unblock the signals
         self._server: BaseProcess = get_context("spawn").Process(
             target=_serve, args=(target, arguments, own_variables, imports, theirs)
         )
@@ -73,13 +73,13 @@ class ForkedRanks:
         return [number for number in self.numbers if number not in self.exit_codes]
 
     def wait(self, seconds: float) -> None:
-        """Wait until ranks start or end, but no longer than so."""
+        """Wait until ranks start or end, but at most this long."""
         if self.running:
             wait([self._news], timeout=seconds)
         while self.running and self._news.poll():
             try:
                 self._take(self._news.recv())
-            except EOFError:  # the server has ended, and the kernel its ranks
+            except EOFError:  # the server has ended, and the kernel has ended its ranks
                 self._server.join()
                 code = self._server.exitcode
                 assert code is not None
@@ -92,7 +92,7 @@ class ForkedRanks:
             self.exit_codes |= news
 
     def send(self, number: int) -> bool:
-        """Send a signal to the ranks that run; return whether they have started, and so have got it."""
+        """Send a signal to the running ranks; return whether they had started and so received it."""
         for rank in self.running if self._pids else ():
             os.kill(self._pids[rank], number)
         return bool(self._pids)
@@ -115,15 +115,15 @@ def _serve(
     imports: Sequence[str],
     news: Connection,
 ) -> None:
-    """Import, fork the ranks, tell their process ids, then the exit code of each: {rank: code}.
+    """Import, fork the ranks, send their process ids, and then the exit code of each: {rank: code}.
 
-    Signals stay blocked: they are for the ranks, which unblock them when they are ready. A Ctrl-C would else show the
-    traceback of half an import.
+    Signals stay blocked: they are for the ranks, which unblock them when they are ready. Otherwise Ctrl-C would show a
+    traceback from the middle of an import.
     """
     end_with_starter()
     for name in imports:
         importlib.import_module(name)
-    # On macOS what torch links to breaks in a fork.
+    # On macOS, libraries that torch links to break in a fork.
     context = get_context("fork") if sys.platform == "linux" else get_context("spawn")
     ranks: dict[int, BaseProcess] = {}
     for number, own in enumerate(own_variables):
@@ -144,7 +144,7 @@ def _be_rank(target: Callable[..., None], number: int, arguments: Sequence[Any],
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Keep SIGINT and SIGTERM waiting in the body and, until they unblock them, in the processes that it starts."""
+    """Block SIGINT and SIGTERM in the body, and in the processes that it starts until they unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -18,12 +18,12 @@ from cdp_repro.launch.signals import STOP_SIGNALS
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # of linux/prctl.h
 
 _IMPORTED = os.getpid(), os.getppid()
-"""The process that has imported this, and its parent: by then torch is not imported, which takes seconds."""
+"""The process that imported this module, and its parent: noted before the import of torch, which takes seconds."""
 
 
 def run_rank(number: int, function: Callable[..., Any], arguments: Sequence[Any], folder: Path) -> None:
-    """Run the function; write its value or its failure to a file, by a rename, so that a kill leaves no half a file."""
-    os.setpgid(0, 0)  # Ctrl-C reaches the launching process only, which passes it on: twice would end the rank
+    """Run the function; write its value or its failure to a file, by a rename, so that a kill leaves no partial one."""
+    os.setpgid(0, 0)  # Ctrl-C reaches only the launching process, which passes it on: a second one would end the rank
     end_with_starter()
     _name(f"cdp-rank-{number}")
     try:
@@ -61,13 +61,13 @@ def die_with_parent() -> None:
 
 
 def first_parent() -> int:
-    """Return the parent that this process had when it imported this, or has if it was forked since."""
+    """Return the parent of this process when it imported this module; its current parent if it was forked since."""
     process, parent = _IMPORTED
     return parent if process == os.getpid() else os.getppid()
 
 
 def end_with(parent: int) -> None:
-    """Die with the parent, or at once if process `parent` has ended while this one still imported what it needs."""
+    """Die with the parent, or at once if process `parent` ended while this one was still importing."""
     die_with_parent()
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -21,31 +21,31 @@ def launch(
 ) -> Any:
     """Run `function(*arguments)` in every one of `processes` ranks.
 
-    Under torchrun or srun this process is one of the ranks and runs it itself, as it does if there is but one.
-    Otherwise the ranks are started here. SIGINT and SIGTERM are then passed on to them, once, and they end as they see
-    fit; a second SIGINT ends them. No rank outlives this process.
+    Under torchrun or srun this process is one of the ranks and runs the function itself, as it does if it is the only
+    rank. Otherwise the ranks are started here. SIGINT and SIGTERM are then passed on to them once, and they end in
+    their own way; a second SIGINT ends them. No rank outlives this process.
 
     Args:
-        function: Of a module's top level.
-        arguments: What pickles.
+        function: Must be defined at the top level of a module.
+        arguments: Must be picklable.
         processes: The number of ranks.
-        grace_seconds: For how long ranks may go on after a signal, or after one has failed; then they are killed.
-        imports: Modules that the ranks need: imported once where they are started here, before they are forked.
+        grace_seconds: How long ranks may go on after a signal, or after one has failed, before they are killed.
+        imports: Modules that the ranks need; if ranks are started here, imported once before the fork.
 
     Returns:
         What rank 0 returned; under torchrun or srun what this rank returned.
 
     Raises:
-        StalledError: Ranks have not ended in the grace after a signal.
-        LaunchError: torchrun or srun has started another number of processes.
+        StalledError: Ranks have not ended within `grace_seconds` after a signal.
+        LaunchError: torchrun or srun has started a different number of processes.
         RankFailedError: A rank has failed. The caller's own exceptions (those of its package and of this one),
-            KeyboardInterrupt and SystemExit are raised as they are instead, by preference those of rank 0.
+            KeyboardInterrupt and SystemExit are raised unchanged instead, preferably those of rank 0.
     """
     started = variables_of_starter(os.environ)
     if started is not None:
         check_world_size(started, processes)
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with(first_parent())  # else a rank goes on without a torchrun that was killed
+            end_with(first_parent())  # else a rank would outlive a killed torchrun
         with environment(started):
             return function(*arguments)
     if processes == 1:

@@ -1,11 +1,11 @@
 """Ranks as processes that are started here, watched, and ended together.
 
-torch's `elastic_launch` would be the library for it, but (torch 2.15, measured) it waits 30 s for a stopped process
-before it kills it, whatever its `shutdown_timeout` says; it answers the first SIGTERM by ending itself, so that what
-the ranks return or raise after their checkpoint is lost; and it carries no exception over. `torch.multiprocessing`
-shares the first of these and keeps only the text of a traceback. So the ranks are plain `multiprocessing` processes,
-which `fork_server` starts; the rendezvous is torch's own: a store in this process, at a port that the kernel chose, so
-that no runs race for it.
+torch's `elastic_launch` is the library for this, but it has three faults (torch 2.15, measured). It waits 30 s before
+it kills a stopped process, whatever its `shutdown_timeout` says. It answers the first SIGTERM by ending itself, so that
+what the ranks return or raise after their checkpoint is lost. It carries no exception over. `torch.multiprocessing`
+shares the first fault and keeps only the text of a traceback. So the ranks are plain `multiprocessing` processes, which
+`fork_server` starts. The rendezvous is torch's own: a store in this process, at a port that the kernel chose, so that
+runs do not race for it.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def launch_here(
         raise stalled
     assert first is not None, "ranks have a deadline only after a failure or a signal"
     if first.signal is not None and first.signal == stop.signal:
-        signal.raise_signal(first.signal)  # it was meant for this process and ended the ranks: so it ends this one
+        signal.raise_signal(first.signal)  # meant for this process, it ended the ranks: so it ends this one, too
     raise error_to_raise(first, failures)
 
 
 def _variables(processes: int, port: int) -> dict[str, str]:
-    """Return what torchrun sets, but for the numbers of a rank."""
+    """Return the variables that torchrun sets, except for a rank's own numbers."""
     return {
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
@@ -86,7 +86,7 @@ def _variables(processes: int, port: int) -> dict[str, str]:
 def _watch(
     ranks: ForkedRanks, folder: Path, stop: StopRequest, grace_seconds: float
 ) -> tuple[list[Failure], list[int]]:
-    """Wait for all ranks, passing a signal on; after it, or once one has failed, wait no longer than the grace.
+    """Wait for all ranks and pass a signal on; after a signal or a failure, wait at most `grace_seconds`.
 
     Returns the failures, and the numbers of the ranks that still run.
     """
@@ -107,7 +107,7 @@ def _watch(
 
 
 def _failure(rank: int, folder: Path, exit_code: int | None) -> Failure | None:
-    """Return how a rank failed, if by now it has."""
+    """Return the failure of a rank, if it has failed by now."""
     path = failure_path(folder, rank)
     if path.exists():
         failure = pickle.loads(path.read_bytes())

@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 _PREFIX = "cdp_repro/position"
 _TIMED_OUT_SECONDS = 5.0
-"""For how long a rank whose patience is over waits for the others to say that theirs is: all that wait for the same one
-lose it within about a slot."""
+"""How long a rank that has timed out waits for others to report the same: all ranks that wait for one rank time out
+within about a slot."""
 _LOST_SECONDS = 0.5
-"""The same if its connection broke: it knows from the kernel, which tells them all at once."""
+"""The same for a rank whose connection broke: the kernel tells all ranks at once."""
 _POLL_SECONDS = 0.05
 _ITS_PLACE = "rank 0, or what started it, has ended, or its host or the network to it is down"
-"""Where several hosts take part; else it is in the launching process, with which the kernel ends the ranks."""
+"""Why the store is gone, with several hosts. On one host it is in the launching process, and ranks end with that."""
 
 
 class Positions:
-    """Each rank writes down what it begins, or that it gives up; whoever has the store can read where all are.
+    """Each rank writes down what it begins, or that it gives up; any process with the store can read where all stand.
 
     Args:
-        store: The store at which the ranks have met, without the prefixes of libraries; None if there is but one rank.
-        ranks: Their number.
-        rank: This one; None in the launching process, which only reads.
+        store: The store at which the ranks have met, without the prefixes of libraries; None if there is only one rank.
+        ranks: The number of ranks.
+        rank: This rank; None in the launching process, which only reads.
     """
 
     def __init__(self, store: Store | None, ranks: int, rank: int | None) -> None:
@@ -39,18 +39,18 @@ class Positions:
             store.set(_gave_up(rank), "")  # it may hold what an earlier group of this process has written
 
     def enter(self, *what: object) -> None:
-        """Write down what this rank begins, in words; they are made text only if there is somebody to read them."""
+        """Write down what this rank begins; the words are made into text only if there are other ranks to read them."""
         if self._store is not None:
             self._store.set(f"{_PREFIX}/{self._rank}", " ".join(map(str, what)))
 
     def note(self, error: Exception, doing: object) -> None:
-        """Add to an error what this rank was doing, and, if there are others, where all stand."""
+        """Add to an error what this rank was doing and, if there are other ranks, where all stand."""
         where = f" on rank {self._rank}; where the ranks stand:\n{self.report()}"
         error.add_note(f"while {doing}{where if self.ranks > 1 else ''}")
 
     @contextmanager
     def noting(self, doing: object) -> Iterator[None]:
-        """Run the body; see `note`, of an error that is not the user's mistake."""
+        """Run the body; `note` an error that is not the user's mistake."""
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
@@ -58,14 +58,14 @@ class Positions:
             raise
 
     def give_up(self, error: BaseException) -> None:
-        """Write down why this rank does not go on: others wait for it in vain."""
+        """Write down why this rank does not go on, as others would wait for it in vain."""
         if self._store is not None:
             why = "has waited in vain" if is_timeout(error) else f"ended with {type(error).__name__}: {error}"
             with suppress(RuntimeError):  # the error that ended the run must be the one that is raised
                 self._store.set(_gave_up(self._rank), why)
 
     def report(self) -> str:
-        """Return a line a rank: what it began last, and whether it has given up."""
+        """Return one line per rank: what it began last, and whether it has given up."""
         if self._store is None:
             return ""
         try:
@@ -82,7 +82,7 @@ class Positions:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def stalled(self, error: BaseException) -> StalledError:
-        """Return the error that names the ranks that neither go on nor give up, once this one has lost others.
+        """Return the error that names the ranks that neither go on nor give up, after this one has lost others.
 
         The first to notice is rarely the neighbour of the rank that stalls, so all get a moment to give up.
         """
@@ -96,7 +96,7 @@ class Positions:
         return StalledError(silent, _cause(silent, timed_out), self.report())
 
     def _silent(self, seconds: float) -> list[int]:
-        """Return the ranks that have not given up after so many seconds, or as soon as there are none."""
+        """Return the ranks that have not given up after `seconds`; return at once when there are none."""
         return _last(lambda: [rank for rank in range(self.ranks) if not self._text(_gave_up(rank))], seconds)
 
 
@@ -105,7 +105,7 @@ def _gave_up(rank: int | None) -> str:
 
 
 def _last(found: Callable[[], list[int]], seconds: float) -> list[int]:
-    """Return the first empty answer, or the last one within the time."""
+    """Ask until an answer is empty or the time is over; return the last answer."""
     deadline = time.monotonic() + seconds
     while (answer := found()) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

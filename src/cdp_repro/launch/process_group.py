@@ -20,19 +20,19 @@ from cdp_repro.launch.failures import LaunchError
 
 _GLOO_LACKS_PEERS = "Gloo connectFullMesh failed"
 _NAME_SECONDS = 10.0
-"""For how long a name may be unknown: that of a machine which starts at the same time."""
+"""How long a name may stay unknown: its machine may be starting at the same time."""
 
 
 @contextmanager
 def process_group(device: torch.device, processes: int, timeout_seconds: float) -> Iterator[None]:
-    """Join the process group that the environment describes: gloo on a CPU, NCCL on GPUs, which it assigns.
+    """Join the process group that the environment describes: gloo on a CPU, NCCL on GPUs, one of which each rank gets.
 
-    A process alone that nobody numbered (no RANK) needs no group and gets none.
+    A single process without a number (no RANK) needs no group and gets none.
 
     Args:
-        device: Its type decides.
+        device: Its type decides between gloo and NCCL.
         processes: The number of ranks.
-        timeout_seconds: For how long to wait for the other ranks, now and in each message.
+        timeout_seconds: How long to wait for the other ranks, now and in each message.
 
     Raises:
         LaunchError: This machine has too few GPUs, or the ranks do not find each other.
@@ -60,14 +60,14 @@ def process_group(device: torch.device, processes: int, timeout_seconds: float) 
     finally:
         if not (
             failed and gpu
-        ):  # NCCL would wait here for ranks that wait for this one; the end of the process does it
+        ):  # NCCL would wait here for ranks that wait for this one; the end of the process cleans up
             dist.destroy_process_group()
 
 
 def _limit_silence_of_the_store(seconds: float) -> None:
-    """Have the kernel break the connection to the store once it has not acknowledged anything for so long (Linux).
+    """Make the kernel break the connection to the store after this long without an acknowledgement (Linux).
 
-    torch waits for an answer of the store without an end; where the network drops, that takes a quarter of an hour.
+    torch sets no limit to its wait for the store's answer; if the network fails, that takes a quarter of an hour.
     """
     option = getattr(socket, "TCP_USER_TIMEOUT", None)
     folder = Path("/proc/self/fd")
@@ -82,17 +82,18 @@ def _limit_silence_of_the_store(seconds: float) -> None:
 
 
 def _end_threads_before_python() -> None:
-    """Have gloo's threads joined while Python still runs; they end with the last reference to the group.
+    """Make gloo's threads end while Python still runs; they end with the last reference to the group.
 
-    Without it the group lives, in a cycle of objects of the run, until Python ends. A thread that then frees the tensor
-    of its last broadcast, late because the cores are busy, waits for a lock that is no more, and aborts the process.
+    Otherwise a reference cycle of the run's objects keeps the group until Python ends. A thread that then frees the
+    tensor of its last broadcast, late because the cores are busy, waits for a lock that no longer exists, and aborts
+    the process.
     """
     atexit.unregister(gc.collect)
     atexit.register(gc.collect)
 
 
 def _address(timeout_seconds: float) -> str:
-    """Return the address at which the ranks meet; raise LaunchError unless it can be one."""
+    """Return the address at which the ranks meet; raise LaunchError if it cannot be one."""
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise LaunchError(
@@ -108,7 +109,7 @@ def _address(timeout_seconds: float) -> str:
 
 
 def _wait_for_name(host: str, seconds: float) -> None:
-    """Return when a name stands for an address; torch would try until its timeout, and show its C++ stack."""
+    """Wait until a name resolves to an address; torch would try until its timeout, and show its C++ stack."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -159,12 +160,12 @@ def _explanation(error: Exception, address: str, processes: int, timeout_seconds
 
 
 def refuse_differing(what: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
-    """Compare named hashes with those of rank 0; without a process group there is nobody to differ from.
+    """Compare named hashes with those of rank 0; do nothing without a process group.
 
-    `group` is one of gloo, if that of the world is not.
+    `group` is a gloo group, needed if the default group is not one.
 
     Raises:
-        LaunchError: Some differ, on some rank; all ranks raise it.
+        LaunchError: A hash differs on some rank; all ranks raise it.
     """
     if not dist.is_initialized():
         return

@@ -10,10 +10,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM only sets `signal`; after it SIGINT acts as usual.
+    """While entered, the first SIGINT or SIGTERM only sets `signal`; after that, SIGINT acts as usual.
 
-    More SIGTERMs are the same request again: SLURM and others send one to every process of a job, and so those that
-    pass it on make a second of it. What insists on an end sends SIGKILL next.
+    Further SIGTERMs repeat the same request: SLURM and others send one to every process of a job, and a process that
+    passes it on makes a second one. A sender that insists on an end sends SIGKILL next.
 
     Outside the main thread, where Python allows no handlers, signals act as usual from the start.
     """

@@ -56,17 +56,17 @@ class ArrayScript:
     name: str
     jobs: int
     options: Sequence[str]
-    """Of sbatch, such as `--nodes=1`."""
+    """Options of sbatch, such as `--nodes=1`."""
     output: str
     """File of a job's output, with %A and %a."""
     command: str
-    """Shell command of a job; $SLURM_ARRAY_TASK_ID tells it which."""
+    """Shell command of a job; $SLURM_ARRAY_TASK_ID is the number of the job."""
     prepare: str = ""
-    """Shell lines before it."""
+    """Shell lines before the command."""
     at_once: int | None = None
     """The most jobs that run at once."""
     by_srun: bool = False
-    """Whether the command is an `srun`, that is one process a rank."""
+    """Whether the command is an `srun`, which starts one process per rank."""
 
     def text(self) -> str:
         """Return the script."""

@@ -17,7 +17,7 @@ def variables_of_starter(environ: Mapping[str, str]) -> dict[str, str] | None:
     """Return this rank's variables for torch.distributed if torchrun or srun has set some, else None.
 
     Raises:
-        LaunchError: one of them is no number, or none that fits the others.
+        LaunchError: one of them is not a number, or does not fit the others.
     """
     if {"RANK", "WORLD_SIZE"} <= environ.keys():
         _check_rank(environ, "RANK", "WORLD_SIZE")
@@ -32,7 +32,7 @@ def variables_of_starter(environ: Mapping[str, str]) -> dict[str, str] | None:
             "LOCAL_RANK": "0" if _has_own_gpu(environ) else environ.get("SLURM_LOCALID", "0"),  # it chooses the GPU
             "WORLD_SIZE": environ["SLURM_NTASKS"],
             "MASTER_ADDR": environ.get("MASTER_ADDR", _first_host(environ["SLURM_STEP_NODELIST"])),
-            "MASTER_PORT": environ.get("MASTER_PORT", str(20_000 + (8 * job + step) % 12_000)),  # below ephemeral ones
+            "MASTER_PORT": environ.get("MASTER_PORT", str(20_000 + (8 * job + step) % 12_000)),  # below ephemeral ports
         }
     return None
 
@@ -51,7 +51,7 @@ def _number(environ: Mapping[str, str], name: str, missing: str | None = None) -
 
 
 def _check_rank(environ: Mapping[str, str], rank: str, size: str) -> None:
-    """Raise LaunchError unless the number of this rank is less than that of all."""
+    """Raise LaunchError unless the number of this rank is less than the number of ranks."""
     if _number(environ, rank) >= _number(environ, size):
         raise LaunchError(
             f"{rank}={environ[rank]} and {size}={environ[size]} in the environment do not fit: ranks count from 0 to "
@@ -60,7 +60,7 @@ def _check_rank(environ: Mapping[str, str], rank: str, size: str) -> None:
 
 
 def _has_own_gpu(environ: Mapping[str, str]) -> bool:
-    """Return whether SLURM shows this task but one of several GPUs, as it does for `--gpus-per-task=1`."""
+    """Return whether SLURM shows this task only one of several GPUs, as it does for `--gpus-per-task=1`."""
     visible = environ.get("CUDA_VISIBLE_DEVICES", "")
     return visible != "" and "," not in visible and _number(environ, "SLURM_GPUS_ON_NODE", missing="0") > 1
 

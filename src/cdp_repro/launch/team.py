@@ -1,4 +1,4 @@
-"""The ranks that run one schedule together: who this one is, and what they tell each other between two runs.
+"""The ranks that run one schedule together: the number of this one, and what they tell each other between two runs.
 
 On a single device the team is this process alone, and every exchange is with itself.
 """
@@ -26,12 +26,12 @@ class Team:
     """The process group, seen from one rank. Every method must be called by all ranks alike.
 
     Args:
-        size: ranks that are needed.
+        size: number of ranks needed.
         device: where the tensors of this rank are.
-        wanted_by: what needs so many ranks, for the error message.
+        wanted_by: what needs this many ranks, for the error message.
 
     Raises:
-        ValueError: there is another number of processes.
+        ValueError: the number of processes is not `size`.
     """
 
     def __init__(self, size: int, device: torch.device, wanted_by: str) -> None:
@@ -45,7 +45,7 @@ class Team:
             )
         self.rank = dist.get_rank() if self.size > 1 else 0
         self.control = self._control_group() if self.size > 1 else None
-        """A group for objects and small tensors on the CPU; None if there is one rank only."""
+        """A group for plain values and small tensors on the CPU; None if there is only one rank."""
         self._store = self._own_store() if self.size > 1 else None
         self.positions = Positions(_store_of_all() if self.size > 1 else None, self.size, self.rank)
 
@@ -60,14 +60,14 @@ class Team:
         return group
 
     def gather(self, value: T) -> list[T]:
-        """Return everyone's value, by rank, on rank 0; on others an empty list.
+        """Return the values of all ranks, by rank, on rank 0; on others an empty list.
 
-        Of numbers, texts, tensors, and dicts, lists and tuples of them; tensors from other ranks are on the CPU.
+        A value is numbers, texts, tensors, or dicts, lists and tuples of them; tensors of other ranks are on the CPU.
         """
         return [value] if self.size == 1 else control_messages.gather(value, self.control)
 
     def share(self, value: T) -> T:
-        """Return the value of rank 0, of what can be gathered."""
+        """Return the value of rank 0, which must be one that `gather` takes."""
         shared: T = value if self.size == 1 else control_messages.share(value, self.control)
         return shared
 
@@ -85,7 +85,7 @@ class Team:
         return offset
 
     def _round_trip(self, rank: int) -> tuple[float, float]:
-        """Ask rank 0 for its time from `rank`; return the seconds that took, and the clocks' offset."""
+        """Let `rank` ask rank 0 for its time; return the seconds that took, and the clocks' offset."""
         now = torch.zeros(1, dtype=torch.float64)
         if self.rank == 0:
             dist.recv(now, rank, group=self.control, tag=_CLOCK_TAG)
@@ -113,10 +113,10 @@ class Team:
 
     @contextmanager
     def naming_stalled(self) -> Iterator[None]:
-        """Turn an error of waiting for other ranks in vain into one that names those that stall.
+        """Turn an error from waiting for other ranks in vain into one that names the ranks that stall.
 
         Raises:
-            StalledError: They do not answer.
+            StalledError: Other ranks do not answer.
         """
         try:
             yield
@@ -130,7 +130,7 @@ class Team:
     def _own_store(self) -> Store:
         """Return a store for this team alone, without what ranks wrote for an earlier one in the same process.
 
-        All ranks make the same teams in the same order, so that each counts its own and gets the same number.
+        All ranks make the same teams in the same order, so each rank's own count gives the same number.
         """
         shared = PrefixStore("cdp_repro", dist.distributed_c10d._get_default_store())
         return PrefixStore(f"team/{shared.add(f'teams/{self.rank}', 1)}", shared)

@@ -19,14 +19,14 @@ def train_in_process(
     log: IO[bytes] | None = None,
     held: Sequence[IO[bytes]] = (),
 ) -> int:
-    """Run `cdp-train` in a process of its own; pass a signal on, once, and wait for the checkpoint.
+    """Run `cdp-train` in a process of its own; pass a signal on once, and wait for the checkpoint.
 
     Args:
-        arguments: Of `cdp-train`.
-        stop: Tells of signals to this process.
+        arguments: The arguments of `cdp-train`.
+        stop: Holds the signal that this process received, if any.
         environment: Variables to add to those of this process.
-        log: Takes what it prints; unless given, that goes where this process prints.
-        held: Open files that it keeps open as well, and with them their locks, until it ends.
+        log: Receives what it prints; by default that goes where this process prints.
+        held: Open files that it also keeps open until it ends, and with them their locks.
 
     Returns:
         Its exit code; -k if signal k killed it.
@@ -40,7 +40,7 @@ def train_in_process(
         stdout=log,
         stderr=errors,
         pass_fds=[file.fileno() for file in held],
-        start_new_session=True,  # else Ctrl-C would reach it twice, and the second one ends it at once
+        start_new_session=True,  # else Ctrl-C would reach it twice, and the second one would end it at once
     ) as process:
         while process.poll() is None:
             if stop.signal is not None and not passed_on:

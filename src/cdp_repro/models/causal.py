@@ -1,4 +1,4 @@
-"""Causal layers that can read a sequence slice after slice."""
+"""Causal layers that can read a sequence slice by slice."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from torch import Tensor, nn
 
 
 class CausalLayer(nn.Module):
-    """A layer whose output for a token depends on this token's place and on tokens before it, but on none after.
+    """A layer whose output for a token depends on that token, its position and earlier tokens, but not on later ones.
 
-    Where sequences are cut along their tokens (`mode=terapipe`), each forward reads a slice of them. Around it the
-    engine says what came before, and takes what the layer keeps for the slices after.
+    If sequences are cut along their tokens (`mode=terapipe`), each forward reads one slice. Before it, the engine tells
+    the layer about the tokens before the slice; after it, the engine takes what the layer keeps for later slices.
     """
 
     start: int = 0
-    """Tokens before the slice; 0 where a sequence is read whole."""
+    """Number of tokens before the slice; 0 if the sequence is read whole."""
     keeps: bool = False
-    """Whether the sequence is cut, so that a layer that looks back has to leave something in `present`."""
+    """Whether the sequence is cut; a layer that looks back must then set `present`."""
     past: Tensor | None = None
     """What the layer has kept of all tokens before the slice; None if there are none, or nothing was kept."""
     present: Tensor | None = None
-    """What it keeps of all tokens up to the end of the slice."""
+    """What the layer keeps of all tokens up to the end of the slice."""

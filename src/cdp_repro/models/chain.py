@@ -1,4 +1,4 @@
-"""Models as blocks, a chain or branches that join, and their cut into stages."""
+"""Models as blocks, in a chain or in branches that join, and their cut into stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cdp_repro.schedule.branches import Sources, chain
 
 
 class Joining(nn.Sequential):
-    """Blocks one after the other, the first of which takes several inputs."""
+    """Blocks in sequence; the first one takes several inputs."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return the output of the last block."""
@@ -25,7 +25,7 @@ class Joining(nn.Sequential):
 
 
 class Branched(nn.Sequential):
-    """Modules of which some read several earlier ones, and some the data, as `sources` say of each."""
+    """Modules that read the outputs of earlier modules, or the data; `sources` gives those of each module."""
 
     def __init__(self, modules: OrderedDict[str, nn.Module], sources: Sources) -> None:
         super().__init__(modules)
@@ -41,14 +41,14 @@ class Branched(nn.Sequential):
 
 
 def joined(stages: Sequence[nn.Module], sources: Sources) -> nn.Sequential:
-    """Return the whole model of which the stages are parts."""
+    """Return the whole model, joined from its stages."""
     if sources == chain(len(stages)):
         return nn.Sequential(*stages)
     return Branched(OrderedDict((str(number), stage) for number, stage in enumerate(stages)), sources)
 
 
 def segments(model: nn.Sequential) -> list[int]:
-    """Return how many blocks each branch of a model has, in their order; a chain is one."""
+    """Return the number of blocks of each branch of a model, in order; a chain is one branch."""
     sources = model.sources if isinstance(model, Branched) else chain(len(model))
     starts = [number for number, read in enumerate(sources) if read != (number - 1,)]
     return [stop - start for start, stop in pairwise([*starts, len(model)])]
@@ -63,7 +63,7 @@ def cut(model: nn.Sequential, ranges: Sequence[range], sources: Sources = ()) ->
     Args:
         model: named blocks in forward order, as `build_model` returns them.
         ranges: block indices of each stage, as `cdp_repro.predict.partition.partition` returns them.
-        sources: of each stage the stages whose outputs it reads; () for a chain.
+        sources: for each stage, the stages whose outputs it reads; () for a chain.
 
     Raises:
         ModelError: the ranges are not non-empty runs that follow each other and cover every block.
@@ -83,9 +83,9 @@ def cut(model: nn.Sequential, ranges: Sequence[range], sources: Sources = ()) ->
 
 
 def hidden_matrices(stages: Sequence[nn.Sequential], sources: Sources = ()) -> frozenset[nn.Parameter]:
-    """Return the matrices and filters of all blocks but those that read the data, and the last, the head.
+    """Return the matrices and filters of all blocks except those that read the data and the last one, the head.
 
-    `sources` are of each stage the stages whose outputs it reads; () for a chain.
+    `sources` gives, for each stage, the stages whose outputs it reads; () for a chain.
     """
     reads = sources or chain(len(stages))
     blocks = [block for stage, read in zip(stages, reads, strict=True) for block in [*stage][0 if read else 1 :]][:-1]

@@ -2,7 +2,7 @@
 
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), section 2.3: layer norm before
 attention and feed-forward, one more before the head, and weights that add to the residual stream drawn smaller by
-1/sqrt(2 depth). Embedding and head have weights of their own: a parameter belongs to one stage.
+1/sqrt(2 depth). Embedding and head do not share weights, because a parameter belongs to one stage.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from cdp_repro.models.causal import CausalLayer
 from cdp_repro.models.spec import ModelError, ModelSpec
 
 _DEVIATION = 0.02
-"""Of weights when they are drawn."""
+"""Standard deviation of the initial weights."""
 
 
 def build_gpt(spec: ModelSpec) -> nn.Sequential:
-    """Return an embedding, `depth` blocks and a head, depth + 2 blocks in all: tokens [B, context] -> logits [B,
-    context, classes], of each token's successor.
+    """Return an embedding, `depth` blocks and a head, depth + 2 blocks in all: tokens [B, context] -> logits of each
+    token's successor, [B, context, classes].
 
     Raises:
-        ModelError: images, or a width that the heads do not divide.
+        ModelError: `spec` is for images, or `heads` does not divide `width`.
     """
     if len(spec.input_shape) != 1:
         raise ModelError(f"gpt reads tokens, not images of {spec.input_shape}: use dataset=text")
@@ -66,7 +66,7 @@ _TRANSFORMERS_NAMES = MappingProxyType(
 
 
 def transformers_name(key: str) -> str:
-    """Return the name of a tensor of ours in GPT2LMHeadModel of transformers.
+    """Return the name that one of our tensors has in GPT2LMHeadModel of transformers.
 
     `head.norm.bias` is `transformer.ln_f.bias` there, `block3.norm1.bias` is `transformer.h.3.ln_1.bias`.
     """
@@ -78,7 +78,7 @@ def transformers_name(key: str) -> str:
 
 
 def is_transposed_in_transformers(key: str) -> bool:
-    """Return whether transformers has the tensor the other way round: its blocks' matrices are [inputs, outputs]."""
+    """Return whether transformers stores the tensor transposed: its blocks' matrices are [inputs, outputs]."""
     return key.startswith("block") and key.endswith(".weight") and ".norm" not in key
 
 
@@ -130,7 +130,7 @@ class Attention(CausalLayer):
         self.out = nn.Linear(spec.width, spec.width)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what each token takes from itself and those before it."""
+        """Return the result of attention by each token to itself and the tokens before it."""
         batch, length, width = inputs.shape
         heads = self.query_key_value(inputs).view(batch, length, 3, self._heads, -1)
         query, key, value = torch.unbind(heads.transpose(1, 3), dim=2)  # each [B, heads, T, width / heads]
@@ -139,7 +139,7 @@ class Attention(CausalLayer):
             kept = torch.stack((key, value))
             self.present = kept if self.past is None else torch.cat((self.past, kept), dim=3)
             key, value = self.present
-            # a token sees itself and all before: row t of the slice has the place `start` + t
+            # a token sees itself and all before it: row t of the slice is at position `start` + t
             mask = torch.ones(length, self.start + length, dtype=torch.bool, device=inputs.device).tril(self.start)
         attended = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
         mixed: Tensor = self.out(attended.transpose(1, 2).reshape(batch, length, width))

@@ -11,9 +11,9 @@ from cdp_repro.models.spec import ModelSpec
 
 
 def build_mlp(spec: ModelSpec) -> nn.Sequential:
-    """Return `depth` blocks (Linear, ReLU, and Dropout where asked for) and a Linear head, depth + 1 blocks in all.
+    """Return `depth` blocks (Linear, ReLU, and Dropout if `dropout` > 0) and a Linear head, depth + 1 blocks in all.
 
-    The first block also flattens the image: flattening costs nothing and would make an empty stage of its own.
+    The first block also flattens the image: flattening costs nothing and, as a separate block, could be an empty stage.
     """
     blocks: OrderedDict[str, nn.Module] = OrderedDict()
     width = prod(spec.input_shape)

@@ -32,23 +32,23 @@ _BUILDERS: ByName[Callable[[ModelSpec], nn.Sequential]] = ByName(
 )
 
 BUILTIN_MODELS = tuple(_BUILDERS)
-"""Names that `build_model` knows besides those of timm; a built-in name wins over timm's model of the same name."""
+"""Names that `build_model` knows besides those of timm; a built-in name takes precedence over the same name in timm."""
 
 
 def build_model(name: str, spec: ModelSpec, seed: int = 0) -> nn.Sequential:
     """Build a model as a chain of named blocks; it may be cut into stages between any two of them.
 
-    `two_towers` has branches: each is a chain.
+    `two_towers` has branches, each of which is a chain.
 
-    The weights are drawn once, on the CPU, and depend on the arguments only; torch's global generators are left as they
-    were. Under `torch.device("meta")` the model is built on the meta device: shapes without weights.
+    The weights are drawn once, on the CPU, and only depend on the arguments. torch's global generators are left
+    unchanged. Under `torch.device("meta")` the model is built on the meta device: shapes without weights.
 
     Args:
-        name: one of `BUILTIN_MODELS`, what an installed package has entered, or any timm model that exposes `blocks`
-            and is a plain chain around them.
-        spec: the sizes. ResNets get the stem of the CIFAR-10 set-up of the CDP paper up to 64 px (3x3, stride 1, no
-            max-pool) and torchvision's above.
-        seed: of the initial weights.
+        name: one of `BUILTIN_MODELS`, a name that an installed package has entered, or any timm model that exposes
+            `blocks` and is a plain chain around them.
+        spec: the sizes. For images up to 64 px, the larger ResNets get the stem of the CDP paper's CIFAR-10 set-up
+            (3x3, stride 1, no max-pool), else torchvision's. The small ones always have a 3x3 stem.
+        seed: seed of the initial weights.
 
     Returns:
         Blocks in forward order, in training mode: [B, channels, height, width] -> logits [B, classes]; `gpt`: from
@@ -73,9 +73,9 @@ def build_model(name: str, spec: ModelSpec, seed: int = 0) -> nn.Sequential:
 
 
 def original_tensors(model: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return views of tensors of the model `model` under the names, and in the layout, that its original has.
+    """Return views of tensors of the model `model`, with the names and the layout of its original.
 
-    What is copied into the views is in the tensors.
+    Copying into the views changes the tensors.
     """
     turned = {key for key in tensors if model == "gpt" and is_transposed_in_transformers(key)}
     return {original_name(model, key): each.T if key in turned else each for key, each in tensors.items()}
@@ -84,8 +84,8 @@ def original_tensors(model: str, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 def original_name(model: str, key: str) -> str:
     """Return the name that a tensor of the model `model` has in torchvision's, timm's or transformers' own.
 
-    ResNet-8 and -20 are not in torchvision; their tensors are named as if they were. `mlp`, `two_towers` and models of
-    the user's have no other names.
+    ResNet-8 and -20 are not in torchvision; their tensors are named as if they were. Tensors of `mlp`, `two_towers` and
+    models of installed packages keep their names.
     """
     if model in ("mlp", "two_towers") or is_entered("models", model):
         return key

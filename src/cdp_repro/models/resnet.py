@@ -18,13 +18,13 @@ from torchvision.models import resnet as torchvision_resnet
 from cdp_repro.models.spec import ModelError, ModelSpec
 
 LARGEST_SMALL_IMAGE = 64
-"""Images up to this many pixels a side get the stem for small images."""
+"""Images up to this many pixels per side get the stem for small images."""
 
 
 def build_torchvision_resnet(spec: ModelSpec, name: str) -> nn.Sequential:
     """Return torchvision's ResNet `name` ("resnet18", "resnet50"), its own modules and weights, regrouped into blocks.
 
-    Images up to 64 px a side: a 3x3 convolution with stride 1 and no max-pool replaces torchvision's stem.
+    For images up to 64 px per side, a 3x3 convolution with stride 1 and no max-pool replaces torchvision's stem.
     """
     _refuse_dropout(spec, name)
     model = getattr(torchvision_resnet, name)(weights=None, num_classes=spec.classes)
@@ -42,7 +42,7 @@ def build_torchvision_resnet(spec: ModelSpec, name: str) -> nn.Sequential:
 
 
 def torchvision_name(key: str) -> str:
-    """Return the name in torchvision's ResNet of a tensor of ours: `stem.conv1.weight` is `conv1.weight` there.
+    """Return the name that one of our tensors has in torchvision's ResNet: `stem.conv1.weight` is `conv1.weight`.
 
     `layer1_0.bn1.bias` is `layer1.0.bn1.bias`, and `head.fc.bias` is `fc.bias`.
     """

@@ -1,4 +1,4 @@
-"""What every builder is given, and the error that every refusal raises."""
+"""The argument of every builder, and the error of every refusal."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ModelSpec:
     """
 
     input_shape: tuple[int, ...]
-    """Channels, height and width of one image, in pixels; of text the tokens of a sequence."""
+    """Channels, height and width of one image, in pixels; for text, the number of tokens of a sequence."""
     classes: int
-    """Number of logits; of text for each token."""
+    """Number of logits; for text, of each token."""
     hidden: int = 64
     """Width of the hidden layers (mlp only)."""
     depth: int = 6

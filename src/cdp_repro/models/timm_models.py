@@ -1,10 +1,10 @@
 """timm models regrouped into a chain of blocks, with a check that the chain is the same function.
 
-A timm model that exposes `blocks` is cut into `embed`, one block per element of `blocks`, and `head`. What happens
-before and after `blocks` differs from family to family and is listed in `_FAMILIES`. Such a list can be wrong for a
-model whose own forward does something else, so every model is checked against its own forward before it is returned.
+A timm model that exposes `blocks` is cut into `embed`, one block per element of `blocks`, and `head`. The steps before
+and after `blocks` differ between families; `_FAMILIES` lists them. Such a list can be wrong for a model whose own
+forward does something else. So every model with weights is checked against its own forward before it is returned.
 
-timm takes seconds to import and is imported where it is needed only.
+timm takes seconds to import, so it is only imported where it is needed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def build_timm_model(spec: ModelSpec, name: str) -> nn.Sequential:
 
 
 def timm_name(key: str) -> str:
-    """Return the name in timm's model of a tensor of ours: `embed.part.cls_token` is `cls_token` there.
+    """Return the name that one of our tensors has in timm's model: `embed.part.cls_token` is `cls_token` there.
 
     `blocks_0_1.bn1.bias` is `blocks.0.1.bn1.bias`.
     """
@@ -124,7 +124,7 @@ def _create(spec: ModelSpec, name: str) -> nn.Module:
 
 
 def _require_whole_patches(model: nn.Module, spec: ModelSpec, name: str) -> None:
-    """Refuse an image that patches do not tile: timm would drop the rest of it without a word."""
+    """Refuse an image that patches do not tile: timm would silently drop the rest of it."""
     embedding = getattr(model, "patch_embed", getattr(model, "stem", None))
     patch = getattr(embedding, "patch_size", None)
     if not isinstance(patch, tuple):
@@ -158,7 +158,7 @@ def _flat(prefix: str, blocks: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _family(model: nn.Module, name: str) -> _Family:
-    """Return the first family all of whose steps the model has."""
+    """Return the first family for which the model has all steps."""
     missing = {}
     for family in _FAMILIES:
         missing[family.name] = [step for step in (*family.before, *family.after) if not hasattr(model, step)]
@@ -203,10 +203,10 @@ class _Section(nn.Module):
 
 
 def _check_same_function(model: nn.Module, chain: nn.Sequential, spec: ModelSpec, name: str) -> None:
-    """Refuse a chain that is not, bitwise, the model's own forward in eval mode on one random image.
+    """Refuse a chain whose output differs bitwise from the model's own forward, in eval mode on one random image.
 
     The parameters are shifted at random for the comparison: some models start with a zero head, or with blocks that are
-    all but the identity, and would hide any difference. Nothing of the model or of the global generators is changed.
+    almost the identity, which would hide any difference. The model and the global generators are left unchanged.
     """
     generator = torch.Generator().manual_seed(0)
     shifted = {
@@ -229,7 +229,7 @@ def _check_same_function(model: nn.Module, chain: nn.Sequential, spec: ModelSpec
             )
     finally:
         model.train(), chain.train()
-    if not torch.equal(own, cut):  # not a number is not equal either
+    if not torch.equal(own, cut):  # nan is not equal either
         raise ModelError(
             f"timm model {name!r} cannot be cut into stages: its blocks run one after the other do not give what its "
             f"own forward gives; {_what_works()}"
@@ -237,7 +237,7 @@ def _check_same_function(model: nn.Module, chain: nn.Sequential, spec: ModelSpec
 
 
 def _run_blocks(chain: nn.Sequential, parameters: Mapping[int, Tensor], x: Tensor) -> Tensor:
-    """Run the blocks one by one; a block that writes to its input could not start a stage."""
+    """Run the blocks one by one; raise RuntimeError if one writes to its input, as it could not start a stage."""
     for key, block in chain.named_children():
         version = x._version
         y: Tensor = functional_call(block, _values(block, parameters), x)

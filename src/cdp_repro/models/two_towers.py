@@ -19,10 +19,10 @@ from cdp_repro.schedule.branches import towers
 
 
 def build_two_towers(spec: ModelSpec) -> Branched:
-    """Return two towers and a trunk of `depth` blocks each, of `width` channels, and twice as many in the trunk.
+    """Return two towers and a trunk of `depth` blocks each, and a head; `width` channels, twice as many in the trunk.
 
     Raises:
-        ModelError: it is given no images.
+        ModelError: `spec` is not for images.
     """
     if len(spec.input_shape) != 3:
         raise ModelError(f"two_towers reads images, not sequences of {spec.input_shape[0]} tokens: use model=gpt")
@@ -70,5 +70,5 @@ class Join(nn.Module):
         self.bn = nn.BatchNorm2d(width)
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return what is made of both."""
+        """Return the joined feature map."""
         return torch.relu(self.bn(self.conv(torch.cat((left, right), dim=1))))

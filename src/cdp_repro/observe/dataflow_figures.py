@@ -1,4 +1,4 @@
-"""Pictures of what a program does with its values: the way of a micro-batch, a sum of gradients, parameter versions.
+"""Pictures of what a program does with its values: the path of a micro-batch, a sum of gradients, parameter versions.
 
 Rows are ranks and columns are slots. All of it is read from the actions of a `Program`, so that a picture cannot differ
 from what runs.
@@ -25,12 +25,12 @@ _AFTER_ARRIVAL = 0.04
 """Slots between the arrival of a message and the action that waits for it, so that both can be seen."""
 
 Wanted = Callable[[Value], bool]
-"""Which values a picture shows."""
+"""Whether a picture shows a value."""
 
 
 @dataclass
 class Life:
-    """A value on one rank, from where it is written, or arrives, to its last read. Times are in slots."""
+    """A value on one rank, from its write or arrival to its last read. Times are in slots."""
 
     rank: int
     value: Value
@@ -41,7 +41,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Journey:
-    """A message: `read` leaves the source as `value`, and is taken to be at the destination at once."""
+    """A message: `read` leaves the source as `value`, and is taken to arrive at once."""
 
     value: Value
     read: Value
@@ -70,7 +70,7 @@ def moments(slots: Iterable[Slot]) -> Iterator[tuple[float, Action]]:
 
 
 def lives(program: Program, shown: range, wanted: Wanted) -> list[Life]:
-    """Return the lives of wanted values in the slots that are shown of a run from step 0, in order of their begin."""
+    """Return the lives of wanted values in the shown slots of a run from step 0, ordered by their beginnings."""
     slots = _slots_of(program, shown)
     here: dict[tuple[int, Value], Life] = {}
     found: list[Life] = []
@@ -99,7 +99,7 @@ def lives(program: Program, shown: range, wanted: Wanted) -> list[Life]:
 
 
 def journeys(program: Program, shown: range, wanted: Wanted) -> list[Journey]:
-    """Return the messages with wanted values that leave in the slots that are shown of a run from step 0."""
+    """Return the messages with wanted values that leave in the shown slots of a run from step 0."""
     return [
         Journey(action.value, action.reads[0], action.rank, action.peer, time)
         for time, action in moments(_slots_of(program, shown))
@@ -108,7 +108,7 @@ def journeys(program: Program, shown: range, wanted: Wanted) -> list[Journey]:
 
 
 def micro_batch_figure(programs: dict[str, Program], micro_batch: int, shown: range) -> Figure:
-    """Draw the way of one micro-batch over ranks and slots, for each program; all other compute is grey."""
+    """Draw the path of one micro-batch over ranks and slots, for each program; all other compute is grey."""
 
     def wanted(value: Value) -> bool:
         return value.kind in (INPUT, OUTPUT_GRADIENT) and value.number == micro_batch
@@ -187,7 +187,7 @@ def versions_figure(programs: dict[str, Program], stage: int, shown: range) -> F
 
 
 def _slots_of(program: Program, shown: range) -> list[Slot]:
-    """Return a run of so many training steps that its drain comes after what is shown."""
+    """Return the slots of a run that is long enough for its drain to come after the shown slots."""
     return program.slots(shown.stop // program.schedule.slots_per_step + 2)
 
 
@@ -196,7 +196,7 @@ def _begin(life: Life) -> tuple[float, int]:
 
 
 class _Rows:
-    """Where the bar of each life is: the rows of a rank, as many as it needs so that no bar covers another."""
+    """The row of each life's bar; a rank has as many rows as it needs so that no bar covers another."""
 
     def __init__(self, shown: Sequence[Life]) -> None:
         self.lives = shown
@@ -215,7 +215,7 @@ class _Rows:
 
     @property
     def height(self) -> int:
-        """Rows of all ranks."""
+        """Number of rows of all ranks."""
         return sum(self._numbers.values())
 
     def of(self, life: Life) -> float:
@@ -223,7 +223,7 @@ class _Rows:
         return self._bottoms[id(life)]
 
     def dress(self, axis: Axes, title: str, shown: range) -> None:
-        """Draw the borders between ranks, and all that is around the bars."""
+        """Draw the borders between ranks, and everything around the bars."""
         for top in self._tops.values():
             axis.axhline(-top, color=_LINE, linewidth=0.6)
         axis.set(ylim=(-self.height, 0))
@@ -231,14 +231,14 @@ class _Rows:
 
 
 def _figure(heights: Sequence[int], shown: range) -> tuple[Figure, list[Axes]]:
-    """Return a figure with axes below each other, of so many rows each."""
+    """Return a figure with axes below each other, with the given number of rows each."""
     size = 0.9 + 0.75 * len(shown), 0.5 * sum(heights) + 0.7 * len(heights) + 0.3
     figure = Figure(figsize=size, layout="constrained")
     return figure, [*figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]]
 
 
 def _cell(axis: Axes, slot: int, action: Action, is_followed: bool) -> None:
-    """Draw a forward or backward; the one that is followed in colour."""
+    """Draw a forward or backward, in colour if it is followed."""
     fill, ink = (WORKER_COLOURS[0], "white") if is_followed else (_GREY, "black")
     axis.add_patch(Rectangle((slot + 0.04, action.rank + 0.2), 0.92, 0.6, facecolor=fill, edgecolor="none"))
     axis.text(slot + 0.5, action.rank + 0.5, action.label, fontsize=6.5, ha="center", va="center", color=ink)
@@ -253,7 +253,7 @@ def _arrow(axis: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
 
 
 def _bars(axis: Axes, rows: _Rows, shown: range, colour: Callable[[Value], int]) -> None:
-    """Draw a bar for each life, with the name of its value where it begins, or where the picture does."""
+    """Draw a bar for each life, with the name of its value at its beginning or, if later, that of the picture."""
     for life in rows.lives:
         begin, end = max(life.begin, shown.start), min(life.end, shown.stop)
         fill = WORKER_COLOURS[colour(life.value) % len(WORKER_COLOURS)]

@@ -19,7 +19,7 @@ WORKER_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E0
 """Okabe and Ito's palette, which colour-blind readers can tell apart; repeated beyond eight workers."""
 
 _LABELLED_WORKERS = 16
-"""Up to so many workers the cells of a timeline are large enough for arrows and versions."""
+"""Up to this many workers, the cells of a timeline are large enough for arrows and versions."""
 
 _CURVE_STYLES = (("#555555", "--"), ("#0072B2", "-"), ("#D55E00", "-."), ("#009E73", ":"))
 
@@ -31,7 +31,7 @@ def timeline_figure(timelines: Mapping[str, Sequence[Slot]], lanes: Mapping[str,
     """Draw each timeline as in the paper's figure 1: time by stage, a colour a worker, up = forward, down = backward.
 
     The small number in a cell is the parameter version. A cell that several workers share is divided among them.
-    `lanes` say, by the same titles, which worker a micro-batch has.
+    `lanes` gives, by the same titles, the worker of each micro-batch.
     """
     workers = max(each.number for each in lanes.values())
     slots = max(len(slots) for slots in timelines.values())
@@ -59,7 +59,7 @@ def timeline_figure(timelines: Mapping[str, Sequence[Slot]], lanes: Mapping[str,
 def _draw_timeline(axis: Axes, timeline: Sequence[Slot], lanes: Lanes) -> None:
     """Draw a cell for every forward and backward; workers on the same stage share its cell from top to bottom.
 
-    Cells of workers with speeds of their own are as wide as they take slots, each worker's in a line of its own.
+    With workers on clocks of their own, a cell is as wide as the slots it takes, and each worker has its own line.
     """
     cells: dict[int, list[Rectangle]] = {worker: [] for worker in range(lanes.number)}
     for slot in timeline:
@@ -110,7 +110,8 @@ def memory_figure(curves: Mapping[str, Mapping[int, int]], title: str) -> Figure
 def price_figure(curves: Mapping[str, Mapping[float, float]], title: str) -> Figure:
     """Draw seconds of a training step against bandwidth: curve name -> bytes per second -> seconds.
 
-    Curves of one placement, which is the last word of their name, have a colour; of one mode, the first, a line.
+    The name of a curve begins with its mode, which gives its line, and ends with its placement, which gives its colour
+    and marker.
     """
     figure = Figure(figsize=(9, 5), layout="constrained")
     axis = figure.subplots()
@@ -131,6 +132,6 @@ def price_figure(curves: Mapping[str, Mapping[float, float]], title: str) -> Fig
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as the suffix of `path` says (.svg or .png), the same bytes each time."""
+    """Write a figure in the form that the suffix of `path` names (.svg or .png), the same bytes each time."""
     with rc_context({"svg.hashsalt": "cdp-repro"}):
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -10,7 +10,7 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def valid_json(value: Any) -> Any:
-    """`value` with every float that JSON cannot hold as the string that JavaScript and Python print for it."""
+    """Return `value` with each float that JSON cannot hold as the string that JavaScript and Python's `json` write."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):

@@ -32,7 +32,7 @@ class MetricsLog:
         if self.path.exists():
             whole, _ = _rows(self.path)
             os.truncate(self.path, whole)
-        # Unbuffered, so that a row is in the file, or not, when `log` returns.
+        # Unbuffered, so that a row is in the file when `log` returns.
         self._file = self.path.open("ab", buffering=0)
 
     def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
@@ -48,7 +48,7 @@ class MetricsLog:
     def truncate_after(self, step: int, last_key: str | None = None) -> None:
         """Drop the rows of steps later than `step`, so that a run resumed there holds each row once.
 
-        With `last_key` it will log a row with that key at `step` itself: drop that, too.
+        With `last_key`, also drop the row with that key at `step`: the resumed run logs it again.
         """
         _, rows = _rows(self.path)
         kept = b"".join(
@@ -59,14 +59,14 @@ class MetricsLog:
         self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
-        """Close the file; the mirror has an end of its own."""
+        """Close the file; the mirror is ended separately."""
         self._file.close()
 
     def _append(self, line: bytes) -> None:
         size = os.fstat(self._file.fileno()).st_size
         rest = line
         try:
-            while rest:  # a nearly full disk takes a part
+            while rest:  # a nearly full disk may take only a part
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             os.truncate(self.path, size)

@@ -12,12 +12,12 @@ logger = logging.getLogger("cdp_repro")
 
 
 class Progress:
-    """Shows how far a run is: samples or tokens, their rate, and the time left, by the rate of the last steps."""
+    """Shows how far a run is: samples or tokens, their rate, and the time left at the rate of the last steps."""
 
     def __init__(
         self, total_steps: int, first_step: int, units_per_step: int, unit: str = "images", shown: bool = True
     ) -> None:
-        """`units_per_step` images, or whatever `unit` is, are trained on in a training step."""
+        """A training step trains on `units_per_step` images, or whatever `unit` is."""
         is_hidden = not (shown and sys.stderr.isatty())
         self._units_per_step = units_per_step
         self._bar = tqdm(
@@ -34,7 +34,7 @@ class Progress:
         self._bar.close()
 
     def step(self, loss: float, idle_share: float | None = None) -> None:
-        """Count one training step; `idle_share`, 0 to 1, is that of the slots of all ranks, if it is known yet."""
+        """Count one training step; `idle_share`, 0 to 1, is the idle share of the slots of all ranks, if known yet."""
         idle = {} if idle_share is None else {"idle": f"{100 * idle_share:.0f}%"}
         self._bar.set_postfix({"loss": f"{loss:.4f}", **idle}, refresh=False)
         self._bar.update(self._units_per_step)

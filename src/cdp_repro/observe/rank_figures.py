@@ -14,14 +14,14 @@ from cdp_repro.observe.figures import WORKER_COLOURS
 from cdp_repro.schedule import Op, Slot
 
 _SHADES = {Op.FORWARD: 1.0, Op.BACKWARD: 0.55, Op.BACKWARD_INPUT: 0.55, Op.BACKWARD_WEIGHTS: 0.25}
-"""Opacity of what is computed."""
+"""Opacity of each kind of compute."""
 
 SHOWN_SLOTS = 64
-"""A timeline is drawn so far."""
+"""The most slots of a timeline that are drawn."""
 
 
 def rank_timelines(timelines: Mapping[str, Sequence[Slot]], ranks: int) -> Figure:
-    """Draw each timeline: time by rank, a colour and a number a micro-batch; forwards full, backwards pale."""
+    """Draw each timeline: time by rank, a colour and a number per micro-batch; forwards opaque, backwards pale."""
     shown = min(SHOWN_SLOTS, max(slot.number + 1 for slots in timelines.values() for slot in slots if slot.actions))
     figure = Figure(figsize=(1.6 + 0.2 * shown, 0.6 + len(timelines) * (0.5 + 0.2 * ranks)), layout="constrained")
     axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
@@ -49,6 +49,6 @@ def _draw(axis: Axes, slots: Sequence[Slot], shown: int) -> None:
                 cells[colour, _SHADES[action.op]].append(Rectangle((slot.number, action.rank), 1, 1))
                 where = slot.number + 0.5, action.rank + 0.5
                 label = axis.text(*where, str(action.micro_batch), ha="center", va="center", fontsize=5)
-                label.set_in_layout(False)  # they are inside of the axes
+                label.set_in_layout(False)  # labels are inside the axes
     for (colour, alpha), rectangles in cells.items():
         axis.add_collection(PatchCollection(rectangles, facecolor=colour, alpha=alpha, edgecolor="white"))

@@ -8,6 +8,7 @@ run_dir/
   trace.json           timeline for Perfetto
   memory.csv comms.csv
   checkpoints/  logs/rank{k}.log  wandb/
+  diverged/            state of a run whose loss is no longer finite
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CONFIG, COMMAND, METRICS, SUMMARY = "config.yaml", "command.txt", "metrics.jsonl
 CHECKPOINTS, LOGS = "checkpoints", "logs"
 _CLAIM = ".claim"
 _UNBEGUN = {_CLAIM, COMMAND, *(unfinished(Path(name)).name for name in (COMMAND, CONFIG))}
-"""What there may be of a run before it has its configuration; the claim is, in any case."""
+"""Files that a run may have before its configuration; the claim is always among them."""
 SAVED = (f"{CHECKPOINTS}/step-*", f"{CHECKPOINTS}/.replaced-step-*")
 """Where checkpoints are; the second is the old copy of a step that is being saved again."""
 _WITHOUT_IT = "Delete it: the run then goes on from its newest checkpoint"
@@ -176,7 +177,7 @@ class RunDirectory:
         replace_file(self.summary_path, text.encode())
 
     def _refuse_damaged(self) -> None:
-        """Raise RunDirectoryError where a file should be a folder, or a folder a file."""
+        """Raise RunDirectoryError if there is a file in place of a folder, or the other way round."""
         for name in (CONFIG, COMMAND, METRICS, SUMMARY):
             path = self.path / name
             if path.exists() and not path.is_file():
@@ -190,7 +191,7 @@ class RunDirectory:
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:
-        """Keep other processes from beginning a run here meanwhile; a kill ends the claim."""
+        """Keep other processes from beginning a run here during the body; a kill ends the claim."""
         claim = self.path / _CLAIM
         with claim.open("w") as file:
             try:
@@ -201,7 +202,7 @@ class RunDirectory:
                 claim.unlink(missing_ok=True)
 
     def _fill(self, config: str, command: Sequence[str]) -> None:
-        """Write what a new run starts with; it is there from the moment on when its configuration is, whole."""
+        """Write the files of a new run; the run exists from the moment its configuration is there, whole."""
         try:
             replace_file(self.path / COMMAND, _line(command).encode())
             replace_file(self.path / CONFIG, config.encode())
@@ -219,7 +220,7 @@ def _line(command: Sequence[str]) -> str:
 
 
 def _is_unbegun(path: Path) -> bool:
-    """Whether there is an empty directory, or what a killed `create` leaves."""
+    """Whether `path` is an empty directory, or holds only what a killed `create` leaves."""
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name}
     return not names or (_CLAIM in names and names <= _UNBEGUN)
 
@@ -246,7 +247,7 @@ def _contents(path: Path) -> str:
 
 
 def _above(path: Path) -> str:
-    """What to give in place of `path`: the run directory that it lies in, if it does, as something to paste."""
+    """What to give in place of `path`, ready to paste: the run directory that it lies in, if there is one."""
     run = next((parent for parent in path.parents if (parent / CONFIG).is_file()), None)
     return f"; it lies in one: give {shlex.quote(str(run))}" if run else "; give the directory of an earlier run"
 
@@ -268,11 +269,11 @@ def os_error_text(error: OSError, directory: Path) -> str:
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """Return the folder of the newest checkpoint of a run, as its name says; None if it has none."""
+    """Return the folder of the newest checkpoint of a run, judged by its name; None if it has none."""
     found = [path for pattern in SAVED for path in directory.glob(pattern)]
     return max(found, key=lambda path: path.name.removeprefix(".replaced-"), default=None)
 
 
 def arguments_to_go_on(directory: Path) -> list[str]:
-    """Return the arguments of `cdp-train` with which a run goes on; if it has no checkpoint, from its start."""
+    """Return the arguments of `cdp-train` with which a run goes on, from its start if it has no checkpoint."""
     return [f"resume={directory}", *([] if newest_checkpoint(directory) else ["restart=true"])]

@@ -37,7 +37,7 @@ def versions() -> dict[str, str]:
 def git_commit() -> str:
     """Return the commit of the source tree that runs, with "-dirty" if it was changed; "unknown" outside of one.
 
-    An installed package may lie in a repository, too, as in a virtual environment there: that one does not track it.
+    An installed package may also lie in a repository, e.g. in a virtual environment there, which does not track it.
     """
     try:
         _git("ls-files", "--error-unmatch", "__init__.py")

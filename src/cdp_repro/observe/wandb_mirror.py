@@ -88,7 +88,7 @@ class WandbMirror:
         self._unless_over("log_artifact", artifact)
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
-        """End the W&B run; after a failure only what was logged before it is closed."""
+        """End the W&B run; after a failure, only close what was logged before it."""
         if not self._started:
             return
         self._unless_over("write the summary", lambda: self._run.summary.update(dict(summary)))

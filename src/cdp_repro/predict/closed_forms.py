@@ -1,9 +1,9 @@
 """Closed forms: the cost of each setting of the cost table by formula.
 
-The forms hold for S = N stages of any sizes. In their notation stage j keeps a_j activation bytes of a micro-batch
-that waits for its backward, and e_j more until its output has been sent; it has p_j parameter bytes, and as many of
-gradients; A = sum of a_j, P = sum of p_j; o_j are the bytes of its output, i_j those of the gradient of its input.
-They are derived in the documentation of `closed_form`; the report compares them with simulation and execution.
+The forms hold for S = N stages of any sizes. Stage j keeps a_j activation bytes of a micro-batch that waits for its
+backward, and e_j more until its output has been sent. It has p_j parameter bytes and as many gradient bytes. A is the
+sum of a_j, and P that of p_j. o_j are the bytes of its output, i_j those of the gradient of its input. The docstring of
+`closed_form` derives the forms; the report compares them with simulation and execution.
 """
 
 from __future__ import annotations
@@ -76,25 +76,25 @@ class Sizes:
 
 
 def closed_form(setting: Setting, workers: int, costs: StageCosts, optimizer_states: int) -> Values:
-    """Return the quantities of a setting with N = S workers, as far as there is a formula.
+    """Return those quantities of a setting with N = S workers for which there is a formula.
 
-    - Activations. In the cyclic timeline stage j keeps a micro-batch from slot 2m+j to 2m+2N-1-j, and one starts every
-      second slot: N-j are alive in every slot. All workers' sum is sum (N-j) a_j, (N+1)/2 A for equal stages, against
-      N A of data parallelism. A worker's own peak is A; a pipeline's device j holds (N-j) a_j, a device of a
-      model-parallel group a_j. Where micro-batches move, outputs that are about to be sent add e_j on the stages that
-      run a forward, which are every second one.
-    - Versions. A stale stage has two, each for a part of the time, on the ranks that all workers read from; a worker's
-      own replica has one at a time. CDP-v2's last stage is always fresh.
-    - Messages. Gradients: N-1 partial sums and N-1 relayed totals of each stage (replicated, both modes); one
-      parameter message for each forward and backward and one gradient to the owner (ZeRO), but none of the owner's own
-      to itself: 3P(N-1)/N a rank; sums along a stage's group of n ranks and totals back: N-1 + n-1 where n > 1
-      (model parallel). Two ranks exchange what they have, so that the second message waits for nothing (in parts where
-      stages are large and very uneven: how many messages a slot has then depends on the sizes). Activations and
-      their gradients: N of each over each boundary. Collectives are rings, and what a rank sends in one is a message: N
-      of an all-reduce, which goes round twice; N of an all-gather or a reduce-scatter, of which each slot has two, the
-      second after the first where it gathers what has just been made. A rank then holds 1/N of every stage.
-    - Idle share. A pipeline with a flush idles (N-1)/(2N-1), a model-parallel group of N 1 - 1/N, of N-j
-      (N-1)/(N+1); all others never.
+    - Activations. In the cyclic timeline, stage j keeps a micro-batch from slot 2m+j to 2m+2N-1-j, and one starts every
+      second slot: N-j are alive in every slot. The sum over workers is sum (N-j) a_j: (N+1)/2 A for equal stages,
+      against N A in data parallelism. A worker's own peak is A; device j of a pipeline holds (N-j) a_j, and a device of
+      a model-parallel group a_j. If micro-batches move, outputs about to be sent add e_j on the stages that run a
+      forward, which is every second stage.
+    - Versions. A stale stage has two, each for part of the time, on the ranks that all workers read from. A worker's
+      own copy has one at a time. CDP-v2's last stage is always fresh.
+    - Messages. Replicated, both modes: N-1 partial sums and N-1 relayed totals of each stage. ZeRO: one parameter
+      message for each forward and backward and one gradient to the owner, but none from the owner to itself:
+      3P(N-1)/N per rank. Model parallel: sums along a stage's group of n ranks and totals back, N-1 + n-1 if n > 1.
+      Two ranks exchange their sums, so that the second message waits for nothing. They do so in parts if stages are
+      large and very uneven; the number of messages per slot then depends on the sizes. Activations and their gradients:
+      N of each over each boundary. Collectives are rings, and the data that a rank sends in one counts as a message: N
+      for an all-reduce, which goes round twice; N for an all-gather or a reduce-scatter. Each slot has two of these,
+      the second after the first if it gathers what was just made. A rank then holds 1/N of every stage.
+    - Idle share. A pipeline with a flush idles (N-1)/(2N-1), model-parallel groups of N ranks 1 - 1/N, and groups of
+      N-j ranks (N-1)/(N+1). All others never idle.
     """
     if setting.baseline is not None:
         return _closed_form_of_peer(setting.baseline, workers, costs, optimizer_states)
@@ -140,7 +140,7 @@ def _state(setting: Setting, n: int, sizes: Sizes, optimizer_states: int) -> Val
     p = [min(size, part_bytes(size, n)) for size in sizes.parameters] if is_sharded else sizes.parameters
     stale = [setting.mode == "cdp_v1" or (setting.mode == "cdp_v2" and j < n - 1) for j in range(n)]
     if setting.placement == "replicated":
-        stale = [False] * n  # a worker's own replica: the old version has no reader once the new one is made
+        stale = [False] * n  # a worker's own copy: nothing reads the old version once the new one is made
     elif setting.placement == "model_parallel":
         stale = [setting.mode == "cdp_v1" and j == n - 1 for j in range(n)]  # all other groups have several ranks
     held = [(1 + is_stale) * size for is_stale, size in zip(stale, p, strict=True)]
@@ -155,11 +155,11 @@ def _state(setting: Setting, n: int, sizes: Sizes, optimizer_states: int) -> Val
 
 
 def _overlap_of_v2(n: int, p: Sequence[int]) -> int:
-    """Return the bytes of second versions that CDP-v2 keeps at once on one device.
+    """Return the largest number of bytes of second versions that CDP-v2 keeps at once on one device.
 
-    Stage j has two from slot 2Nt + 4N-3-j, when the new one is made, until 2Nt + 6N-6-3j, after which no stale worker
-    i <= N-2-j reads the old one. So right after stage k has got its second, two have the stages
-    k <= j <= (2N-3+k)/3, and of the step before j <= (k-3)/3.
+    Stage j has two versions from slot 2Nt + 4N-3-j, when the new one is made, until 2Nt + 6N-6-3j, after which no stale
+    worker i <= N-2-j reads the old one. So just after stage k has got its second version, the stages with two are
+    k <= j <= (2N-3+k)/3, and from the step before j <= (k-3)/3.
     """
 
     def at(k: int) -> int:
@@ -171,16 +171,16 @@ def _overlap_of_v2(n: int, p: Sequence[int]) -> int:
 def _messages(setting: Setting, n: int, sizes: Sizes) -> Values:
     """Return bytes sent by a device in a step, messages in the busiest slot, and the longest chain of messages.
 
-    A chain is a sequence of messages between two slots, each of which waits for the one before. With `dp` all gradients
-    of a stage are ready in the same slot, so that the sum passes through all N ranks and back at once: a chain of
-    2(N-1). In the cyclic timeline the gradients become ready one slot after the other, so that each message has a slot
-    of its own: on `replicated` a chain of 1.
+    A chain is a sequence of messages between two slots, each of which waits for the one before. With `dp`, all
+    gradients of a stage are ready in the same slot, and the sum passes through all N ranks and back at once: a chain of
+    2(N-1). In the cyclic timeline, the gradients become ready one after the other, so that each message has its own
+    slot: on `replicated` a chain of 1.
 
     Example: N = 4, `replicated`, stages of g bytes each. A rank sends 2 (4 g) 3/4 = 6 g in a step for every mode. With
     `dp` the busiest slot has 6 messages in a chain of 6; with `cdp_v2` 4 messages, none of which waits for another.
 
-    Invariant: on one placement all modes send the same bytes, and differ in slots and chains only. `model_parallel` is
-    the exception: its groups of ranks are smaller in the cyclic timeline.
+    Invariant: on a given placement, all modes send the same bytes and only differ in slots and chains. `model_parallel`
+    is the exception: its groups of ranks are smaller in the cyclic timeline.
     """
     total = sum(sizes.gradients)
     boundary = n * (sum(sizes.outputs[:-1]) + sum(sizes.input_gradients[1:]))
@@ -232,7 +232,8 @@ def _idle_share(setting: Setting, n: int) -> float:
 
 
 def _closed_form_of_peer(baseline: str, n: int, costs: StageCosts, optimizer_states: int) -> Values:
-    """Return the published costs of a library: a ring all-reduce, two all-gathers and a reduce-scatter."""
+    """Return the published costs of a library: DDP's ring all-reduce, FSDP2's two all-gathers and a reduce-scatter, or
+    the activations and gradients of a pipeline with a flush."""
     p, g = costs.parameter_bytes, sum(costs.gradient_bytes)
     values: Values = {"devices": n, "versions_kept": 1}
     if baseline == "ddp":

@@ -1,4 +1,4 @@
-"""What one action costs: the numbers that `simulate` needs, measured or assumed."""
+"""The cost of one action: the numbers that `simulate` needs, measured or assumed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT
 class StageCosts:
     """Costs of each stage on one micro-batch; every tuple has one entry a stage.
 
-    Those that default to 0 matter only where stages are on several ranks.
+    Costs that default to 0 only matter if stages are on several ranks.
     """
 
     forward_bytes: tuple[int, ...]
@@ -27,11 +27,12 @@ class StageCosts:
     backward_flops: tuple[int, ...]
     """Floating-point operations (2 x multiply-adds) of the backward."""
     output_bytes: tuple[int, ...] = ()
-    """Bytes of the stage's output, which another stage reads; 0 of the last stage."""
+    """Bytes of the stage's output, which another stage reads; 0 for the last stage."""
     output_kept: tuple[bool, ...] = ()
     """Whether the stage's own backward needs its output."""
     input_kept: tuple[bool, ...] = ()
-    """Whether the backward that reads `x_j`, the output of the stage before, needs it: in a chain the stage's own."""
+    """Whether `x_j` is needed by the backward of the stage that reads it. In a chain that is stage j, and `x_j` is the
+    output of the stage before."""
     gradient_bytes: tuple[int, ...] = ()
     """Bytes of the gradients of the stage's parameters."""
     input_gradient_bytes: tuple[int, ...] = ()
@@ -39,8 +40,8 @@ class StageCosts:
     buffer_bytes: tuple[int, ...] = ()
     """Bytes of one worker's buffers of the stage (BatchNorm's running statistics)."""
     prefix_bytes: tuple[int, ...] = ()
-    """Where sequences are cut: activation bytes that the forward leaves alive, and the backward releases, beyond those
-    of the first slice for each slice before. Layers that look back keep all tokens so far. FLOPs are means there."""
+    """If sequences are cut: activation bytes that the forward leaves alive, and the backward releases, beyond those of
+    the first slice, for each earlier slice. Layers that look back keep all tokens so far. FLOPs are then means."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -66,9 +67,9 @@ class StageCosts:
         return sum(self.forward_bytes)
 
     def bytes_of(self, value: Value) -> int:
-        """Return the bytes of a value that ranks send or hold; one of 0 bytes is never sent.
+        """Return the bytes of a value that ranks send or hold; a value of 0 bytes is never sent.
 
-        Those of SAVED are not known by themselves: see `forward_bytes`.
+        The bytes of SAVED are not known separately: see `forward_bytes`.
         """
         kind, stage = value.kind, value.stage
         if kind == INPUT:
@@ -82,16 +83,16 @@ class StageCosts:
         return size if value.parts == 1 else len(part_of(size, value.part, value.parts))
 
     def received_bytes(self, stage: int) -> tuple[int, int]:
-        """Return what the forward and the backward that read `x_j`, j = `stage`, take and release more on another rank.
+        """Return the extra bytes that the forward takes, and the backward releases, if `x_j`, j = `stage`, is received.
 
-        There it is a copy of the output of the stage that has made it, which is then not shared with that stage.
+        Forward and backward are those that read `x_j`. It is then a copy, not shared with the stage that made it.
         """
         before = self.output_bytes[stage - 1]
         made_and_kept, kept = self.output_kept[stage - 1], self.input_kept[stage]
         return before * (kept or not made_and_kept), before * (kept and made_and_kept)
 
     def released_by_sending(self, stage: int) -> int:
-        """Return the live activation bytes that end when the output of `stage` leaves for another rank."""
+        """Return the live activation bytes that are released when the output of `stage` is sent to another rank."""
         return 0 if self.output_kept[stage] else self.output_bytes[stage]
 
     @classmethod

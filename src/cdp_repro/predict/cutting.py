@@ -27,7 +27,7 @@ class CutModel(StageCut):
 
 
 def cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None = None) -> CutModel:
-    """Build the model of the configuration and cut it as `partition` says, or as an earlier run has cut it.
+    """Build the model of the configuration and cut it as `partition` says, or as `blocks_per_stage` says if given.
 
     Raises:
         ModelError: a model that is unknown or cannot be cut.
@@ -100,7 +100,7 @@ def _block_costs(config: RunConfig, model: nn.Sequential) -> Sequence[float]:
         return seconds
     if config.partition == "parameters":
         return [sum(parameter.nbytes for parameter in block.parameters()) for block in blocks]
-    inputs = sample(config.reading_whole(), "cpu")  # cut alike, whether or not sequences are cut
+    inputs = sample(config.reading_whole(), "cpu")  # the same cut, whether or not sequences are cut
     forward, backward, _ = profile_passes(blocks, loss_fn, *inputs, autocast=autocast(config, "cpu"), sources=sources)
     if config.partition == "activations":
         return [came for came, _ in forward]

@@ -18,10 +18,10 @@ from cdp_repro.schedule.grid import text_grid
 from cdp_repro.trace import Trace, write_actions_csv, write_comms_csv, write_memory_csv, write_perfetto
 
 SHOWN_WORKERS = 16
-"""Up to so many workers the timeline and the memory of each slot are shown as text."""
+"""Up to this many micro-batches in a step, the timeline and the memory of each slot are shown as text."""
 
 STEPS = 2
-"""Mini-batches that are drawn: the second shows the steady state and the first fresh parameters."""
+"""Number of mini-batches that are drawn: the first reads fresh parameters, the second shows the steady state."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Forecast:
 
     program: Program
     slots: Sequence[Slot]
-    """Of the first training steps, which are drawn; with the drain."""
+    """Slots of the first training steps, which are drawn, and of the drain."""
     trace: Trace
-    """Of the same slots."""
+    """Trace of the same slots."""
     totals: Sequence[SlotTotals]
-    """Of a run with all that a run can have: fill, steps that repeat, and drain."""
+    """Totals of a complete run: fill, steps that repeat, and drain."""
 
     @property
     def activation_peak_bytes(self) -> int:
@@ -48,7 +48,7 @@ class Forecast:
 
     @property
     def version_bytes(self) -> int:
-        """Bytes of all parameter versions that are alive on one rank, at most."""
+        """Largest number of bytes of all parameter versions that are alive on one rank."""
         return max(total.state_bytes_per_device for total in self.totals)
 
     @property
@@ -77,7 +77,7 @@ class Plan:
 
 
 def make_plan(config: RunConfig) -> Plan:
-    """Simulate the run that `config` describes; needs no data, and computes nothing unless partition=time measures.
+    """Simulate the run that `config` describes; needs no data, and computes nothing unless partition=time.
 
     Raises:
         ConfigError, ModelError, ScheduleError: as the run itself would.
@@ -106,7 +106,7 @@ def _forecast(schedule: Schedule, cut: StageCut) -> Forecast:
 
 
 def plan_text(plan: Plan, width: int) -> str:
-    """Return the whole plan as text that is at most `width` characters wide where it can be."""
+    """Return the whole plan as text, at most `width` characters wide where possible."""
     config = plan.config
     head = (
         f"{config.model.name}, {config.task.shape_text(config.input_shape)}, mini-batch {config.batch_size} = "
@@ -125,7 +125,7 @@ def plan_text(plan: Plan, width: int) -> str:
 
 
 def _parts_of_mini_batch(config: RunConfig) -> str:
-    """Say what a mini-batch is cut into along its samples."""
+    """Return the parts of a mini-batch along its samples, as text."""
     if config.pushes:
         return f"{config.sample_parts} pushes of {config.workers} workers"
     if config.updates_each:
@@ -157,7 +157,7 @@ def _stage_table(plan: Plan) -> str:
 
 
 def _memory_table(plan: Plan) -> str:
-    """Live activation bytes per slot, a bar for every mode."""
+    """Return live activation bytes per slot, with a bar for each mode."""
     curves = {name: forecast.trace.activation_bytes_per_slot for name, forecast in plan.forecasts.items()}
     peak = max(max(curve.values()) for curve in curves.values())
     rows = [("slot", *(text for name in curves for text in (name, "")))]
@@ -171,7 +171,7 @@ def _memory_table(plan: Plan) -> str:
 
 
 def _comparison(plan: Plan) -> str:
-    """The line that decides: peak of each forecast, as a share of data parallelism's."""
+    """Return the deciding table: the peak of each forecast, as a share of data parallelism's."""
     baseline = plan.forecasts["dp"].activation_peak_bytes
     rows = [("mode", "slot order", "activation peak", "/ dp", "versions kept", "their bytes", "messages a step")]
     for forecast in [*plan.forecasts.values(), plan.other_order]:
@@ -199,7 +199,7 @@ def _comparison(plan: Plan) -> str:
 
 
 def _state(plan: Plan) -> str:
-    """The line that says what a device keeps beside versions."""
+    """Return the line on what a device keeps beside versions."""
     config, schedule = plan.config, plan.chosen.program.schedule
     optimizer, delay = training_state(config, plan.cut, schedule).most_on_a_rank(schedule)
     found = f"beside them optim={config.optim.name} keeps {format_bytes(optimizer)} on the device with most"

@@ -37,8 +37,8 @@ def reduction(costs: StageCosts, order: str) -> float:
 def divided(blocks: StageCosts, workers: int, cut: str) -> StageCosts:
     """Return the stages that `workers` would have, from the costs of the blocks.
 
-    Up to as many stages as blocks the cut is the one that a run would make. Beyond, blocks are taken as divisible, the
-    bytes spread evenly over a block's FLOPs.
+    With at most as many stages as blocks, the cut is that of a run. With more, blocks are treated as divisible: their
+    bytes spread evenly over their weight, which is FLOPs, or bytes for `cut` = "activations".
     """
     weights = [f + b for f, b in zip(blocks.forward_flops, blocks.backward_flops, strict=True)]
     if cut == "activations":
@@ -53,8 +53,8 @@ def divided(blocks: StageCosts, workers: int, cut: str) -> StageCosts:
 
 
 def _sliced(weights: Sequence[float], values: Sequence[int], parts: int) -> list[int]:
-    """Cut a profile into parts of equal weight, anywhere, and return the value of each, rounded such that none is
-    lost."""
+    """Cut a profile at any point into parts of equal weight; return the value of each, rounded so that the total stays
+    the same."""
     ends = [0.0, *accumulate(float(weight) for weight in weights)]
     sums = [0, *accumulate(values)]
 

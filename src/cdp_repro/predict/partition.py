@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 
 class StagesError(ValueError):
-    """A number of stages that blocks cannot be cut into; `most` can."""
+    """The blocks cannot be cut into that number of stages; `most` is the largest number that works."""
 
     def __init__(self, message: str, most: int) -> None:
         super().__init__(message)
@@ -20,10 +20,10 @@ class StagesError(ValueError):
 def partition(costs: Sequence[float], stages: int) -> list[range]:
     """Cut blocks 0..n-1 into `stages` non-empty contiguous runs such that the costliest run is as cheap as possible.
 
-    Among the partitions with the smallest possible maximum the one with the smallest sum of squared stage costs
-    (the most even one) is returned, and among those the one that cuts last stages first, as late as possible.
-    The result is exact and does not depend on the unit of the costs: sums are taken in whole numbers, so rounding
-    never decides.
+    Among the partitions with the smallest possible maximum, the most even one is returned: that with the smallest sum
+    of squared stage costs. Of equally even ones, it is the one whose last stage starts latest, then the stage before
+    it, and so on. The result is exact and does not depend on the unit of the costs: sums are taken in whole numbers, so
+    rounding never decides.
 
     Args:
         costs: cost of each block in forward order, finite and not negative; any unit (FLOPs, bytes, seconds).

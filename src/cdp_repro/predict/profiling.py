@@ -34,7 +34,7 @@ def profile_stages(
 ) -> StageCosts:
     """Return the costs of each stage on one micro-batch like (inputs, targets), which are [B/M, ...].
 
-    With `slices` these are the first of so many slices of sequences, [samples, tokens, ...]. `sources` are, of each
+    With `slices` they are the first of that many slices of sequences, [samples, tokens, ...]. `sources` gives, for each
     stage, the stages whose outputs it reads; () for a chain.
 
     Bytes are counted by the engine's own meter, FLOPs by torch's FlopCounterMode. By default nothing is computed:
@@ -65,7 +65,7 @@ def profile_stages(
 
 
 _Measured = list[tuple[int, int]]
-"""By stage: live bytes that came, and FLOPs."""
+"""By stage: change in live bytes, and FLOPs."""
 
 
 def profile_passes(
@@ -78,9 +78,9 @@ def profile_passes(
     slices: int = 1,
     sources: Sources = (),
 ) -> tuple[_Measured, _Measured, tuple[int, ...]]:
-    """Return, by stage, the live bytes and the FLOPs that its forward adds, and its backward; and what a slice adds.
+    """Return, by stage, the change in live bytes and the FLOPs of its forward and of its backward; and `prefix_bytes`.
 
-    That is the first part of what `profile_stages` measures, from the same arguments.
+    This is the first part of the measurements of `profile_stages`, from the same arguments.
     """
     with _executing() if execute else fake_tensors() as convert:
         batch = convert(inputs), convert(targets)
@@ -90,10 +90,10 @@ def profile_passes(
 def _walked(
     make: Callable[[], Rehearsal], batch: tuple[Tensor, Tensor], slices: int
 ) -> tuple[_Measured, _Measured, tuple[int, ...]]:
-    """Return what the forwards and the backwards of a micro-batch cost, and by how many bytes each slice costs more.
+    """Return the costs of the forwards and of the backwards of a micro-batch, and the extra bytes of each slice.
 
-    Of slices the first two are run. What layers look back at grows with each slice by the same number of tokens, and so
-    do bytes and FLOPs: those of a slice in the middle are the mean of all.
+    Only the first two slices are run. The prefix grows by the same number of tokens with each slice, so bytes and FLOPs
+    grow linearly: those of the middle slice are the mean of all.
     """
     first, meter = make(), ActivationMeter()
     prefixes: list[Prefix | None] = [Prefix() if slices > 1 else None for _ in range(first.stages)]
@@ -101,7 +101,7 @@ def _walked(
     if slices == 1:
         return forward, _backwards(first, meter, [None] * first.stages), (0,) * first.stages
     second, known = make(), [prefix.take_after() for prefix in prefixes if prefix is not None]
-    prefixes.clear()  # they hold the graph, which then is released by what the backwards release
+    prefixes.clear()  # they hold the graph, which must live only until the backwards release it
     more = _forwards(second, batch, meter, known)
     later = _backwards(second, meter, [None] * first.stages)
     gradients = [prefix.take_gradients() for prefix in known]
@@ -137,9 +137,10 @@ def _executing() -> Iterator[Callable[[Tensor], Tensor]]:
 def _kept(
     rehearsal: Rehearsal, sources: Sources, inputs: Tensor, targets: Tensor
 ) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Return of each stage, run apart from the others, whether its backward keeps its output alive.
+    """Return, for each stage run separately, whether its output stays alive for its backward.
 
-    Also, of each input `x_j` whether the backward of the stage that reads it keeps it alive; `x_0` is the data.
+    Also return, for each input `x_j`, whether it stays alive for the backward of the stage that reads it; `x_0` is the
+    data.
     """
     outputs, kept = [], [False] * len(sources)
     rehearsal.begin(inputs, targets)
@@ -155,7 +156,7 @@ def _kept(
             rehearsal.outputs[stage] = made.detach().clone().requires_grad_(made.requires_grad)
             del made
         outputs.append(meter.live_bytes == with_output)
-        numbers = [source + 1 for source in read] or [0] * (stage == 0)  # of other branches' data nobody asks
+        numbers = [source + 1 for source in read] or [0] * (stage == 0)  # the data of other branches is not asked for
         for number, is_alive in zip(numbers, rehearsal.keeps_inputs(), strict=False):
             kept[number] = is_alive
     return tuple(outputs), tuple(kept)
@@ -178,9 +179,10 @@ def time_stages(
     rounds: int = 5,
     sources: Sources = (),
 ) -> list[float]:
-    """Return the median seconds of forward plus backward of each stage on one micro-batch, by running it.
+    """Return, for each stage, the median seconds of its forward plus those of its backward on one micro-batch.
 
-    One round of warming up is not counted. `stages` are left as they are; `sources` are as in `profile_stages`.
+    The stages are run. One warm-up round is not counted. `stages` are left as they are; `sources` as in
+    `profile_stages`.
     """
     forward, backward = time_passes(stages, loss_fn, inputs, targets, autocast, rounds, sources)
     return [sum(both) for both in zip(forward, backward, strict=True)]

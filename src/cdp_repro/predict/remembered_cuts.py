@@ -1,8 +1,8 @@
 """Cuts that earlier plans and runs have measured, in the user's cache: a plan of a model seen before needs no torch.
 
-Importing torch and torchvision, and tracing the model, is most of a plan's time, and what comes out depends on little:
-the model, the micro-batch, the stages, and the code. Each such set is a file, `~/.cache/cdp-repro/cuts/<hash>.json`, or
-below XDG_CACHE_HOME. The folder can be deleted at any time.
+Importing torch and torchvision and tracing the model take most of a plan's time. The result depends on little: the
+model, the micro-batch, the stages, and the code. Each combination has a file, `~/.cache/cdp-repro/cuts/<hash>.json`, or
+one below XDG_CACHE_HOME. The folder can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def stage_cut(config: RunConfig) -> StageCut:
 
 
 def remember(config: RunConfig, measured: StageCut) -> StageCut:
-    """Keep what `cut_model` has measured for the plans to come, those of a model that has been trained too; return it.
+    """Keep the measurements of `cut_model`, from a plan or a run, for later plans; return them.
 
-    Nothing is kept where no file can be written: the next plan then measures again.
+    If no file can be written, nothing is kept and the next plan measures again.
     """
     found = StageCut(**{field.name: getattr(measured, field.name) for field in fields(StageCut)})
     path = _path_of(config)
@@ -64,15 +64,15 @@ def remember(config: RunConfig, measured: StageCut) -> StageCut:
 
 
 def _path_of(config: RunConfig) -> Path | None:
-    """Return the file of a cut; None without a home, and for one that another day may change.
+    """Return the file of a cut; None without a home directory, and for a cut that may differ another day.
 
-    That is a cut by measured time, and one of an installed package's model, whose code is not in the hash.
+    Such a cut is one by measured time, or one of an installed package's model, whose code is not in the hash.
     """
     if config.partition == "time" or is_entered("models", config.model.name):
         return None
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        folder = given if given.is_absolute() else Path.home() / ".cache"  # a relative one is to be ignored
+        folder = given if given.is_absolute() else Path.home() / ".cache"  # a relative path must be ignored
     except RuntimeError:
         return None
     return folder / "cdp-repro" / "cuts" / f"{_hash_of(config)}.json"
@@ -83,7 +83,7 @@ def _hash_of(config: RunConfig) -> str:
 
 
 def _determining(config: RunConfig) -> Mapping[str, Any]:
-    """Return all that a cut depends on."""
+    """Return everything that a cut depends on."""
     return {
         "model": asdict(config.model),
         "inputs": [config.task.is_text, *config.input_shape],

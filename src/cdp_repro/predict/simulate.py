@@ -17,9 +17,9 @@ from cdp_repro.trace import Trace, TraceRecorder, longest_chain
 
 
 class Devices:
-    """What is alive on each rank: activation bytes, parameter versions and optimizer state.
+    """The live activation bytes, parameter versions and optimizer state of each rank.
 
-    `activation_bytes` and `state_bytes` have one entry a rank; `versions` counts those of a stage on a rank.
+    `activation_bytes` and `state_bytes` have one entry per rank; `versions` counts the versions of a stage on a rank.
     """
 
     def __init__(self, schedule: Schedule, costs: StageCosts, optimizer_states: int = 0) -> None:
@@ -41,12 +41,12 @@ class Devices:
                     self.versions[rank, value.stage] += 1
 
     def run(self, action: Action) -> int:
-        """Run an action; return the bytes that it sends, by a message or by its part in a collective."""
+        """Run an action; return the bytes that it sends, as a message or as its part in a collective."""
         op, rank, stage, costs = action.op, action.rank, action.stage, self._costs
         if op is Op.FORWARD:
             received = sum(costs.received_bytes(j)[0] for m, j in self._inputs(action) if (m, j) in self._received)
             self.activation_bytes[rank] += costs.forward_bytes[stage] + received + self._of_prefix(action)
-        elif op.gives_gradients:  # a first part of a backward keeps all for the second
+        elif op.gives_gradients:  # the first part of a split backward keeps everything for the second
             taken = self._received.intersection(self._inputs(action))
             received = sum(costs.received_bytes(j)[1] for _, j in taken)
             self._received -= taken
@@ -67,7 +67,7 @@ class Devices:
         return [(action.micro_batch, source + 1) for source in self._sizes.sources[action.stage]]
 
     def _of_prefix(self, action: Action) -> int:
-        """Return the bytes that a forward or backward takes or releases for the tokens before its slice."""
+        """Return the bytes that a forward takes, or a backward releases, for the tokens before its slice."""
         if self._sizes.slices == 1:
             return 0
         return self._sizes.place(action.micro_batch)[1] * self._costs.prefix_bytes[action.stage]
@@ -112,24 +112,24 @@ def simulate_slots(schedule: Schedule, costs: StageCosts, slots: Iterable[Slot])
 
 @dataclass(frozen=True, slots=True)
 class SlotTotals:
-    """What all ranks did in one slot: what a `Trace` of them says of it, where the properties have the same names."""
+    """Totals over all ranks for one slot; the properties of a `Trace` with the same names agree with them."""
 
     slot: int
     activation_bytes: int
-    """Live activation bytes, summed over ranks: of each the peak during the slot."""
+    """Sum over ranks of each rank's peak of live activation bytes during the slot."""
     activation_bytes_per_device: int
-    """The largest of these peaks, of ranks that act in the slot."""
+    """The largest of these peaks among ranks that act in the slot."""
     state_bytes_per_device: int
     """Largest number of bytes of optimizer state, and of parameter versions that are alive at the end of the slot, on a
     rank that acts in it."""
     versions_kept: int
     """Largest number of versions of one stage that are alive at the end of the slot on a rank that acts in it."""
     messages: int
-    """Messages of more than 0 bytes: others are never sent."""
+    """Messages of more than 0 bytes; empty ones are never sent."""
     chain: int
     """Longest chain of these messages, each of which had to wait for the one before."""
     bytes_sent: Mapping[int, int]
-    """By rank; a rank that is missing sends nothing."""
+    """By rank; missing ranks send nothing."""
     computing_ranks: int
     """Ranks that run a forward or a backward."""
 
@@ -139,8 +139,8 @@ def simulate_totals(
 ) -> Iterator[SlotTotals]:
     """Run the first slots of a program, as `simulate_slots` does, and yield the totals of each, without a trace.
 
-    Keeps nothing of a slot that has passed but what is alive: for programs of a million ranks. `optimizer_states` is
-    the number of values that the optimizer keeps for a parameter.
+    Of past slots it only keeps what is still alive, so that it can run programs of a million ranks. `optimizer_states`
+    is the number of values that the optimizer keeps for each value of a parameter.
 
     Raises:
         ValueError: `costs` has another number of stages than the schedule.

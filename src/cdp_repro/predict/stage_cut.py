@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model that is cut into stages: names and numbers, no modules."""
+"""What a plan needs to know about a model cut into stages: names and numbers, no modules."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class StageCut:
 
     block_names: tuple[tuple[str, ...], ...]
     costs: StageCosts
-    """Of each stage on one micro-batch, from fake tensors."""
+    """Costs of each stage on one micro-batch, from fake tensors."""
     balanced: tuple[float, ...]
-    """What `partition` balances, in its unit: FLOPs, bytes or seconds."""
+    """The cost that `partition` balances, in its unit: FLOPs, bytes or seconds."""
     trained_bytes: tuple[int, ...]
     """Bytes of the parameters that an optimizer updates."""
     hidden_bytes: tuple[int, ...]
-    """Those of them in `hidden_matrices`, which `optim=muon` treats in its own way."""
+    """The part of `trained_bytes` in `hidden_matrices`, which `optim=muon` treats in its own way."""
 
     @property
     def blocks_per_stage(self) -> list[int]:
-        """How many of the model's blocks each stage has."""
+        """Number of the model's blocks in each stage."""
         return [len(names) for names in self.block_names]
 
     @property

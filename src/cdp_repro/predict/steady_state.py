@@ -17,13 +17,13 @@ _PEAKS = {
     "messages_per_slot": "messages",
     "chain": "chain",
 }
-"""Quantities that are the largest of a number of `SlotTotals`."""
+"""Quantities that are the maximum over slots of a field of `SlotTotals`."""
 
 
 def simulated(setting: Setting, workers: int, costs: StageCosts, optimizer_states: int) -> Values:
     """Return the quantities of the full pipeline by simulation; the fill counts, the drain does not.
 
-    Peaks are those of all slots; what is sent and how long ranks idle is of the last training step.
+    Peaks are over all slots; bytes sent and the idle share are those of the last training step.
     """
     schedule = setting.schedule(workers, costs.gradient_bytes)
     program, length = Program(schedule), schedule.slots_per_step

@@ -1,4 +1,4 @@
-"""The systems of the field that are compared on the same sizes: mode and placement of each."""
+"""The systems of the field that are compared at the same sizes: mode and placement of each."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ SYSTEMS = (
     ("zero_bubble", "pipeline"), ("terapipe", "pipeline"), ("chimera", "pipeline"), ("pipedream_2bw", "pipeline"),
     ("cdp_v2", "pipeline"), ("pipedream", "pipeline"), ("ampnet", "pipeline"),
 )  # fmt: skip
-"""Mode and placement of all that compute on as many ranks. On a pipeline `cdp_v1` is `pipedream_2bw`."""
+"""Mode and placement of all systems on the same number of ranks. On a pipeline, `cdp_v1` is `pipedream_2bw`."""
 
 ON_OTHER_RANKS = {"model_parallel": ("dp", "cdp_v1", "cdp_v2"), "single_device": ("accumulation",)}
-"""Placements on which as many workers compute on more or fewer ranks, so that they are not compared; with modes."""
+"""Placements, with modes, that use more or fewer ranks for the same number of workers and so are not compared."""
 
 CHUNKS = 2
-"""Stages a rank of the interleaved pipeline; all others have one."""
+"""Stages per rank of the interleaved pipeline; all other systems have one."""
 
 
 @dataclass(frozen=True)
 class CommonSizes:
-    """What all systems that are compared have: so many ranks, and `ranks` x `accumulate` micro-batches a mini-batch."""
+    """The sizes that all compared systems share: `ranks`, and `ranks` x `accumulate` micro-batches per mini-batch."""
 
     ranks: int
     accumulate: int = 1
     tokens: int = 0
-    """Of a sequence that a causal model reads; 0 if samples cannot be cut along tokens."""
+    """Tokens of a sequence that a causal model reads; 0 if samples cannot be cut along tokens."""
     branches: Callable[[int], Sources] | None = None
-    """Which of so many stages read which; None: a chain."""
+    """Number of stages -> which stages read which; None: a chain."""
 
     def spec(self, mode: str, placement: str) -> Spec:
-        """Return a system of these sizes.
+        """Return a system with these sizes.
 
         Raises:
-            ValueError: it cannot have them, such as an odd number of ranks for Chimera.
+            ValueError: the system cannot have these sizes, such as an odd number of ranks for Chimera.
         """
         slices = MODES[mode].slices(None)
         if slices > 1 and not self.tokens:

@@ -1,7 +1,7 @@
 """Every system of the field on the same model, micro-batches and ranks: what `cdp-plan --systems` shows.
 
-Numbers are of a mini-batch of M micro-batches in the steady state. Systems that update after each micro-batch make M
-updates of it.
+Numbers are for a mini-batch of M micro-batches in the steady state. Systems that update after each micro-batch make M
+updates with it.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from cdp_repro.schedule import Program, Schedule, Slot, Spec
 
 @dataclass(frozen=True)
 class System:
-    """What a mini-batch costs on one system."""
+    """The cost of a mini-batch on one system."""
 
     mode: str
     placement: str
     stages: int
     ranks: int
     idle_share: float
-    """Share, 0 to 1, of the slots of all ranks in which a rank computes nothing; a part of a backward has a slot."""
+    """Share, 0 to 1, of the slots of all ranks in which a rank computes nothing; each part of a backward has a slot."""
     activation_bytes: int
-    """Of the rank that has most, at the peak."""
+    """Peak on the rank with most."""
     parameter_bytes: int
-    """Of the rank that has most, at the peak, with all versions."""
+    """Peak on the rank with most, including all versions."""
     versions: int
-    """The most of one stage on one rank."""
+    """Largest number of versions of one stage on one rank."""
     messages: float
-    """Of all ranks, for a mini-batch."""
+    """Messages of all ranks for a mini-batch."""
     bytes_sent: float
-    """By a rank, on average, for a mini-batch."""
+    """Bytes that a rank sends on average for a mini-batch."""
     mean_staleness: float
     """Updates of its stage that a forward misses, on average over micro-batches and stages."""
     largest_staleness: int
     seconds: float | None
-    """For a mini-batch, on the cluster that the configuration gives; None without one, or of other stages."""
+    """Seconds of a mini-batch on the cluster of the configuration; None without price, or if it has other stages."""
     slots: Sequence[Slot]
     """The first two mini-batches."""
 
@@ -74,7 +74,7 @@ def compare_systems(config: RunConfig) -> list[System]:
 def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, StageCut]]:
     """Yield every system that can have the sizes of `config`, with its model cut for it.
 
-    D ranks, `ranks` or else `workers` of them, each run M = `workers` x `accumulate` micro-batches of a mini-batch.
+    Each runs the M = `workers` x `accumulate` micro-batches of a mini-batch on D ranks: `ranks`, or else `workers`.
 
     Raises:
         ConfigError: sizes that do not fit together, with values that work.
@@ -109,7 +109,7 @@ def _blocks(cut: StageCut) -> int:
 
 
 def _common_sizes(config: RunConfig) -> tuple[CommonSizes, RunConfig]:
-    """Return the sizes that all systems are to have, and the run of data parallelism that has them."""
+    """Return the sizes that all systems share, and the data-parallel run with these sizes."""
     ranks, micro_batches = config.ranks or config.workers, config.workers * config.accumulate
     if config.replicas > 1:
         raise ConfigError(
@@ -146,7 +146,7 @@ def _has_the_cut_of(spec: Spec, config: RunConfig) -> bool:
 
 
 def _config_of(spec: Spec, config: RunConfig) -> RunConfig:
-    """Return the configuration of a system, as far as its cut and the costs of its micro-batches depend on it."""
+    """Return the configuration of a system, in those values on which its cut and its costs depend."""
     assert isinstance(spec.mode, str)
     return replace(config, mode=ModeConfig(spec.mode), slices=spec.slices, stages=spec.stages)
 
@@ -164,7 +164,7 @@ def explored(config: RunConfig) -> Iterator[tuple[Schedule, StageCosts]]:
 
 
 def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int) -> System:
-    """Return what a mini-batch of so many micro-batches costs on one system, without seconds."""
+    """Return the cost of a mini-batch of `micro_batches` on one system, without seconds."""
     updates = micro_batches // schedule.sizes.sample_parts
     program = Program(schedule)
     trace = simulate_slots(schedule, costs, program.until_it_repeats(updates))
@@ -202,7 +202,7 @@ def _system(schedule: Schedule, cut: StageCut, config: RunConfig, cluster: Clust
 
 
 def _cluster(schedule: Schedule, cut: StageCut, config: RunConfig) -> Cluster | None:
-    """Return the cluster that a system is priced on; None without a price, or where seconds are of other stages."""
+    """Return the cluster on which a system is priced; None without price, or if the seconds are of other stages."""
     given = config.cluster.forward_seconds
     if not config.price or (given is not None and len(given) != schedule.stages):
         return None

@@ -32,7 +32,7 @@ class TrainingState:
 
 
 def training_state(config: RunConfig, cut: StageCut, schedule: Schedule) -> TrainingState:
-    """Return what the optimizer and the method against delay of a run will keep, from its second training step on."""
+    """Return the bytes that the optimizer and the method against delay keep from the second training step of a run."""
     hidden, others = (_values_kept(config.optim, is_hidden) for is_hidden in (True, False))
     return TrainingState(
         tuple(
@@ -54,7 +54,7 @@ def kept_steps(config: RunConfig, schedule: Schedule) -> list[int]:
 
 
 def optimizer_states(optim: OptimConfig) -> int:
-    """Return how many values the optimizer keeps for each parameter; the largest number, where it differs."""
+    """Return how many values the optimizer keeps for each value of a parameter; the largest number if they differ."""
     return _values_kept(optim, is_hidden=False)
 
 

@@ -23,7 +23,7 @@ PAPER_VALUES = "paper_values.yaml"
 
 @dataclass(frozen=True)
 class Comparison:
-    """A group beside data parallelism on the same seeds; no difference for data parallelism itself, or without it."""
+    """A group and its difference from data parallelism on the same seeds; None for that itself, or if there is none."""
 
     study: str
     group: Group
@@ -63,7 +63,7 @@ def _comparison(study: str, group: Group, reference: Group | None) -> Comparison
 
 
 def accuracy_table(found: Sequence[Comparison], paper: Mapping[str, float]) -> Table:
-    """Return the table, with a row for each cell of the studies that has no run yet: the command that fills it."""
+    """Return the table; a cell of the studies that has no run yet has a row with the command that fills it."""
     rows = [_row(each, paper) for each in found]
     tasks = dict.fromkeys(each.task for each in found) or {IMAGES: None}
     columns = (
@@ -98,7 +98,7 @@ def chosen_rate(groups: Sequence[Group]) -> float | None:
 
 
 def tuning_table(groups: Sequence[Group], study: Study) -> Table:
-    """Return the training loss by mode and learning rate, from which those of the studies are chosen."""
+    """Return the training loss by mode and learning rate, from which the learning rates of the studies are chosen."""
     present = {row.cell for group in groups for row in group.rows}
     missing = [cell for cell in study.cells if cell.hash not in present]
     unfinished = {label_of_mode(cell.settings) for cell in missing}
@@ -166,7 +166,7 @@ def _missing(study: Study, cell: Cell, columns: int) -> list[str]:
 
 
 def not_run(cell: Cell) -> str:
-    """Return what stands in a table in place of a run: the command of its first seed."""
+    """Return the text of a table in place of a missing run: the command of its first seed."""
     return f"not run: `{cell.command(cell.seeds[0])}`"
 
 

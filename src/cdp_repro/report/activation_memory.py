@@ -17,7 +17,7 @@ PEAK = "memory/activation_peak_bytes_total"
 ORDERS = ("paper", "backward_first")
 CUTS = ("flops", "activations")
 SHOWN_WORKERS = 8
-"""N of the numbers in sentences and bars."""
+"""The N that sentences and bars show."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def cases(groups: Sequence[Group]) -> list[Case]:
 
 
 def _blocks(model: str) -> int:
-    """Return the most workers that the study runs a network on: one for each of its blocks."""
+    """Return the number of blocks of a network: the most workers on which the study runs it."""
     planned = STUDIES["memory"].cells
     return max((int(each.settings["workers"]) for each in planned if each.settings["model.name"] == model), default=0)
 

@@ -1,7 +1,7 @@
-"""What a bound on staleness is good for: waiting, staleness and regret of workers on clocks of their own.
+"""What a bound on staleness brings: waiting, staleness and regret of workers on clocks of their own.
 
 Nothing is trained: the order of pushes follows from the virtual clock, and regret from a convex problem of one number
-whose constants are all known. With the gradient of |x - c_t| at what the t-th pull saw, and steps of
+whose constants are all known. Gradients are of |x - c_t|, at the x that the t-th pull saw. With steps of
 F / (L sqrt(2 (s+1) P t)), Ho et al. (2013, theorem 1) bound the regret after T pushes by 4 F L sqrt(2 (s+1) P / T).
 """
 
@@ -24,13 +24,13 @@ from cdp_repro.schedule.virtual_clock import Round, ticks_of
 SPEEDS = (1, 1, 1, 2)
 JITTER = 0
 BOUNDS = (0, 1, 2, 3, 5, None)
-"""s; None bounds nothing."""
+"""Values of s; None is no bound."""
 PUSHES = 2**14
 """T."""
 LIPSCHITZ = 1.0
 """L of |x - c|."""
 WIDTH = 4.0
-"""F: half of the square of the distance of any two points is at most F^2. Points leave [-1, 1] by a few steps only."""
+"""F: half the squared distance between any two points is at most F^2. Points leave [-1, 1] by only a few steps."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class Bounded:
 
     slack: int | None
     waiting: float
-    """Share, 0 to 1, of their time in which workers wait."""
+    """Share of their time, 0 to 1, that workers spend waiting."""
     staleness: Sequence[int]
-    """Of each push of a round: pushes of others between its pull and itself."""
+    """Of each push of a round: pushes of other workers between its pull and itself."""
     regret: Sequence[float]
-    """After 1, 2, 4, .. pushes: their mean loss, less the smallest that one x could have had."""
+    """After 1, 2, 4, .. pushes: their mean loss, minus the smallest that a single x could have had."""
     widest: float
-    """The largest distance of two points of the run."""
+    """The largest distance between two points of the run."""
 
     def bound(self, pushes: int) -> float:
-        """Return the bound on the regret after so many pushes; infinite without a bound on staleness."""
+        """Return the bound on the regret after this many pushes; infinite without a bound on staleness."""
         if self.slack is None:
             return math.inf
         return 4 * WIDTH * LIPSCHITZ * math.sqrt(2 * (self.slack + 1) * len(SPEEDS) / pushes)

@@ -70,7 +70,7 @@ class Shown:
     """A figure, the digest of its data, and its caption."""
 
     draw: Callable[[], Figure]
-    """Draws it; for some that takes many seconds of simulation."""
+    """Draws it; some figures need many seconds of simulation."""
     data: str
     """Digest of the rows behind it."""
     caption: str
@@ -80,7 +80,7 @@ class Report:
     """Tables and figures of the rows of a results folder, computed on demand.
 
     Raises:
-        RowError: there is no row, or rows are damaged, foreign, twice there, or cannot be averaged.
+        RowError: there is no row, or rows are damaged, foreign, duplicated, or cannot be averaged.
     """
 
     def __init__(self, results: Path) -> None:
@@ -101,17 +101,17 @@ class Report:
 
     @cached_property
     def cases(self) -> list[Case]:
-        """Of the memory study."""
+        """The cases of the memory study."""
         return cases(self.groups.get("memory", ()))
 
     @cached_property
     def lines(self) -> list[Line]:
-        """Of the cost study."""
+        """The lines of the cost study."""
         return lines(self.groups.get("costs", ()))
 
     @cached_property
     def large_lines(self) -> list[Line]:
-        """Of the stored simulations."""
+        """The lines of the stored simulations."""
         path = self._results / SIMULATED
         try:
             return large_lines(simulations_of(json.loads(path.read_text())["parts"])) if path.exists() else []
@@ -120,7 +120,7 @@ class Report:
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
-        """Of the accuracy studies, and of the user's own."""
+        """The comparisons of the accuracy studies, and of the user's own."""
         return comparisons(self.groups)
 
     @cached_property
@@ -135,7 +135,7 @@ class Report:
 
     @cached_property
     def texts(self) -> dict[str, str]:
-        """What documents show between their marks, by name: tables as Markdown, and the text on delay."""
+        """What documents show between their marks, by name: tables as Markdown, verdicts, and the texts on delay."""
         delayed = [f"### {table.title}\n\n{table.markdown()}" for table in self._delay_tables]
         return {
             **{name: table.markdown() for name, table in self.tables.items()},
@@ -173,7 +173,7 @@ class Report:
 
     @cached_property
     def standings(self) -> list[Standing]:
-        """How each mode with each method stands to data parallelism, in all studies of delay."""
+        """How each mode with each method compares with data parallelism, in all studies of delay."""
         return [each for study in self._begun("delay") for each in standings(study, self.groups)]
 
     def _begun(self, *kinds: str) -> list[Study]:
@@ -182,7 +182,7 @@ class Report:
 
     @cached_property
     def _delay_tables(self) -> list[Table]:
-        """Those of the studies of delay that have begun: verdicts, differences, and the choice of rates."""
+        """The tables of the studies of delay that have begun: verdicts, differences, and the choice of rates."""
         compared = sorted(self._begun("delay"), key=lambda study: study.margin is None)
         times = read_times(self._results)
         standing = {study.name: [each for each in self.standings if each.study is study] for study in compared}
@@ -350,7 +350,7 @@ class Report:
         return page("Cyclic data parallelism, executed", [_INTRODUCTION], sections)
 
     def _findings(self, pictures: Callable[..., list[Picture]]) -> list[Finding]:
-        """Return the few things to know: the timeline itself, and the claims that a figure shows."""
+        """Return the main findings: the timeline itself, and the claims that a figure shows."""
         by_number = {claim.number: claim for claim in self.claims}
         shown = [
             (by_number[number], pictures(name))
@@ -439,7 +439,7 @@ Form = Callable[["Shown", str], bytes]
 def build(results: Path, documents: Iterable[Path] = (), form: Form | None = None) -> dict[Path, bytes]:
     """Return every file of the report with its content, and the documents with their marked parts renewed.
 
-    `form` draws a figure; `undrawn` in its place leaves out what `stale` does not compare.
+    `form` draws a figure, by default `drawn`; `undrawn` leaves out what `stale` does not compare.
 
     Raises:
         RowError: as `Report`.
@@ -470,12 +470,12 @@ def marked(root: Path) -> list[Path]:
 
 
 def undrawn(shown: Shown, form: str) -> bytes:  # noqa: ARG001 - both forms hold the same digest
-    """Return only the digest of a figure's data: what `stale` compares, without the seconds that drawing takes."""
+    """Return only the digest of a figure's data, which is all that `stale` compares: drawing takes seconds."""
     return f"{_DATA}{shown.data}".encode()
 
 
 def drawn(shown: Shown, form: str) -> bytes:
-    """Return a figure as a file that holds the digest of its data, by which `check` knows whether it is stale."""
+    """Return a figure as a file that holds the digest of its data, by which `stale` finds it out of date."""
     file = io.BytesIO()
     said = {"Description": _DATA + shown.data}
     with rc_context({"svg.hashsalt": "cdp-repro", "svg.fonttype": "none" if form == "svg" else "path"}):
@@ -484,7 +484,7 @@ def drawn(shown: Shown, form: str) -> bytes:
 
 
 def _renewed(text: str, name: str, report: Report) -> str:
-    """Return a document with the tables between its marks as they are now."""
+    """Return a document with the texts between its marks renewed."""
 
     def shown(match: re.Match[str]) -> str:
         if match["name"] not in report.texts:
@@ -501,7 +501,7 @@ def write(files: Mapping[Path, bytes]) -> list[Path]:
         RowError: a folder cannot be written; nothing is half-written.
     """
     changed = [path for path, content in files.items() if not path.exists() or path.read_bytes() != content]
-    for folder in sorted({path.parent for path in changed}):  # a folder before what is in it
+    for folder in sorted({path.parent for path in changed}):  # a folder before its subfolders
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -520,8 +520,8 @@ def write(files: Mapping[Path, bytes]) -> list[Path]:
 def stale(files: Mapping[Path, bytes]) -> list[str]:
     """Return a sentence for each file that is missing or out of date.
 
-    Texts are compared byte by byte, figures by the digest of their data, as other versions of the drawing library draw
-    other bytes.
+    Texts are compared byte by byte, figures by the digest of their data, because versions of the drawing library draw
+    different bytes.
     """
     found = []
     for path, content in files.items():

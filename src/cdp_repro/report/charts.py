@@ -37,7 +37,7 @@ def style(mode: str, others: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def plain_axes(axis: Axes) -> None:
-    """Leave of a panel only what the eye needs."""
+    """Give a panel a faint horizontal grid, and hide its top and right borders."""
     axis.grid(axis="y", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -47,11 +47,11 @@ _REMEDIES = {
     "cut by activation bytes": ("activations", "paper", "#0072B2"),
     "and backward first": ("activations", "backward_first", "#56B4E9"),
 }
-"""By name: the cut, the order of a slot, and the colour of a bar."""
+"""By name: the cut, the slot order, and the colour of a bar."""
 
 
 def peak_bars(cases: Sequence[Case]) -> Figure:
-    """Draw CDP's executed peak over DP's with `SHOWN_WORKERS` workers: a group of bars a network, a bar a remedy."""
+    """Draw CDP's executed peak over DP's with `SHOWN_WORKERS` workers: a group per network, a bar per remedy."""
     found = {(case.model, case.partition): case.ratios for case in cases if case.workers == SHOWN_WORKERS}
     models = [model for model in profiles(cases) if all((model, cut) in found for cut in CUTS)]
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
@@ -71,7 +71,7 @@ def peak_bars(cases: Sequence[Case]) -> Figure:
 
 
 def memory_curves(cases: Sequence[Case]) -> Figure:
-    """Draw executed live activation bytes against the slot: a row a network, a column a number of workers and cut."""
+    """Draw executed live activation bytes by slot: a row per network, a column per number of workers and cut."""
     models = list(dict.fromkeys(case.model for case in cases))
     columns = sorted({(case.workers, case.partition) for case in cases if case.partition in CUTS}, key=_column_order)
     figure = Figure(figsize=(3.1 * len(columns) + 0.4, 2.2 * len(models) + 0.7), layout="constrained")
@@ -198,9 +198,10 @@ def communication(groups: Sequence[Group], workers: int) -> Figure | None:
 
 
 def accuracy_curves(found: Sequence[Comparison]) -> Figure | None:
-    """Draw the number that decides against the epoch, mean and range over seeds.
+    """Draw the deciding number against the epoch, as mean and range over seeds.
 
-    A study has a panel, for each task that it has; staleness stands beside its data parallelism.
+    Each study has a panel for each of its tasks. A panel without data parallelism shows that of a
+    study with as many epochs.
     """
     panels = list(dict.fromkeys((each.study, each.task) for each in found))
     if not panels:
@@ -253,7 +254,7 @@ _DELAY_STYLES: dict[str, dict[str, Any]] = {
 
 
 def staleness(found: Sequence[Comparison]) -> Figure | None:
-    """Draw top-1 at the end against the largest delay, a point a seed, for data sets that were run with longer ones."""
+    """Draw top-1 at the end against the largest delay, a point per seed, for the studies of longer delays."""
     points = _accuracy_by_delay(found)
     if not points:
         return None
@@ -288,7 +289,7 @@ def staleness_caption(found: Sequence[Comparison]) -> str:
 
 
 def _accuracy_by_delay(found: Sequence[Comparison]) -> dict[str, dict[int, list[float]]]:
-    """Return top-1 of all seeds by line and delay, of the study of staleness and those that it refers to."""
+    """Return top-1 of all seeds by line and delay, for the studies of staleness and those that they refer to."""
     studies = {each.study for each in found if each.study in STUDIES and each.group.mode.startswith("staleness")}
     studies |= {reference for name in studies if (reference := STUDIES[name].reference)}
     groups = [each.group for each in found if each.study in studies]

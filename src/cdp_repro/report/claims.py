@@ -101,8 +101,8 @@ def _halved(memory: Sequence[Case]) -> Claim:
 def memory_verdict(by_cut: Mapping[str, Mapping[str, float]], equal_stages: float, unevenness: float) -> str:
     """Judge peaks over data parallelism's, by cut and network.
 
-    The claim holds if the first cut, by FLOPs, is flat and as low as equal stages would be for all networks; in part if
-    some cut lowers the peak of all networks; else not.
+    The claim holds if memory is flat and, cut by FLOPs, as low for all networks as with equal stages. It holds in part
+    if some cut lowers the peak of all networks; otherwise it fails.
     """
     is_low = all(ratio <= _CLOSE * equal_stages for ratio in by_cut["flops"].values())
     if is_low and unevenness <= _CLOSE:
@@ -126,7 +126,7 @@ def _unevenness(case: Case) -> float:
 
 
 def _pair(costs: Sequence[Line], placement: str) -> tuple[Line, Line] | None:
-    """Return the lines of DP and CDP-v2 of the most workers with which both ran, by ordered messages."""
+    """Return the lines of DP and CDP-v2 for the largest N with which both ran, by ordered messages."""
     ran = {
         (line.setting.mode, line.workers): line
         for line in costs
@@ -166,7 +166,7 @@ def _balanced(costs: Sequence[Line]) -> Claim:
 
 
 def _busiest_share(mode: str, workers: int) -> float:
-    """Return the share of a step's gradient bytes that its busiest slot carries, of equal stages on `replicated`."""
+    """Return the share of a step's gradient bytes that its busiest slot carries, with equal stages on `replicated`."""
     schedule = Schedule.build(mode, workers, placement="replicated")
     trace = simulate(Program(schedule), StageCosts.equal(workers), steps=5)
     step = schedule.slots_per_step
@@ -178,7 +178,7 @@ def _busiest_share(mode: str, workers: int) -> float:
 
 
 def _accurate(accuracy: Sequence[Comparison], standings: Sequence[Standing]) -> Claim:
-    """Judge by the settings that are tuned and judged on fresh seeds; before there are any, by untuned ones."""
+    """Judge by tuned settings that have a verdict on fresh seeds; before there are any, by untuned ones."""
     text = "Accuracy equals or betters data parallelism on CIFAR-10 and ImageNet, for CDP-v1 and CDP-v2"
     ours = [each for each in accuracy if each.group.mode in _CLAIMED_MODES and each.is_at_rate_of_dp
             and each.difference and each.difference.n > 1]  # fmt: skip
@@ -196,7 +196,7 @@ def _accurate(accuracy: Sequence[Comparison], standings: Sequence[Standing]) -> 
                           for each in ours if each.difference)  # fmt: skip
         because = [f"With the learning rate of data parallelism: {verdict}. Difference from data parallelism, "
                    f"95 % interval, number of seeds: {shown}."]  # fmt: skip
-    if any(map(_is_claimed, judged)):  # a verdict on a learning rate is none on the method
+    if any(map(_is_claimed, judged)):  # a verdict on a learning rate is not one on the method
         verdict = tuned_verdict(judged)
     if judged:
         shown = "; ".join(f"{each.study.network}: {each.text}" for each in judged)
@@ -219,9 +219,9 @@ def _is_claimed(standing: Standing) -> bool:
 
 
 def _untuned_verdict(claimed: Sequence[Comparison]) -> str:
-    """Judge by 95 % intervals: better is one above 0, worse one below; one that contains 0 settles nothing.
+    """Judge by 95 % intervals: one above 0 is better, one below is worse, and one that contains 0 settles nothing.
 
-    The claim holds if both modes are better throughout, in part if one is, and does not if all are worse.
+    The claim holds if both modes are better throughout, holds in part if one is, and fails if all are worse.
     """
     by_mode = {mode: [each.difference for each in claimed if each.group.mode == mode and each.difference]
                for mode in _CLAIMED_MODES}  # fmt: skip
@@ -235,8 +235,8 @@ def _untuned_verdict(claimed: Sequence[Comparison]) -> str:
 def tuned_verdict(judged: Sequence[Standing]) -> str:
     """Judge the claim by the best verdict of each mode on the data sets that it names.
 
-    It holds if both modes are equivalent or better, in part if one is, and does not if both are worse. Other data sets
-    are evidence, and decide nothing.
+    It holds if both modes are equivalent or better, holds in part if one is, and fails if both are worse. Other data
+    sets are evidence but decide nothing.
     """
     by_mode = {
         mode: {each.verdict for each in judged if each.group.mode == mode and _is_claimed(each)}
@@ -287,7 +287,7 @@ def _point_to_point(costs: Sequence[Line]) -> Claim:
 
 
 def _most_lent_at_once(mode: str, workers: int) -> int:
-    """Return to how many ranks an owner sends parameters in one slot, at most."""
+    """Return the largest number of ranks to which an owner sends a stage's parameters in one slot."""
     program = Program(Schedule.build(mode, workers, placement="zero"))
     trace = simulate(program, StageCosts.equal(workers), steps=5)
     lent = Counter((m.slot, m.source, m.stage) for m in trace.messages if m.kind == "parameters")

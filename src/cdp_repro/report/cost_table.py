@@ -14,7 +14,7 @@ from cdp_repro.report.tables import Table
 from cdp_repro.studies.cost_settings import EXECUTED_WORKERS, SETTINGS
 
 SIMULATED = "simulated.json"
-"""File of the simulations that are too long to repeat with every report; each part has the versions that gave it."""
+"""File of simulations that take too long to repeat with every report; each part has the versions that made it."""
 _SHORT = {
     "devices": "devices",
     "activation_bytes_per_device": "activations, device with most",
@@ -31,7 +31,7 @@ _SHORT = {
 
 
 def executed(group: Group) -> Values:
-    """Return the measurements of a run; a baseline is not traced, so that only its bytes at rest are known."""
+    """Return the measurements of a run; a baseline is not traced, so only its bytes at rest are known."""
     found = {
         "devices": "ranks",
         "parameter_bytes_per_device": "memory/parameter_bytes_per_device",
@@ -56,7 +56,7 @@ def executed(group: Group) -> Values:
 
 @dataclass(frozen=True)
 class Line:
-    """One setting with N workers: its quantities by closed form, simulation and execution, where each knows them."""
+    """One setting with N workers: its quantities by closed form, simulation and execution, as far as known."""
 
     setting: Setting
     workers: int
@@ -119,7 +119,7 @@ def simulations_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Va
 
 
 def large_lines(simulations: Mapping[str, Mapping[str, Values]]) -> list[Line]:
-    """Return the settings for every N of `simulations` ({N: {setting and mode: values}}), of equal stages."""
+    """Return the settings for every N of `simulations` ({N: {setting and mode: values}}), with equal stages."""
     return [
         Line(setting, int(n), closed_form(setting, int(n), unit_costs(int(n)), 1), values[key], {})
         for n, values in simulations.items()
@@ -177,7 +177,7 @@ def agreement_table(found: Sequence[Line]) -> Table:
 
 
 def large_table(found: Sequence[Line]) -> Table:
-    """Return the settings of large N, a row a setting, where formulas and simulation agree."""
+    """Return the settings for large N, a row per setting, and where formulas and simulation disagree."""
     shown = (
         "activation_bytes_per_device",
         "activation_bytes_total",

@@ -12,10 +12,10 @@ from cdp_repro.report.two_one_sided import BETTER, EQUIVALENT, NOT_SETTLED, WORS
 from cdp_repro.studies.study import Study
 
 _OF_A_SETTING = ("mode=", "optim", "delay", "accumulate=")
-"""Beginnings of the overrides that a reader takes into a run of his own; the others are of the study's network."""
+"""Beginnings of the overrides that readers take into runs of their own; the others belong to the study's network."""
 
 _BEGINNINGS = {
-    EQUIVALENT: "Within {margin:g} {unit} of data parallelism is",  # it may surely be lower, by less than that
+    EQUIVALENT: "Within {margin:g} {unit} of data parallelism is",  # it may be lower, but by less than that
     BETTER: "More accurate than data parallelism is",
     WORSE: "Less accurate than data parallelism, even at its best, is",
     NOT_SETTLED: "Not settled is",
@@ -23,10 +23,10 @@ _BEGINNINGS = {
 
 
 def advice(standings: Sequence[Standing], finals: Sequence[Study], groups: Mapping[str, Sequence[Group]]) -> str:
-    """Return the paragraph: what fresh seeds have judged; of networks without that, the best of each mode so far.
+    """Return the paragraph: the verdicts on fresh seeds; for networks without one, the best of each mode so far.
 
-    It is the best of the study that chooses; before that has begun, of the tuning. `finals` have a network each.
-    `groups` are those of all studies by name.
+    That is the best of the study that chooses or, before it has begun, of the tuning. Each of `finals` has its own
+    network. `groups` are those of all studies by name.
     """
     judged = [each for each in standings if each.verdict]
     done = {each.study.network for each in judged}
@@ -46,7 +46,7 @@ def _judged(each: Standing) -> str:
 
 
 def _chosen(network: str, best: Sequence[Standing]) -> str:
-    """Say how the best of each mode stands on the seeds on which it was found the best, which flatter it."""
+    """Say how the best of each mode stands on the seeds by which it was chosen, which flatter it."""
     told = [f"`{overrides(each.group)}` {each.difference}" for each in best]
     return (
         f"{network} is not judged on fresh seeds yet; the best of each mode so far, on the seeds on which it is the "
@@ -55,7 +55,7 @@ def _chosen(network: str, best: Sequence[Standing]) -> str:
 
 
 def _tuned(finals: Study, groups: Mapping[str, Sequence[Group]]) -> str:
-    """Say, of each mode, which setting has the lowest training loss so far, and whether its tuning has ended."""
+    """Say for each mode which setting has the lowest training loss so far, and whether its tuning has ended."""
     tuned = tuned_rates(finals, groups)
     best: dict[str, Group] = {}
     for group in sorted(groups[finals.name], key=loss_of, reverse=True):
@@ -71,6 +71,6 @@ def _tuned(finals: Study, groups: Mapping[str, Sequence[Group]]) -> str:
 
 
 def overrides(group: Group) -> str:
-    """Return the overrides of a group's command that are not of its network."""
+    """Return the overrides of a group's command that do not belong to its network."""
     words = shlex.split(group.rows[0].command)
     return " ".join(word for word in words if word.startswith(_OF_A_SETTING))

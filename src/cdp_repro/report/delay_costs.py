@@ -19,10 +19,10 @@ from cdp_repro.studies.rows import DIVERGED, RowError, label_of_mode
 from cdp_repro.studies.study import Cell, Study
 
 METHOD_TIMES = Path("bench") / "methods.json"
-"""Below the results: what `python scripts/bench.py methods` measured."""
+"""File below the results with the measurements of `python scripts/bench.py methods`."""
 
 Times = Mapping[tuple[str, Setting], str]
-"""By data set and setting: the time of a step over that of data parallelism, for people."""
+"""By data set and setting: the time of a step over that of data parallelism, as text."""
 
 
 Columns = Mapping[str, Mapping[str, str]]
@@ -30,7 +30,7 @@ Columns = Mapping[str, Mapping[str, str]]
 
 
 def read_times(results: Path) -> Times:
-    """Return what a step of each setting takes, measured side by side; nothing if that was not measured.
+    """Return the step time of each setting over that of data parallelism, measured side by side; empty if not measured.
 
     Raises:
         RowError: the file is damaged.
@@ -52,7 +52,7 @@ def _ratio_text(ratio: Mapping[str, float]) -> str:
 def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequence[Standing], times: Times) -> Table:
     """Return the difference of each setting from data parallelism, and what it costs.
 
-    `groups` are those of all studies by name, `found` is how those of this one stand.
+    `groups` are those of all studies by name, `found` says how those of this study stand.
     """
     task, own, tuned = task_of(study.cells[0].settings["dataset.name"]), groups[study.name], rates_for(study, groups)
     by_cell = {each.group.cell: each for each in found}
@@ -82,9 +82,9 @@ def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequ
 
 
 def _from_plain(study: Study, groups: Sequence[Group]) -> Columns:
-    """Return how groups with another optimizer than the first data parallelism differ from it.
+    """Return the differences of groups with another optimizer from the first data parallelism.
 
-    No column where data parallelism has one optimizer only.
+    There is no column if data parallelism has only one optimizer, or if the first has no run or has diverged.
     """
     first, *others = (cell for cell in study.cells if label_of_mode(cell.settings) == "dp")
     plain = next((group for group in groups if group.cell == first.hash), None)
@@ -106,7 +106,7 @@ def _said(
     tuned: Mapping[Setting, TunedRate],
     times: Times,
 ) -> Columns:
-    """Return what a study that judges or chooses says of its settings, and the times, which are of its network."""
+    """Return the verdicts or choices of a study that judges or chooses, and the step times on its data set."""
     if study.margin is not None:
         said = {"verdict": {each.group.cell: each.verdict or f"none yet: {each.missing}" for each in found}}
     elif study.chooses:
@@ -122,7 +122,8 @@ def _chosen(
 ) -> dict[str, str]:
     """Return, for the best cell of each mode, whether it is chosen.
 
-    Only when all runs of the mode have ended, at the rates that the tuning chose, and each setting has its comparison.
+    It is chosen only when all runs of the mode have ended at the rates that the tuning chose, and each setting has its
+    comparison.
     """
     seeds = {group.cell: {*group.seeds} for group in groups}
     open_modes = {
@@ -141,7 +142,7 @@ def _rate(group: Group, tuned: Mapping[Setting, TunedRate]) -> str:
 
 
 def _state(group: Group) -> str:
-    """Return the bytes that the device with most keeps, as `0.60 + 0.30 + 0.30`."""
+    """Return the MiB of parameters, optimizer and method on the device with most of each, as `0.60 + 0.30 + 0.30`."""
     summary: Mapping[str, Any] = group.rows[0].summary
     kinds = ("memory/parameter_peak_bytes", "memory/optimizer_bytes", "memory/delay_bytes")
     found = [summary.get(f"{kind}_per_device") for kind in kinds]

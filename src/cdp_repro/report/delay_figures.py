@@ -18,10 +18,10 @@ NEAR = 0.1
 """A learning rate is near the best if the training loss exceeds the lowest by at most this share."""
 
 SHOWN = 1.6
-"""Losses up to this factor above the lowest are in the frame of a figure."""
+"""The frame of a figure shows losses up to this factor times the lowest."""
 
 _DP_LINES = ("--", (0, (1, 2)))
-"""Of data parallelism, by optimizer."""
+"""Line styles of data parallelism, by optimizer."""
 
 Groups = Mapping[str, Sequence[Group]]
 """Groups of a study by the title of its network."""
@@ -36,9 +36,9 @@ def _curves(groups: Sequence[Group]) -> dict[tuple[str, str], dict[float, float]
 
 
 def rate_curves(tunings: Groups) -> Figure | None:
-    """Draw the training loss against the learning rate: a row a tuning, a column a mode, a line a method.
+    """Draw the training loss against the learning rate: a row per tuning, a column per mode, a line per method.
 
-    Data parallelism stands in every panel. What diverged has no point: its line ends.
+    Data parallelism is in every panel. A diverged run has no point: its line ends.
     """
     modes = sorted({group.mode for groups in tunings.values() for group in groups} - {"dp"})
     if not modes:
@@ -60,7 +60,7 @@ def rate_curves(tunings: Groups) -> Figure | None:
 
 
 def _frame(curves: Iterable[Mapping[float, float]]) -> tuple[float, float]:
-    """Return the losses that a row shows: up to `SHOWN` times the lowest at most, so that differences are seen."""
+    """Return the range of losses that a row shows: up to at most `SHOWN` times the lowest, to show differences."""
     finite = [loss for curve in curves for loss in curve.values() if math.isfinite(loss)] or [1.0]
     return 0.97 * min(finite), min(SHOWN * min(finite), 1.03 * max(finite))
 
@@ -98,7 +98,7 @@ def rate_caption(tunings: Groups) -> str:
 
 
 def _near_best(curve: Mapping[float, float]) -> str:
-    """Return the range of learning rates around the best whose loss is near the lowest; `curve` is in their order."""
+    """Return the range of learning rates around the best whose loss is near the lowest; `curve` is sorted by rate."""
     lowest = min(curve.values())
     if math.isinf(lowest):
         return "none, as all diverge"
@@ -114,8 +114,8 @@ def _near_best(curve: Mapping[float, float]) -> str:
 def differences(panels: Mapping[str, Sequence[Standing]]) -> Figure | None:
     """Draw the difference of each setting from data parallelism with its 95 % interval: a panel a network.
 
-    Circles are of studies without a verdict, diamonds of the fresh seeds that judge, with the margin of equivalence as
-    a grey band.
+    Circles are studies without a verdict; diamonds are the fresh seeds that judge. The grey band is the margin of
+    equivalence.
     """
     shown = {
         title: drawn

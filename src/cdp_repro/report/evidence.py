@@ -12,7 +12,7 @@ _SHOWN = 12
 
 
 def provenance(rows: Sequence[Row], study: str = "") -> list[str]:
-    """Return the note that says which runs a table is made of, by which commands; none for no runs."""
+    """Return the note on the runs behind a table and their commands; no note without runs."""
     return [f"{f'{study}: ' if study else ''}{_evidence(rows)} {_commands(rows)}."] if rows else []
 
 
@@ -28,7 +28,7 @@ def _evidence(rows: Sequence[Row]) -> str:
 
 
 def origin(results: Iterable[Mapping[str, Any]]) -> str:
-    """Return commits, versions and hardware of results that carry those of `versions`."""
+    """Return commits, versions and hardware of results that carry the entries of `versions`."""
     found = list(results)
     return (
         f"commit {_all(short(each['version/git_commit']) for each in found)}, "
@@ -54,7 +54,7 @@ def _all(texts: Iterable[str]) -> str:
 
 
 def _numbers(values: Iterable[int]) -> str:
-    """Return numbers in order, runs of them as `0-4`."""
+    """Return numbers in order, consecutive ones as `0-4`."""
     parts: list[list[int]] = []
     for value in sorted(set(values)):
         if parts and value == parts[-1][-1] + 1:

@@ -23,17 +23,17 @@ from cdp_repro.schedule import Program, Schedule, Slot
 from cdp_repro.trace import Trace
 
 MOST_BYTES = 1_000_000
-"""Of a page; systems that would make it larger are left out."""
+"""The most bytes of a page; systems that would make it larger are left out."""
 
 _LAYER_BYTES = 2**20
-"""Of activations, and of parameters, of an equal layer."""
+"""Bytes of activations, and of parameters, of one of the equal layers."""
 
 _SCRIPTS = ("program.js", "drawing.js", "details.js", "explorer.js")
 """In the order in which they stand on the page."""
 
 
 def explorer(title: str, systems: Iterable[tuple[Schedule, StageCosts]]) -> tuple[str, list[str]]:
-    """Return the page of some systems, the first shown first, and the names of those that are left out.
+    """Return the page of some systems, the first shown first, and the names of those left out.
 
     Raises:
         ConfigError: the first system alone makes a page of more than `MOST_BYTES`.
@@ -75,7 +75,7 @@ def _page(title: str, systems: Sequence[str]) -> str:
 
 
 def explorer_of_equal_layers(ranks: int) -> str:
-    """Return the page of all systems on `ranks` ranks, for a network of equal layers, as many as any has stages."""
+    """Return the page of all systems on `ranks` ranks, for a network of as many equal layers as any has stages."""
     layers = ranks * CHUNKS
 
     def costs(stages: int) -> StageCosts:
@@ -95,7 +95,7 @@ def _name(schedule: Schedule) -> str:
 
 
 def _system(schedule: Schedule, costs: StageCosts) -> dict[str, Any]:
-    """Return all that the page knows of a system: fill, one period and the drain, in whole mini-batches."""
+    """Return everything the page knows about a system: fill, one period and the drain, in whole mini-batches."""
     program = Program(schedule)
     run, _ = program.run_from(0)
     each = -(-schedule.sizes.lanes // schedule.micro_batches)  # training steps of a mini-batch
@@ -116,7 +116,7 @@ def _system(schedule: Schedule, costs: StageCosts) -> dict[str, Any]:
 
 
 def _bytes(trace: Trace, slots: Sequence[Slot], schedule: Schedule, costs: StageCosts) -> dict[str, list[list[int]]]:
-    """Return, by slot and rank, the peak of live activations, all parameter versions at its end, and what is sent."""
+    """Return bytes by slot and rank: activations at the peak, parameter versions at the slot's end, and sent."""
     size = version_bytes(schedule, costs)
     records = {(record.slot, record.rank): record for record in trace.records}
     holds = [0] * schedule.ranks

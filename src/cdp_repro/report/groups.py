@@ -22,7 +22,7 @@ GROUP_KEYS = (
 """Settings that, with the mode, tell the groups of a study apart; all others must be the same in a group."""
 
 MAY_DIFFER = ("mode.name", "mode.staleness", "optim.lr")
-"""Settings in which a group and the data parallelism that it is compared with may differ, as tables show them."""
+"""Settings in which a group may differ from the data parallelism it is compared with, because tables show them."""
 
 CONFIDENCE = 0.95
 
@@ -45,7 +45,7 @@ class Group:
 
     @property
     def cell(self) -> str:
-        """That of its runs."""
+        """The cell of its runs."""
         return self.rows[0].cell
 
     @property
@@ -61,16 +61,16 @@ class Group:
 
     @property
     def mode(self) -> str:
-        """The mode for people."""
+        """The mode, as shown to people."""
         return label_of_mode(self.config)
 
     @property
     def seeds(self) -> list[int]:
-        """Of the runs, in order."""
+        """The seeds of the runs, in order."""
         return [row.seed for row in self.rows]
 
     def values(self, key: str) -> list[float]:
-        """Return a number of the summary, of each run."""
+        """Return one number of the summary of each run."""
         return [float(row.summary[key]) for row in self.rows]
 
     def sample(self, key: str) -> Sample:
@@ -110,7 +110,7 @@ class Difference:
     error: float = math.nan
     """Standard error of the mean."""
     is_of_one_code: bool = True
-    """Whether the runs of both groups come of the same version of the code."""
+    """Whether the runs of both groups come from the same version of the code."""
 
     def text(self, digits: int = 2) -> str:
         """Return `-0.12 [-0.40, +0.16] (5)`, `-0.12 (1)`, or `-0.12 (1, of two versions)`."""
@@ -142,7 +142,7 @@ class Difference:
 
 
 def grouped(rows: Iterable[Row], varied: Sequence[str] = ()) -> list[Group]:
-    """Return the groups of one study, the paper's modes first; `varied` settings tell groups apart, too, in order.
+    """Return the groups of one study, the paper's modes first; `varied` settings also tell groups apart, in order.
 
     Raises:
         RowError: two runs that a table would average differ in a setting that matters, in their code or in their
@@ -194,8 +194,8 @@ def differing(one: Row, other: Row) -> list[str]:
 def data_parallel(groups: Iterable[Group], like: Group, shared: Sequence[str] = ()) -> Group | None:
     """Return the data parallelism that a group is compared with; None if there is none.
 
-    It has the data, the model and the `shared` settings of `like`, and of several it is the one that differs least in
-    other settings, or the first.
+    It has the data, the model and the `shared` settings of `like`. Of several, it is the one that differs in the fewest
+    other settings, and of several such the first.
     """
     keys = ("dataset.name", "model.name", *shared)
     alike = (g for g in groups if g.mode == "dp" and all(g.config[key] == like.config[key] for key in keys))

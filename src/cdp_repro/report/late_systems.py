@@ -18,7 +18,7 @@ from cdp_repro.studies.catalog import LATE_SAMPLES, LATE_SPEEDS, STUDIES
 from cdp_repro.studies.study import Cell, Study
 
 DIFFERS = ("workers", "stages", "batch_size", "optim.weight_decay", "slack", "speeds", "jitter")
-"""Settings in which systems differ, beside mode and learning rate."""
+"""Settings in which systems differ, besides mode and learning rate."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class LateSystem:
     cell: Cell
     group: Group | None
     difference: Difference | None
-    """From data parallelism in mini-batches, seed by seed."""
+    """From data parallelism that updates once per mini-batch, seed by seed."""
     mini_batch: int
-    """Images of an update of data parallelism."""
+    """Images per update of data parallelism."""
 
     @property
     def name(self) -> str:
-        """The system for people."""
+        """The name of the system, as shown to people."""
         settings = self.cell.settings
         if settings["mode.name"] == "ssp":
             return f"ssp, s = {settings['slack']}"
@@ -47,7 +47,7 @@ class LateSystem:
 
     @property
     def _images(self) -> float:
-        """Images of an update."""
+        """Images per update."""
         return float(self.cell.settings["batch_size"]) / self._schedule.sizes.updates
 
     @property
@@ -57,7 +57,7 @@ class LateSystem:
 
     @property
     def late(self) -> float:
-        """The mean staleness in mini-batches of data parallelism: systems with updates of other sizes compare."""
+        """The mean staleness in mini-batches of data parallelism, so that systems with other update sizes compare."""
         return self._schedule.rule.mean * self._images / self.mini_batch
 
     def row(self) -> list[str]:
@@ -71,9 +71,9 @@ class LateSystem:
 
 
 def late_systems(groups: Mapping[str, Sequence[Group]], study: Study) -> list[LateSystem]:
-    """Return the cells of its reference that have run, then those of the study; none if none of the study has run.
+    """Return the cells of the study's reference that have run, then all of its own; none if none of its own has run.
 
-    `groups` are by the names of their studies.
+    `groups` are those of all studies by name.
     """
     if study.name not in groups or study.reference is None:
         return []
@@ -109,7 +109,7 @@ def late_systems_table(systems: Sequence[LateSystem], study: Study) -> Table:
 
 
 def draw_late_systems(systems: Sequence[LateSystem]) -> Figure | None:
-    """Draw top-1 against how late reads are, a point a seed; None if no system of the study has run."""
+    """Draw top-1 against how late reads are, a point per seed; None if no system of the study has run."""
     shown = [(each, each.group.values(IMAGES.metric)) for each in systems if each.group is not None]
     if not any(each.updates_often and each.late for each, _ in shown):
         return None

@@ -32,7 +32,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Finding:
-    """One of the few things to know: a sentence with its figures."""
+    """One of the main findings: a sentence with its figures."""
 
     text: str
     verdict: str
@@ -61,7 +61,7 @@ class Section:
     """A page of its own, in a frame."""
     pictures: Sequence[Picture] = ()
     folded: Sequence[Picture] = ()
-    """Those for readers who want more."""
+    """Pictures for readers who want more."""
     tables: Sequence[Table] = ()
 
     def html(self) -> str:
@@ -80,7 +80,7 @@ class Section:
 
 
 def _quoted(text: str) -> str:
-    """Return a page as an attribute in single quotes, which a page has fewer of."""
+    """Return a page as an attribute value in single quotes, of which a page has fewer than of double quotes."""
     return text.replace("&", "&amp;").replace("'", "&#39;")
 
 

@@ -1,4 +1,4 @@
-"""Pipelines over the number of micro-batches: the pictures of lectures and papers, from our own programs.
+"""Pipelines against the number of micro-batches: the curves of lectures and papers, from our own programs.
 
 Nothing is trained: idle shares and memory follow from a program, seconds from its price on links that cost nothing.
 """
@@ -22,11 +22,11 @@ from cdp_repro.schedule import Program, Schedule
 RANKS = 4
 """D of the curves."""
 MICRO_BATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32)
-"""M of the curves; a system has a point where it can have that many."""
+"""M of the curves; a system has a point for each M that it can have."""
 LEVELLING = ("gpipe", "one_f_one_b")
-"""The two whose memory is compared."""
+"""The two systems whose memory is compared."""
 SYSTEMS = ("naive", "gpipe", "interleaved", "chimera", "zero_bubble", "cdp_v2")
-"""`one_f_one_b` idles as `gpipe` does."""
+"""Without `one_f_one_b`, which idles as `gpipe` does."""
 
 GPIPE_PUBLISHED: Mapping[tuple[int, int], float] = {
     (2, 1): 1.0, (4, 1): 1.07, (8, 1): 1.3,
@@ -47,7 +47,7 @@ class Curves:
 
 
 def _schedule(mode: str, micro_batches: int, ranks: int = RANKS) -> Schedule:
-    """Return a system with D ranks and M micro-batches; with ValueError if it cannot have them."""
+    """Return a system with D ranks and M micro-batches; raise ValueError if it cannot have them."""
     stages = ranks * CHUNKS if mode == "interleaved" else ranks
     if mode != "cdp_v2":  # where a pipeline is flushed, only M counts
         return Schedule.build(mode, micro_batches, stages, "pipeline", ranks=ranks)
@@ -57,7 +57,7 @@ def _schedule(mode: str, micro_batches: int, ranks: int = RANKS) -> Schedule:
 
 
 def idle_share(schedule: Schedule) -> float:
-    """Return the share of the slots of a training step in which a rank of the pipeline computes nothing, on average."""
+    """Return the mean share of the slots of a training step in which a rank of the pipeline computes nothing."""
     parts = 3 if schedule.timeline.splits_backward else 2
     computes = parts * schedule.micro_batches * schedule.stages
     return 1 - computes / (schedule.ranks * schedule.slots_per_step)
@@ -101,7 +101,7 @@ def draw_curves(found: Curves) -> Figure:
 
 
 def priced_throughput(ranks: int, micro_batches: int) -> float:
-    """Return mini-batches a second of `gpipe`, if one device takes a second for one, and messages take none."""
+    """Return mini-batches per second of `gpipe` if one device takes a second for one, and messages take no time."""
     each = 1 / (ranks * micro_batches)
     cluster = Cluster.equal(ranks, forward=each / 3, backward=2 * each / 3)
     return 1 / price(Program(_schedule("gpipe", micro_batches, ranks)), StageCosts.equal(ranks), cluster).step_seconds

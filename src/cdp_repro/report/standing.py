@@ -1,4 +1,4 @@
-"""How a mode with a method stands to data parallelism: the difference on the same seeds, and when it is a verdict."""
+"""How a mode with a method compares with data parallelism: the difference on equal seeds, and when it is a verdict."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Standing:
 
     @property
     def verdict(self) -> str:
-        """One of those of `two_one_sided`, "" if there is none. A setting that diverges on some seed is worse."""
+        """A verdict of `two_one_sided`, "" if there is none. A setting that diverges on any seed is worse."""
         if self.missing:
             return ""
         return self.found.verdict if self.found and not self.group.diverged else WORSE
@@ -46,7 +46,7 @@ class Standing:
         return ", ".join([*said, *([f"{self.group.diverged} diverged"] if self.group.diverged else [])])
 
     def quality(self, seeds: Collection[int]) -> float:
-        """Return the mean on some of its seeds of the number that decides: the higher, the better."""
+        """Return the mean of the deciding number over some of its seeds, with the sign by which higher is better."""
         values = zip(self.group.seeds, self.group.values(self.task.metric), strict=True)
         mean = statistics.fmean(value for seed, value in values if seed in seeds)
         return mean if self.task.more_is_better else -mean
@@ -61,7 +61,7 @@ class Standing:
 
 
 def standings(study: Study, groups: Mapping[str, Sequence[Group]]) -> list[Standing]:
-    """Return how each setting of a study stands to the data parallelism in it that has the same optimizer.
+    """Return how each setting of a study compares with the study's data parallelism with the same optimizer.
 
     `groups` are those of all studies by name.
 
@@ -69,7 +69,7 @@ def standings(study: Study, groups: Mapping[str, Sequence[Group]]) -> list[Stand
         RowError: two of them differ in more than the mode, the learning rate and the method.
     """
     own, tuned = groups[study.name], rates_for(study, groups)
-    return [  # against data parallelism with another optimizer, what the optimizer gains would count as the mode's
+    return [  # against data parallelism with another optimizer, the optimizer's gain would count as the mode's
         _standing(study, group, data_parallel(own, group, OPTIMIZER_KEYS), tuned) for group in own if group.mode != "dp"
     ]
 
@@ -92,7 +92,7 @@ def _standing(study: Study, group: Group, reference: Group | None, tuned: Mappin
 
 
 def _missing(study: Study, group: Group, reference: Group, tuned: Mapping[Setting, TunedRate]) -> str:
-    """Return what a verdict needs that is not there: a margin, tuned rates on both sides, all runs, one code."""
+    """Return what a verdict still lacks: a margin, tuned rates on both sides, all runs, or one version of the code."""
     if study.margin is None:
         return "the study states no margin"
     for name, each in (("", group), ("dp: ", reference)):
@@ -115,9 +115,9 @@ def untuned(group: Group, tuned: Mapping[Setting, TunedRate]) -> str:
 
 
 def best_of_each_mode(found: Sequence[Standing]) -> dict[str, Standing]:
-    """Return, by mode, the setting whose mean is best, and which never diverged: what is judged on fresh seeds.
+    """Return, by mode, the setting with the best mean among those that never diverged: it is judged on fresh seeds.
 
-    Means are over the seeds that all settings of the mode have, as some seeds are easier than others.
+    Means are over the seeds that all these settings of the mode share, as some seeds are easier than others.
     """
     by_mode: dict[str, list[Standing]] = {}
     for each in found:

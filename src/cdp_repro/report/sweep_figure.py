@@ -1,4 +1,4 @@
-"""A sweep's results as files: the table, and a figure with mean and standard deviation over seeds, a line a series."""
+"""A sweep's results as files: the table, and a figure with mean and deviation over seeds, a line per series."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_sweep(results: SweepResults, folder: Path) -> list[Path]:
 
 
 def sweep_figure(results: SweepResults) -> Figure:
-    """Draw every series; x has equal distances if it is text, and a logarithmic axis from one decade on."""
+    """Draw every series; x is evenly spaced if it is text, and logarithmic if it is a setting that spans a decade."""
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     axis = figure.subplots()
     places = list(dict.fromkeys(x for points in results.series.values() for x in points))

@@ -21,13 +21,13 @@ from cdp_repro.studies.cells import read_list
 from cdp_repro.studies.status import run_state
 
 EPOCH = "epoch"
-"""In the place of a setting: the number is read at the end of each epoch, counted from 1."""
+"""Used in place of a setting: the number is read at the end of each epoch, counted from 1."""
 
 Value = int | float | str
-"""Of a setting, as tables and axes show it; lists and `null` as text."""
+"""A setting's value, as tables and axes show it; lists and `null` as text."""
 
 _OF_ONE_RUN = ("seed", "run_dir")
-"""Settings in which runs that are averaged differ."""
+"""Settings in which averaged runs may differ."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Finished:
     settings: Mapping[str, Value]
     """By dotted key."""
     numbers: Mapping[str, float]
-    """Of its summary."""
+    """Numbers of its summary."""
     epochs: Sequence[Mapping[str, float]]
     """What was logged at the end of each epoch."""
     code: str
     """Hash of the code that it ran."""
 
     def numbers_at(self, x: str) -> dict[Value, Mapping[str, float]]:
-        """Return the numbers by the place on the axis `x` at which they stand."""
+        """Return the numbers by their place on the axis `x`."""
         if x == EPOCH:
             return dict(enumerate(self.epochs, start=1))
         return {self.settings[x]: self.numbers}
@@ -60,7 +60,7 @@ class SweepResults:
     group: Sequence[str]
     series: Mapping[tuple[Value, ...], Mapping[Value, Sample]]
     left_out: Mapping[str, str]
-    """Runs that are not in it, by name, and why."""
+    """Runs that are left out, by name, and why."""
     notes: Sequence[str]
 
     @property
@@ -90,14 +90,14 @@ def _spread(sample: Sample) -> str:
 
 
 def sweep_results(root: Path, x: str | None, y: str | None, group: Sequence[str] | None = None) -> SweepResults:
-    """Return what the finished runs of a sweep say of `y` by `x`.
+    """Return `y` by `x` from the finished runs of a sweep.
 
     `x` and `group` are settings by dotted key, or groups such as `mode`; `x` may be `EPOCH`. `y` is a number of the
-    summary, or of the end of each epoch. Without `group` it is the settings by which runs differ beside `x`.
+    summary, or of the end of each epoch. By default `group` is the settings besides `x` that tell the runs apart.
 
     Raises:
-        ConfigError: the folder is none of a sweep, or of another version; no run has finished; an unknown key; runs
-            would be averaged that differ in more than the seed.
+        ConfigError: the folder is not of a sweep, or of another version; no run has finished; a key is unknown; runs
+            that would be averaged differ in more than the seed.
     """
     runs, left_out = _read(root)
     x, y, chosen = _asked_for(x, y, group or (), runs)
@@ -121,7 +121,7 @@ def _asked_for(
     with collecting(problems):
         axis = _known_setting("--x", x, runs, [EPOCH])
     with collecting(problems):
-        number = _known_number(y, axis or "seed", runs)  # against any setting there are the same numbers
+        number = _known_number(y, axis or "seed", runs)  # the numbers are the same against any setting
     chosen = list[str]()
     for key in group:
         with collecting(problems):
@@ -131,7 +131,7 @@ def _asked_for(
 
 
 def _read(root: Path) -> tuple[list[Finished], dict[str, str]]:
-    """Return the finished runs of a sweep, and the state of each other run by its name."""
+    """Return the finished runs of a sweep, and the state of every other run by its name."""
     noted = read_list(root)
     states = {name: run_state(root / name, None, noted.job_outputs(root, name)) for name in noted.epochs}
     found = [_finished(root / name) for name, state in states.items() if state == "finished"]
@@ -164,7 +164,7 @@ def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _known_setting(option: str, key: str | None, runs: Sequence[Finished], others: Sequence[str] = ()) -> str:
-    """Return a setting by its dotted key; a group stands for its name."""
+    """Return the dotted key of a setting; a group stands for its `.name`."""
     known = [*others, *runs[0].settings]
     if not key:
         differing = ", ".join([*others, *_differing(runs)])
@@ -201,7 +201,7 @@ def _differing(runs: Sequence[Finished]) -> list[str]:
 def _telling_apart(runs: Sequence[Finished], x: str) -> list[str]:
     """Return the fewest settings, in order, that tell runs apart beside `x` and the seed.
 
-    One that follows from those before it is left out: `optim=sgd,adamw` differ in many settings, one says it.
+    A setting that follows from those before it is left out: `optim=sgd,adamw` differ in many settings, one suffices.
     """
     chosen: list[str] = []
     for key in _differing(runs):
@@ -242,7 +242,7 @@ def _refuse_mixture(runs: Sequence[Finished], x: str, group: Sequence[str]) -> N
 
 
 def _in_order(values: Iterable[Value]) -> list[Value]:
-    """Return numbers from small to large; where there is text, all as they are."""
+    """Return numbers in ascending order; if any value is text, all in their given order."""
     found = list(values)
     numbers = [value for value in found if not isinstance(value, str)]
     return [*sorted(numbers)] if len(numbers) == len(found) else found

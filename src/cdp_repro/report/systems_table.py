@@ -38,7 +38,7 @@ class ExecutedSystem:
         return [name for name, value in self.executed.items() if abs(value - getattr(self.simulated, name)) > 1e-9]
 
     def text(self, name: str) -> str:
-        """Return the number as executed, and the simulated one if that is another."""
+        """Return the executed number, and the simulated one if it differs."""
         executed = format_quantity(name, self.executed[name])
         if name not in self.disagreements():
             return executed
@@ -70,7 +70,7 @@ def _executed(rows: Mapping[str, Row], study: Study) -> Iterator[ExecutedSystem]
 
 
 def systems_table(groups: Sequence[Group], study: Study) -> Table:
-    """Return the table of systems; of none, if none has run."""
+    """Return the table of the systems that have run."""
     systems = executed_systems(groups, study)
     rows = [
         [each.simulated.mode, each.simulated.placement, str(each.simulated.ranks), *map(each.text, COLUMNS),

@@ -22,7 +22,7 @@ _MARKUP = re.compile(r"""
     | &(?=\#?\w+;)              # an entity
     | (?<=\])\(                 # a link
 """, re.VERBOSE)  # fmt: skip
-"""What is markup in a line of GitHub's Markdown."""
+"""Markup in a line of GitHub's Markdown."""
 
 
 _NUMBER = re.compile(r"[-+<≤~]?\s?\d[\d.,]*(e[-+]?\d+)?( ?%| bytes| [KMG]iB)?( ±.*| \[.*| \(.*)?")
@@ -34,19 +34,19 @@ _SOURCE = re.compile(r"^[cse] ")
 
 @dataclass(frozen=True)
 class Table:
-    """Texts in rows and columns, with a title, and notes on where they come from below."""
+    """Texts in rows and columns, with a title, and below them notes on their origin."""
 
     name: str
-    """Of its files."""
+    """Name of its files."""
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
     """How to read it."""
     evidence: Sequence[str] = ()
-    """Which runs it is made of, by which commands; a page folds it."""
+    """The runs behind it and their commands; a page folds it."""
     for_readers: bool = True
-    """Whether it is for people; a long one is data, as CSV only."""
+    """Whether it is for people; a long table is data, written as CSV only."""
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -78,7 +78,7 @@ class Table:
         )
 
     def html(self) -> str:
-        """Return a table that scrolls sideways where the page is narrow, numbers to the right, its evidence folded."""
+        """Return a table that scrolls sideways on a narrow page, with numbers right-aligned and evidence folded."""
         looks = [' class="number"' if _is_numeric(column) else "" for column in zip(*self.rows, strict=True)]
         looks = looks or [""] * len(self.columns)
         head = "".join(f"<th{look}>{_inline(each)}</th>" for each, look in zip(self.columns, looks, strict=True))
@@ -96,7 +96,7 @@ class Table:
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:
-    """Return whether the cells of a column that say something are numbers, but for runs that are missing.
+    """Return whether a column has numbers, and nothing else but empty cells and missing runs.
 
     A cell may hold several numbers, each with a letter for its source: `c 3; e 4`.
     """

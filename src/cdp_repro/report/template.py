@@ -1,4 +1,4 @@
-"""Pages from the files in `web/`: each opens without a network, because what it needs is put into it."""
+"""Pages from the files in `web/`: each opens without a network, because everything it needs is put into it."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def web_file(name: str) -> str:
 
 
 def filled(name: str, **parts: str) -> str:
-    """Return a file in `web/` with a part, HTML, in place of each `[[name]]`."""
+    """Return a file in `web/` with each `[[name]]` replaced by the part of that name."""
     return _PLACE.sub(lambda place: parts[place[1]], web_file(name))

@@ -1,7 +1,7 @@
-"""Which learning rate each mode with each method is compared at: chosen alike, by training loss, in two stages.
+"""The learning rate at which each mode with each method is compared: chosen alike, by training loss, in two steps.
 
-Short runs at every rate of one grid, then runs as long as those that are compared: the best of the short runs, and
-their neighbours in the grid until the lowest loss lies between two that are higher.
+First come short runs at every rate of one grid. Then come runs as long as those that are compared: at the best rates
+of the short runs, and at their neighbours in the grid until the lowest loss lies between two higher ones.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from cdp_repro.studies.study import Study
 LOSS = "train/loss"
 
 Setting = tuple[str, ...]
-"""Mode and values of `VARIED`, by which a setting is found again in another study."""
+"""Mode and values of `VARIED`, which identify a setting in every study."""
 
 
 @dataclass(frozen=True)
 class TunedRate:
-    """What the tuning of a setting ends with."""
+    """The result of tuning a setting."""
 
     rate: float | None
-    """None as long as it has not ended."""
+    """None until the tuning has ended."""
     missing: str = ""
-    """What it still needs, in words."""
+    """What the tuning still needs, in words."""
 
 
 def setting_of(settings: Mapping[str, Any]) -> Setting:
@@ -72,8 +72,8 @@ def _grids(study: Study) -> dict[Setting, list[float]]:
 def passed_on(groups: Sequence[Group], study: Study) -> dict[Setting, tuple[float, ...]]:
     """Return, for each setting whose short runs are complete, the learning rates with the lowest training losses.
 
-    As many as the study passes on, best first. None of them if one lies at the edge of the grid, as a better one may
-    lie beyond.
+    There are as many as the study passes on, best first; none if one of them lies at the edge of the grid, as a better
+    one may lie beyond.
     """
     losses, found = _losses(groups), {}
     for setting, grid in _grids(study).items():
@@ -121,7 +121,7 @@ def _neighbours(rate: float, rates: Iterable[float]) -> tuple[float, float] | No
 
 
 def rate_table(study: Study, groups: Mapping[str, Sequence[Group]]) -> Table:
-    """Return the training loss of each setting, a row, at each learning rate, a column, and what comes of it.
+    """Return training losses, a row per setting and a column per learning rate, and what is chosen.
 
     `study` is a tuning, or its finals.
     """

@@ -13,14 +13,14 @@ from scipy.special import stdtr
 from cdp_repro.report.groups import Difference
 
 LEVEL = 0.05
-"""Of each one-sided test: both reject exactly if the 90 % interval lies inside the margin."""
+"""Level of each one-sided test: both reject exactly if the 90 % interval lies inside the margin."""
 
 EQUIVALENT, WORSE, BETTER, NOT_SETTLED = "equivalent", "worse", "better", "not settled"
 
 
 @dataclass(frozen=True)
 class Equivalence:
-    """How one group stands to another, seed by seed."""
+    """How one group compares with another, seed by seed."""
 
     difference: Difference
     p_value: float
@@ -31,7 +31,7 @@ class Equivalence:
 
 
 def equivalence(difference: Difference, margin: float, more_is_better: bool) -> Equivalence:
-    """Return what a difference of two groups shows, in its unit."""
+    """Return what a difference of two groups shows; `margin` is in its unit."""
     p_value = _p_value(difference, margin)
     return Equivalence(difference, p_value, _verdict(difference, p_value, more_is_better))
 

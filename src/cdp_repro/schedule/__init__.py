@@ -1,19 +1,19 @@
 """Schedules as data: pure Python, no torch.
 
-A `Schedule` is the choice of a timeline, a rule and a placement; its `Program` is what all ranks do, checked:
+A `Schedule` is the choice of a timeline, a rule and a placement; its `Program` is the checked actions of all ranks:
 
-    timelines/      which micro-batch computes which stage in which slot
-    branches        which stages read the outputs of which
-    rules           which version of the parameters it reads
-    placements      on which rank, and who holds the state
+    timelines/      the slot of each stage of each micro-batch
+    branches        the stages whose outputs a stage reads
+    rules           the version of the parameters that a micro-batch reads
+    placements      the rank that computes, and the ranks that hold the state
     passes/         messages, lent parameters, last reads
-    summation/      one way to sum gradients a file
-    generate        the passes in their order: a run, written out
+    summation/      ways to sum gradients, one per file
+    generate        the passes in order: a run, written out
     check, meaning  what must hold of every run
     transport       edges, communicators, and NCCL's order
-    program         fill, period and drain; the part of one rank
+    program         fill, period and drain; the actions of one rank
     program_text    a program as a file
-    forward_only    the way of an evaluation through the ranks
+    forward_only    the path of an evaluation through the ranks
 """
 
 from cdp_repro.schedule.actions import Action, Op, Slot

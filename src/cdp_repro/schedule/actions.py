@@ -24,14 +24,14 @@ class Op(StrEnum):
     ADD = "A"
     COLLECTIVE = "C"
 
-    __hash__ = str.__hash__  # that of an enum is Python code, and the executor looks up every action by it
+    __hash__ = str.__hash__  # an enum's own hash is Python code, and the executor hashes the op of every action
 
     is_compute: bool
-    """Whether the action is a forward or a backward, or a part of one, which takes a slot of its rank."""
+    """Whether the action is a forward, a backward or a part of one; such an action takes a slot of its rank."""
     gives_gradients: bool
     """Whether the action gives the gradients of a stage's parameters for one micro-batch."""
     sums_gradients: bool
-    """Whether the action can complete a sum of gradients on its rank: it gives some, or adds those of others."""
+    """Whether the action can complete a sum of gradients on its rank: it gives gradients, or adds two sums."""
     is_message: bool
     """Whether the action is one end of a message."""
 
@@ -43,7 +43,7 @@ class Op(StrEnum):
 
 
 class Action(NamedTuple):
-    """One thing that a rank does, whole: nothing else is needed to know what it means.
+    """One thing that a rank does. An action is complete: its meaning depends on nothing else.
 
     | text | meaning |
     | --- | --- |
@@ -57,21 +57,21 @@ class Action(NamedTuple):
     | `R x3.m5<0: -> x3.m5` | get ready to receive it from rank 0; the action that reads it waits for it |
     | `C g2[4:8]: g2[5:6]! -> g2[4:8]` | take part in a collective of all ranks, here the all-reduce of a sum |
 
-    `!` marks the last read of a value on this rank: it is freed. The value before the colon of a message or of a
-    collective is what is sent, or what the collective makes. The text leaves out `rank`: a rank's program is its own.
+    `!` marks the last read of a value on this rank: the value is freed. Before the colon, a message names the value
+    that it carries, and a collective the value that it makes. The text omits `rank`: each rank has its own program.
     """
 
     op: Op
     rank: int
     stage: int
     micro_batch: int = -1
-    """Of a forward or backward; else -1."""
+    """For a forward or backward; else -1."""
     version: int = -1
-    """Of a forward or backward the version that it reads, of an update the one that it makes; else -1."""
+    """For a forward or backward the version that it reads, for an update the one that it makes; else -1."""
     peer: int = -1
-    """Of a message the rank at its other end; else -1."""
+    """For a message, the rank at its other end; else -1."""
     value: Value | None = None
-    """What a message carries, what a collective makes, what an ADD yields; else None."""
+    """What a message carries, a collective makes or an ADD yields; else None."""
     reads: tuple[Value, ...] = ()
     writes: tuple[Value, ...] = ()
     frees: tuple[Value, ...] = ()
@@ -79,7 +79,7 @@ class Action(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The text without what is read and written."""
+        """The text without the values that are read and written."""
         if self.op.is_compute:
             return f"{self.op}{self.stage}.m{self.micro_batch}@v{self.version}"
         if self.op is Op.UPDATE:
@@ -89,7 +89,7 @@ class Action(NamedTuple):
 
     @property
     def edge(self) -> tuple[int, int] | None:
-        """Of a message the ranks of its source and destination; else None."""
+        """For a message, its source and destination ranks; else None."""
         if not self.op.is_message:
             return None
         return (self.rank, self.peer) if self.op is Op.SEND else (self.peer, self.rank)
@@ -100,7 +100,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, rank: int = 0) -> Action:
-        """Return the action of `rank` whose text is `text`; ValueError if it is none."""
+        """Return the action of `rank` whose text is `text`; raise ValueError if `text` is not an action."""
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"not an action: {text!r}; actions look like {_EXAMPLES}")
@@ -121,16 +121,16 @@ class Action(NamedTuple):
 
     @classmethod
     def of_label(cls, text: str) -> Action:
-        """Return a forward or backward by its label alone, F2.m5@v1, such as files keep for drawings."""
+        """Return a forward or backward from its label alone, such as F2.m5@v1; files for drawings keep labels."""
         match = _TEXT.fullmatch(f"{text}:->")
         if match is None or match["label"] != text or match["micro_batch"] is None:
             raise ValueError(f"not the label of a forward or backward: {text!r}; labels look like F2.m5@v1")
         return cls(Op(match["op"]), 0, int(match["stage"]), int(match["micro_batch"]), int(match["version"]))
 
     def shifted(self, micro_batches: int, versions: int, later: Callable[[int], int] | None = None) -> Action:
-        """Return the action that takes this one's place so many micro-batches and versions later.
+        """Return the action that takes this one's place after this many more micro-batches and versions.
 
-        `later` maps each rank to the one that plays its role then; None if each keeps its own.
+        `later` maps each rank to the one that then plays its role; None if each keeps its own.
         """
         op, rank, stage, micro_batch, version, peer, value, reads, writes, frees = self
         if later is not None:
@@ -152,12 +152,12 @@ class Action(NamedTuple):
         )
 
     def freeing(self, values: tuple[Value, ...]) -> Action:
-        """Return the action that frees `values`, and no others."""
+        """Return this action, freeing `values` and no others."""
         return _fast((*self[:-1], values))
 
 
 _fast = partial(tuple.__new__, Action)
-"""Makes an action of all its fields, as that of `Value` does."""
+"""Makes an action from all its fields, fast, as `_fast` in `values` does."""
 
 
 _TEXT = re.compile(
@@ -169,7 +169,7 @@ _EXAMPLES = "F2.m5@v1: x2.m5! p2@v1 b2.w1! -> s2.m5 x3.m5 b2.w1, S x3.m5>3: x3.m
 
 
 def send(value: Value, source: int, destination: int, read: Value | None = None) -> tuple[Action, Action]:
-    """Return both ends of a message with `value`: the SEND, which reads `read` if it sends a part of that."""
+    """Return both ends of a message with `value`; the SEND reads `read`, if given, in place of `value`."""
     stage, sent, received = value.stage, (read or value,), (value,)
     return (
         _fast((Op.SEND, source, stage, -1, -1, destination, value, sent, (), ())),

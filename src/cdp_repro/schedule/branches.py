@@ -1,7 +1,7 @@
-"""Which stages read the outputs of which: a chain, or branches that join.
+"""How stages are connected: a chain, or branches that join.
 
-Of each stage, `sources` are the stages before it whose outputs it reads; a stage without any reads the data. One stage
-reads each output; the last one is the loss. Two towers of two stages each, and two stages behind them:
+The `sources` of a stage are the earlier stages whose outputs it reads; a stage without sources reads the data. Exactly
+one stage reads each output; the last output is the loss. Two towers of two stages each, and two stages after them:
 
     0 -- 1 --+
              4 -- 5        sources = ((), (0,), (), (2,), (1, 3), (4,))
@@ -21,10 +21,10 @@ def chain(stages: int) -> Sources:
 
 
 def two_towers(stages: int) -> Sources:
-    """Return the sources of two towers with a third of the stages each, and a third that reads both.
+    """Return the sources of two towers with a third of the stages each, and a last third that reads both.
 
     Raises:
-        ValueError: the stages are no multiple of 3.
+        ValueError: the number of stages is not a multiple of 3.
     """
     if stages % 3 or not stages:
         works = " or ".join(f"stages={each}" for each in (stages // 3 * 3, stages // 3 * 3 + 3) if each)
@@ -35,14 +35,14 @@ def two_towers(stages: int) -> Sources:
 
 
 def towers(left: int, right: int, trunk: int) -> Sources:
-    """Return the sources of two towers of so many parts, and of a trunk whose first part reads both."""
+    """Return the sources of two towers and a trunk whose first stage reads both, given the stages of each."""
     one, other = chain(left), tuple(tuple(left + part for part in read) for read in chain(right))
     behind = tuple((left + right + part,) for part in range(trunk - 1))
     return (*one, *other, (left - 1, left + right - 1), *behind)
 
 
 def readers(sources: Sources) -> tuple[int, ...]:
-    """Return of each stage which one reads its output; of the last one -1."""
+    """Return, for each stage, the stage that reads its output; -1 for the last stage."""
     found = [-1] * len(sources)
     for stage, read in enumerate(sources):
         for source in read:
@@ -51,7 +51,7 @@ def readers(sources: Sources) -> tuple[int, ...]:
 
 
 def check_sources(sources: Sequence[Sequence[int]], stages: int) -> None:
-    """Raise ValueError unless each of so many stages reads earlier ones, and each output but the last is read once."""
+    """Raise ValueError unless stages read only earlier ones, and each output except the last is read once."""
     works = f"a chain has sources={[[*read] for read in chain(stages)]}"
     if len(sources) != stages:
         raise ValueError(f"sources has {len(sources)} entries for stages={stages}: give one a stage; {works}")

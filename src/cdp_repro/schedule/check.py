@@ -1,8 +1,8 @@
-"""The check of a program: every value is there when it is read, and every action means what it should.
+"""The check of a program: every value is there when it is read, and every action does what its kind requires.
 
-It follows the values of all ranks through a run, slot by slot. Together with what each kind of action must read and
-write this proves: micro-batches run their stages forward, then backward; versions are those of the rule; sums hold each
-micro-batch once, in order; messages match at both ends; nothing waits for what comes later; nothing is left over.
+The check follows the values of all ranks through a run, slot by slot. With the rules on what each kind of action reads
+and writes, it proves: micro-batches run their stages forward, then backward; versions are those of the rule; sums hold
+each micro-batch once, in order; messages match at both ends; nothing waits for a later action; nothing is left over.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.values import GRADIENTS, LENT, PARAMETERS, Value
 
 SHOWN_SLOTS = 128
-"""Slots before a fault that its error shows at most."""
+"""The most slots before a fault that its error shows."""
 
 SHOWN_WIDTH = 240
-"""Characters of a line of the grid that an error shows."""
+"""Width, in characters, of the grid that an error shows."""
 
 
 class ScheduleError(ValueError):
-    """A program that cannot run, or would compute something other than its rule; shows the grid at the fault."""
+    """A program cannot run, or would compute something other than its rule; the message shows the grid at the fault."""
 
     def __init__(self, message: str, slot: int | None = None, action: Action | None = None) -> None:
-        """`slot` and `action` say where the fault is, if it is in one place."""
+        """`slot` and `action` locate the fault, if it has one location."""
         super().__init__(message)
         self.slot = slot
         self.action = action
 
 
 State = set[tuple[int, int, Value, int]]
-"""All that later actions depend on.
+"""Everything that later actions depend on.
 
-(rank, rank, value, 0) of each value that is there; (rank, peer, value, place) of each end of a message whose other end
-has not come, with its place in the queue of its edge: from 1 up for receives, from -1 down for sends.
+(rank, rank, value, 0) for each value on a rank; (rank, peer, value, place) for each end of a message whose other end
+has not come. `place` is its position in the queue of its edge: 1, 2, .. for receives and -1, -2, .. for sends.
 """
 
 
@@ -50,36 +50,36 @@ class _OpenEnd(NamedTuple):
     action: Action
     slot: int
     born: int
-    """Of a SEND: the slot in which the value was made."""
+    """For a SEND, the slot in which the value was made."""
 
 
-class _Fault(Exception):  # noqa: N818 - of a program, not of ours
+class _Fault(Exception):  # noqa: N818 - a fault of a program, not an error of ours
     """What is wrong with an action."""
 
 
 class Checker:
-    """Follows the values of all ranks; `slot` raises at the first fault."""
+    """Follows the values of all ranks; raises at the first fault."""
 
     def __init__(self, schedule: Schedule, first_step: int) -> None:
-        """The run begins at `first_step`, with what is held there."""
+        """The run begins at `first_step`, with the values that ranks hold there."""
         self._schedule, self._first_step = schedule, first_step
         held = held_after(schedule, first_step)
         self._live: list[dict[Value, int]] = [dict.fromkeys(held.get(r, ()), -1) for r in range(schedule.ranks)]
-        """By rank: each value that is there, and the slot in which it was made."""
+        """By rank: each value on it, and the slot in which that value was made."""
         self._announced: list[set[Value]] = [set() for _ in range(schedule.ranks)]
         self._edges: dict[tuple[int, int], deque[_OpenEnd]] = defaultdict(deque)
         self._joined: dict[int, Action] = {}
-        """By rank: its part in the one collective that has begun."""
+        """By rank: its action in the one collective that has begun."""
         self._recent: deque[Slot] = deque(maxlen=min(2 * schedule.stages, SHOWN_SLOTS))
         self._busy: dict[tuple[str, int, int], Action] = {}
         self._ranks = schedule.ranks
         self.checked: list[Slot] = []
-        """The slots that have been followed, each in an order in which one process could run it."""
+        """The slots checked so far, each in an order in which one process could run it."""
         self.states = [self.state()]
-        """At the start, and at the end of each piece that has been followed."""
+        """The state at the start, and at the end of each piece that has been checked."""
 
     def follow(self, slots: Sequence[Slot], end: int) -> None:
-        """Check a piece of a run: those of its slots up to `end` that have not been checked yet."""
+        """Check a piece of a run: the slots before `end` that have not been checked yet."""
         for place in range(len(self.checked), min(end, len(slots))):
             following = slots[place + 1 : place + 1 + 4 * self._schedule.stages]
             self.checked.append(self.slot(slots[place], following))
@@ -88,8 +88,8 @@ class Checker:
     def slot(self, slot: Slot, following: Sequence[Slot] = ()) -> Slot:
         """Check a slot; return it with its actions in an order in which one process could run them.
 
-        Ranks do not wait for each other at the end of a slot: an action that waits for a message is tried again when
-        other ranks have gone on. If none can, they wait for each other for ever.
+        Slots are not barriers: an action that waits for a message is tried again after other ranks have gone on. If no
+        action can run, the ranks wait for each other for ever.
         """
         self._recent.append(slot)
         self._busy.clear()
@@ -115,7 +115,7 @@ class Checker:
         return Slot(slot.number, tuple(ordered))
 
     def state(self) -> State:
-        """Return what later actions depend on."""
+        """Return everything that later actions depend on."""
         live = {(rank, rank, value, 0) for rank, values in enumerate(self._live) for value in values}
         return live | {
             (end.action.rank, end.action.peer, end.action.value, place if end.action.op is Op.RECEIVE else -place)
@@ -125,7 +125,7 @@ class Checker:
         }
 
     def end(self, step: int) -> None:
-        """Check what is left after a drain before `step`: what is held there, and nothing else."""
+        """Check that after the drain before `step` ranks have exactly the values that are held there."""
         held = held_after(self._schedule, step)
         open_ends = [f"rank {end.action.rank}: {end.action.label}" for ends in self._edges.values() for end in ends]
         if open_ends:
@@ -141,7 +141,7 @@ class Checker:
                 raise self._error(None, None, f"the program ends {' and '.join(told)}, on rank {rank}")
 
     def _apply(self, slot: int, action: Action) -> bool:
-        """Apply an action; return False if it has to wait for another rank."""
+        """Apply an action; return False if the action has to wait for another rank."""
         op, rank = action.op, action.rank
         if not 0 <= rank < self._ranks or not -1 <= action.peer < self._ranks:
             raise _Fault(f"{self._schedule} has only ranks 0 to {self._ranks - 1}")
@@ -181,10 +181,10 @@ class Checker:
         self._live[rank][value] = slot
 
     def _occupy(self, action: Action) -> None:
-        """A micro-batch's branch, a rank and, unless the timeline says otherwise, a stage compute one thing a slot."""
+        """Enter a compute: a micro-batch's branch, a rank and, unless shared, a stage have at most one per slot."""
         sizes, m = self._schedule.sizes, action.micro_batch
         users = [("micro-batch", m, sizes.branch_of[action.stage])] if action.op is not Op.BACKWARD_WEIGHTS else []
-        if self._ranks > 1:  # one device alone plays all workers in turn
+        if self._ranks > 1:  # a single device computes for all workers in turn
             users.append(("rank", action.rank, 0))
         if self._schedule.timeline.has_exclusive_stages:
             users.append(("stage", action.stage, m % sizes.replicas))
@@ -195,7 +195,7 @@ class Checker:
             self._busy[user] = action
 
     def _message(self, slot: int, action: Action, born: int) -> None:
-        """Join one end of a message to its other end, which must be the oldest open one on this edge."""
+        """Match an end of a message with its other end, which must be the oldest open end on this edge."""
         value, edge = action.value, action.edge
         assert value is not None and edge is not None
         is_send, (source, destination) = action.op is Op.SEND, edge
@@ -223,14 +223,14 @@ class Checker:
         self._live[destination][value] = born if is_send else other.born
 
     def _can_join(self, action: Action) -> bool:
-        """Whether a collective can be joined: no other has begun."""
+        """Whether the rank can join a collective: no other collective has begun."""
         if action.rank in self._joined:
             return False
         names = {collective_name(each.value) for each in (*self._joined.values(), action) if each.value}
         return len(names) == 1
 
     def _join(self, slot: int, action: Action) -> None:
-        """Enter a rank's part in a collective; with the last, all ranks have the result."""
+        """Enter a rank's action in a collective; after the last one, all ranks have the result."""
         self._joined[action.rank] = action
         self._announced[action.rank].update(action.writes)
         if len(self._joined) < self._schedule.ranks:
@@ -247,7 +247,7 @@ class Checker:
         for rank, part in parts.items():
             for value in part.writes:
                 self._announced[rank].remove(value)
-                self._write(rank, value, slot - 1)  # what is gathered was made before
+                self._write(rank, value, slot - 1)  # gathered values were made in an earlier slot
 
     def _end_slot(self, slot: Slot, actions: Iterable[Action]) -> None:
         if self._joined:
@@ -269,7 +269,7 @@ class Checker:
         return f"{value} is not on rank {rank}" + (f"; there are {', '.join(alive[:6])}" if alive else "")
 
     def _when_it_exists(self, action: Action, read: Value, slot: int) -> str:
-        """If a read of the version of the rule is too early for the timeline, say when it exists, and what works."""
+        """If the timeline makes the rule's version only after this read, say when it exists, and what works."""
         lent = action.value if action.op is Op.SEND and action.value and action.value.kind in LENT else None
         m, stage = lent.number if lent else action.micro_batch, action.stage
         schedule, sizes = self._schedule, self._schedule.sizes

@@ -1,6 +1,6 @@
-"""Forwards without backwards, as an evaluation needs them: which ranks a batch passes through, and in which order.
+"""Forwards without backwards, for an evaluation: the ranks that a batch passes through, in order.
 
-rank 0   0  1  2  3            A batch is passed on as soon as it can be. With D ranks and M batches a rank
+rank 0   0  1  2  3            A batch is passed on as soon as possible. With D ranks and M batches a rank
 rank 1      0  1  2  3         idles in D-1 of D-1+M slots.
 rank 2         0  1  2  3
 """
@@ -14,14 +14,14 @@ from cdp_repro.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Hop:
-    """Consecutive stages that a batch passes on one rank."""
+    """Consecutive stages that a batch passes through on one rank."""
 
     rank: int
     stages: range
 
 
 def is_pipelined(schedule: Schedule) -> bool:
-    """Whether forwards pass from rank to rank: a chain of stages, computed where they are held, and not all on one."""
+    """Whether forwards pass from rank to rank: a chain of stages, computed on their holders; no rank holds all."""
     if schedule.sizes.branches:
         return False
     holders = [schedule.placement.holders(stage) for stage in range(schedule.stages)]
@@ -29,7 +29,7 @@ def is_pipelined(schedule: Schedule) -> bool:
 
 
 def path(schedule: Schedule, batch: int) -> list[Hop]:
-    """Return the hops of a batch: those of the micro-batch with its number, so that replicas take turns."""
+    """Return the hops of a batch: those of the micro-batch of the same number. Replicas take turns."""
     hops: list[Hop] = []
     for stage in range(schedule.stages):
         rank = schedule.placement.rank_of(batch, stage)
@@ -41,10 +41,10 @@ def path(schedule: Schedule, batch: int) -> list[Hop]:
 
 
 def order(schedule: Schedule, rank: int, batches: int) -> list[tuple[int, int]]:
-    """Return what a rank computes, as (batch, number of the hop), in its order.
+    """Return what a rank computes, in order, as (batch, number of the hop).
 
-    Batch b is at hop h in slot b + h: what a hop waits for has an earlier slot on its rank, and two ranks see the
-    messages between them in the same order. So no rank waits for ever, and messages need no tag.
+    Batch b is at hop h in slot b + h. A hop waits only for hops in earlier slots, and two ranks see the messages
+    between them in the same order. So no rank waits for ever, and messages need no tag.
     """
     hops = [
         (batch + place, batch, place)

@@ -1,4 +1,4 @@
-"""Much is made and none of it is garbage: Python need not search it for cycles."""
+"""Keeps Python from searching for garbage while many objects are made and none becomes garbage."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Keep Python from searching for cycles: half of the time of a long program, a fifth of that of importing torch."""
+    """Turn off the search for cycles: half the time of making a long program, a fifth of that of importing torch."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # else a user has frozen objects, which would be thawed
+            if not gc.get_freeze_count():  # else unfreeze would thaw objects that the user has frozen
                 gc.freeze()
-                gc.unfreeze()  # the new objects count as old now: the next search leaves them out
+                gc.unfreeze()  # now the new objects count as old, and the next search skips them
             gc.enable()

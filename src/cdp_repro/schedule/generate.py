@@ -1,4 +1,4 @@
-"""A run, written out: the passes in their order."""
+"""A run, written out: the passes in order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cdp_repro.schedule.summation import add_sums
 def generate(schedule: Schedule, first_step: int, steps: int) -> Slots:
     """Return the actions of all ranks in a run of `steps` training steps, from a drained state to a drained state.
 
-    A slot's actions depend on what computes up to the next slot, no further: so a run that ends after n steps is the
-    same as a longer one up to the slot before step n would begin.
+    A slot's actions depend only on compute up to the next slot. So a run that ends after n steps equals a longer one
+    up to the slot before step n would begin.
     """
     slots = compute(schedule, first_step, steps)
     if schedule.ranks > 1:

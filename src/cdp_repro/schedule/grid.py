@@ -10,10 +10,10 @@ from cdp_repro.schedule.lanes import Lanes
 
 
 def text_grid(slots: Iterable[Slot], lanes: Lanes, width: int | None = None) -> str:
-    """Return the timeline as text: a row a worker, a column a slot, F2v1 = forward of stage 2 with version 1.
+    """Return the timeline as text: a row per lane, a column per slot, F2v1 = forward of stage 2 with version 1.
 
-    `-` says that a compute of several slots goes on. The last row shows the updates: U2v3 makes version 3 of stage 2.
-    With `width` (characters) the columns are broken into blocks below each other.
+    `-` marks the other slots of a longer compute. The last row shows the updates: U2v3 makes version 3 of stage 2.
+    With `width` (characters) the columns are broken into blocks, one below the other.
     """
     columns = _columns(list(slots), lanes)
     labels = ["slot", *(f"worker {lane}" for lane in range(lanes.number)), "update"]
@@ -32,7 +32,7 @@ def text_grid(slots: Iterable[Slot], lanes: Lanes, width: int | None = None) -> 
 
 
 def _columns(slots: Sequence[Slot], lanes: Lanes) -> list[list[str]]:
-    """Return a column a slot: its number, each worker's compute, the updates; `-` where a compute goes on."""
+    """Return a column per slot: its number, each lane's compute, the updates; `-` where a longer compute goes on."""
     computes: dict[tuple[int, int], list[str]] = defaultdict(list)
     goes_on: set[tuple[int, int]] = set()
     for slot in slots:

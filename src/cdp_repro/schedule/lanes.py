@@ -1,4 +1,4 @@
-"""Lanes: which worker a micro-batch belongs to. A lane is a row of every picture."""
+"""Lanes: the row of every picture that a micro-batch is in."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from cdp_repro.schedule.actions import Action, Op
 
 @dataclass(frozen=True)
 class Lanes:
-    """`number` workers, replicas counted. They take micro-batches in turn, unless `turns` says another order."""
+    """`number` lanes, R L for each worker. They take micro-batches in turn, unless `turns` gives another order."""
 
     number: int
     turns: tuple[int, ...] = ()
     """The lane of each micro-batch of a training step, the same in every step."""
     durations: tuple[int, ...] = ()
-    """The slots that each compute of a micro-batch takes, likewise; 1 unless given."""
+    """The slots that each forward or backward of a micro-batch takes, likewise; 1 unless given."""
 
     def of(self, micro_batch: int) -> int:
         """Return the lane of a micro-batch."""
@@ -26,9 +26,9 @@ class Lanes:
         return self.durations[micro_batch % len(self.durations)] if self.durations else 1
 
     def busy(self, slot: int, action: Action) -> range:
-        """Return the slots that a forward or backward of a slot takes.
+        """Return the slots that a forward or backward takes; `slot` is where the program has it.
 
-        One that takes d slots stands in the first of them if it is a forward, and in the last if it is a backward.
+        With d slots, a forward is in the first of them, and a backward in the last.
         """
         duration = self.duration(action.micro_batch)
         first = slot if action.op is Op.FORWARD else slot - duration + 1

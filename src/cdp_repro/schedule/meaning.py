@@ -1,4 +1,4 @@
-"""What each kind of action must read and write, whatever the program around it."""
+"""The values that each kind of action must read and write, in any program."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from cdp_repro.schedule.values import (
 
 
 def compute_action(schedule: Schedule, op: Op, m: int, stage: int) -> Action:
-    """Return a forward or backward, or a part of one, as the placement and the rule ask for it.
+    """Return a forward or backward, or a part of one, as the placement and the rule require it.
 
-    The gradients of weights and the sum that they are added to are not in it yet.
+    It does not yet have the gradients of weights, nor the sum to which they are added.
     """
     sizes, rank, version = schedule.sizes, schedule.placement.rank_of(m, stage), schedule.rule.version(m, stage, op)
     is_own = rank in schedule.placement.holders(stage) and not schedule.placement.is_sharded
@@ -56,7 +56,7 @@ def compute_action(schedule: Schedule, op: Op, m: int, stage: int) -> Action:
 
 
 def update(schedule: Schedule, stage: int, version: int, rank: int) -> Action:
-    """Return the update that makes a version on a rank, of its shard where the stage is sharded."""
+    """Return the update that makes a version on a rank, or its shard of the version if the stage is sharded."""
     part, parts = (rank + 1, schedule.ranks) if schedule.placement.is_sharded else (0, 1)
     before, after = (parameters(stage, v).divided(part, parts) for v in (version - 1, version))
     total = total_of(schedule, stage, version).divided(part, parts)
@@ -64,7 +64,7 @@ def update(schedule: Schedule, stage: int, version: int, rank: int) -> Action:
 
 
 def total_of(schedule: Schedule, stage: int, version: int) -> Value:
-    """Return the sum from which a version is made."""
+    """Return the whole sum from which a version is made."""
     return gradient_sum(stage, range((version - 1) * schedule.sizes.summed, version * schedule.sizes.summed))
 
 
@@ -92,7 +92,7 @@ def _compute_fault(action: Action, schedule: Schedule) -> str | None:
 
 
 def _order_fault(action: Action, schedule: Schedule, before: list[Value], after: list[Value]) -> str | None:
-    """Say what is wrong with the sum that an action adds its micro-batch's gradients to."""
+    """Say what is wrong with the sum to which an action adds the gradients of its micro-batch; None if nothing is."""
     stage, m = action.stage, action.micro_batch
     if len(before) > 1 or len(after) != 1 or any((v.stage, v.parts) != (stage, 1) for v in before):
         return "it must add its gradients to at most one sum, and write one"
@@ -103,7 +103,7 @@ def _order_fault(action: Action, schedule: Schedule, before: list[Value], after:
 
 
 def _followed_by(total: Value, m: int) -> Value | None:
-    """Return a sum with micro-batch m added behind its last, None if m breaks its spacing; without listing members."""
+    """Return a sum with micro-batch m added as its last; None if m breaks the spacing. Does not list the members."""
     spacing = m - (total.stop - 1)
     if spacing < 1 or (len(total.members) > 1 and total.stride != spacing):
         return None
@@ -166,7 +166,7 @@ def _collective_fault(action: Action, schedule: Schedule) -> str | None:
 
 
 def _differs(action: Action, reads: tuple[Value, ...], writes: tuple[Value, ...]) -> str | None:
-    """Say which values an action lacks, or has too many; None if it has exactly these, in any order."""
+    """Say which values an action should read or write instead; None if it has exactly these, in any order."""
     for verb, found, expected in (("read", action.reads, reads), ("write", action.writes, writes)):
         if found != expected and (len(found) != len(expected) or set(found) != set(expected)):
             names = [", ".join(map(str, values)) or "nothing" for values in (expected, found)]
@@ -175,7 +175,7 @@ def _differs(action: Action, reads: tuple[Value, ...], writes: tuple[Value, ...]
 
 
 def _mixed(value: Value, schedule: Schedule) -> str | None:
-    """Say that a sum mixes the micro-batches of two updates, if it does."""
+    """Say that a sum mixes the micro-batches of two updates; None if it does not."""
     if value.number // schedule.sizes.summed != (value.stop - 1) // schedule.sizes.summed:
         return f"{value} would mix training steps"
     return None

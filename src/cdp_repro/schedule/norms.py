@@ -1,9 +1,9 @@
-"""When the norm of all gradients of a training step is known, so that they can be clipped by it.
+"""When the norm of all gradients of a training step is known, for clipping by it.
 
-The norm over all stages is known when the last sum of a training step is complete: on the cyclic timeline that of stage
-0, in slot 2c((t+1)M - 1) + 2S-1. Where no micro-batch reads theta[t+1] before (`dp`, `cdp_v1`), an update can wait for
-it until somebody reads what it makes. With `cdp_v2` the last stages are read earlier, so that each stage is clipped by
-its own norm.
+The norm over all stages is known when the last sum of a training step is complete. On the cyclic timeline that is the
+sum of stage 0, in slot 2c((t+1)M - 1) + 2S-1. If no micro-batch reads theta[t+1] earlier (`dp`, `cdp_v1`), an update
+can wait for the norm until its version is read. With `cdp_v2`, micro-batches read the last stages earlier, so each
+stage is clipped by its own norm.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def clips_globally(schedule: Schedule) -> bool:
 
 
 def knows_norms_in_time(program: Program) -> bool:
-    """Whether each sum is complete, on the rank that tells the others, before anybody reads what the step makes.
+    """Whether each sum is complete, on the rank that tells the others, before any rank reads what the step makes.
 
-    Two ranks that exchange gradients add them as late as each needs them, and collectives complete sums on no rank in
-    particular: there a rank would wait for a sum that it adds later itself.
+    Two ranks that exchange gradients add them as late as each needs them: a rank would wait for a sum that it adds
+    later itself. Collectives complete sums on no rank in particular.
     """
     schedule = program.schedule
     told: dict[int, dict[int, tuple[int, int]]] = {}
@@ -45,7 +45,7 @@ def knows_norms_in_time(program: Program) -> bool:
 
 
 def completed_step(value: Value, schedule: Schedule) -> int | None:
-    """Return the number of the update whose whole sum a value is; None if it is anything else."""
+    """Return the number of the update whose whole sum `value` is; None if `value` is anything else."""
     if value.kind != GRADIENTS or value.parts > 1:
         return None
     step, rest = divmod(value.number, schedule.sizes.summed)
@@ -53,12 +53,12 @@ def completed_step(value: Value, schedule: Schedule) -> int | None:
 
 
 def teller(schedule: Schedule, step: int, stage: int) -> int:
-    """Return the rank that completes the sum of a stage: that of the last micro-batch, if it holds the stage."""
+    """Return the rank that completes a stage's sum: the last micro-batch's if it is a holder, else the first holder."""
     return schedule.holder_read((step + 1) * schedule.sizes.summed - 1, stage)
 
 
 def refusal(schedule: Schedule) -> str:
-    """Return why a schedule cannot clip by the norm over all stages, with what can clip on the same sizes."""
+    """Return why a schedule cannot clip by the norm over all stages, and which settings can on the same sizes."""
     why = "adds some gradients only after a new version is read"
     first = ""
     if schedule.spec.collectives:

@@ -1,6 +1,6 @@
-"""Placements: which rank computes a stage for a micro-batch, and which ranks hold the state of a stage.
+"""Placements: the rank that computes a stage for a micro-batch, and the ranks that hold the state of a stage.
 
-That is all that a placement says. The passes derive from it what is sent, summed and updated, and when.
+A placement says nothing else. The passes derive the messages, sums and updates, and their slots, from it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from cdp_repro.schedule.timelines.timeline import Timeline
 class Placement(ABC):
     """Maps compute and state to ranks (one rank is one process with one device).
 
-    A subclass gives `ranks` and `holders`, and `rank_of` where micro-batches do not take turns on the holders.
+    A subclass gives `holders`, and `rank_of` if micro-batches do not take turns on the holders.
     """
 
     timeline: Timeline
     name: ClassVar[str]
     is_sharded: ClassVar[bool] = False
-    """Whether each holder of a stage has a part of its state, and all together hold it once."""
+    """Whether each holder of a stage has one shard of its state, so that all together hold one copy."""
 
     @cached_property
     def ranks(self) -> int:
-        """Number of ranks: all that hold a stage or compute one."""
+        """Number of ranks that hold or compute a stage."""
         stages, together = range(self.timeline.sizes.stages), range(self.timeline.sizes.lanes)
         computing = (self.rank_of(m, stage) for m in together for stage in stages)
         holding = (max(held[0], held[-1]) for held in map(self.holders, stages))
@@ -45,13 +45,13 @@ class Placement(ABC):
         return holders[micro_batch % len(holders)]
 
     @classmethod
-    def of(cls, timeline: Timeline, collectives: bool) -> Placement:  # noqa: ARG003 - most have one form
-        """Return the placement in the form that suits a timeline, and collectives if it is run by them."""
+    def of(cls, timeline: Timeline, collectives: bool) -> Placement:  # noqa: ARG003 - most placements have one form
+        """Return the form of the placement for a timeline, with or without collectives."""
         return cls(timeline)
 
 
 class SingleDevice(Placement):
-    """Everything on rank 0, which computes for all workers in turn: the actions of a slot one after the other."""
+    """Everything on rank 0, which runs the actions of a slot for all workers one after the other."""
 
     name = "single_device"
 
@@ -61,7 +61,7 @@ class SingleDevice(Placement):
 
 
 class Replicated(Placement):
-    """A worker a rank, with a full replica of the model: what data parallelism does on N devices."""
+    """One rank per lane, with a full copy of the model: the usual placement of data parallelism."""
 
     name = "replicated"
 
@@ -71,27 +71,27 @@ class Replicated(Placement):
 
 
 class Zero(Replicated):
-    """A worker a rank, and the state of each stage on one of them, its owner (ZeRO stage 3, stage by stage)."""
+    """One rank per lane; the state of each stage is on one of them, its owner (ZeRO stage 3, stage by stage)."""
 
     name = "zero"
 
     def holders(self, stage: int) -> range:
-        """Return the one owner of the stage; stages are spread evenly over the ranks."""
+        """Return the owner of the stage; stages are spread evenly over the ranks."""
         owner = stage * self.timeline.sizes.lanes // self.timeline.sizes.stages
         return range(owner, owner + 1)
 
     def rank_of(self, micro_batch: int, stage: int) -> int:  # noqa: ARG002 - a worker computes all stages
-        """Return the worker's rank."""
+        """Return the rank of the micro-batch's lane."""
         return self.timeline.lanes.of(micro_batch)
 
     @classmethod
     def of(cls, timeline: Timeline, collectives: bool) -> Placement:
-        """Return the one with shards for collectives of several ranks."""
+        """Return the form with shards for collectives of several ranks."""
         return ShardedZero(timeline) if collectives and timeline.sizes.lanes > 1 else cls(timeline)
 
 
 class ParameterServer(Zero):
-    """A worker a rank, and the state of the stages spread evenly over P ranks more, which compute none of them.
+    """One rank per lane; the state of the stages is spread evenly over P more ranks, which compute no stage.
 
     Workers pull parameters and push gradients (Li et al. 2014). A server is `Zero`'s owner without a worker.
     """
@@ -99,16 +99,16 @@ class ParameterServer(Zero):
     name = "parameter_server"
 
     def holders(self, stage: int) -> range:
-        """Return the one server of the stage."""
+        """Return the server of the stage."""
         sizes = self.timeline.sizes
         server = sizes.lanes + stage * sizes.servers // sizes.stages
         return range(server, server + 1)
 
 
 class ShardedZero(Replicated):
-    """A worker a rank, and an equal part of the state of every stage on each: ZeRO stage 3 as libraries do it (FSDP).
+    """One rank per lane, each with a shard of every stage: ZeRO stage 3 as libraries implement it (FSDP).
 
-    All ranks gather a stage to compute with it, so that it suits workers that compute the same stage at once.
+    All ranks gather a stage to compute with it, so workers must compute the same stage at once.
     """
 
     name = "zero"
@@ -116,17 +116,18 @@ class ShardedZero(Replicated):
 
 
 class Pipeline(Placement):
-    """S/D stages a rank: micro-batches move, parameters stay. R copies of the pipeline.
+    """S/D stages per rank: micro-batches move, parameters stay. There are R copies of the pipeline.
 
-    The timeline says which of D places a stage has: consecutive stages share one, or stage j is at j mod D, so that a
-    micro-batch goes round S/D times (Narayanan et al. 2021), or at place j for even micro-batches and at D-1-j for odd
-    ones, so that stages j and D-1-j share two ranks (Li and Hoefler 2021).
+    The layout of the timeline says which of D places has a stage. `consecutive`: neighbouring stages share a place.
+    `looped`: stage j is at j mod D, so a micro-batch goes round S/D times (Narayanan et al. 2021). `both_ways`: stage j
+    is at j for even micro-batches and at D-1-j for odd ones, so stages j and D-1-j share two ranks (Li and Hoefler
+    2021).
     """
 
     name = "pipeline"
 
     def holders(self, stage: int) -> range:
-        """Return the R ranks of the stage, one for each replica; of two directions one for each."""
+        """Return the R ranks of the stage, one for each replica; with two directions, one for each direction."""
         sizes, layout = self.timeline.sizes, self.timeline.layout
         if layout == "both_ways":
             low, high = sorted((stage, sizes.stages - 1 - stage))
@@ -143,16 +144,17 @@ class Pipeline(Placement):
 
 
 class ModelParallel(Placement):
-    """A stage a rank, on as many ranks as the stage has micro-batches alive at once.
+    """One stage per rank; a stage has as many ranks as micro-batches alive on it at once.
 
-    On the cyclic timeline stage j has a micro-batch for 2(S-j) slots, from its forward to its backward, and one starts
-    every 2c slots: ceil((S-j)/c) ranks, or N(N+1)/2 in all for N = S. Other timelines need N each.
+    On the cyclic timeline, stage j keeps a micro-batch for 2(S-j) slots, from its forward to its backward, and one
+    starts every 2c slots. So it needs ceil((S-j)/c) ranks, or N(N+1)/2 in all for N = S; on other timelines N. With
+    replicas these are times R.
     """
 
     name = "model_parallel"
 
     def holders(self, stage: int) -> range:
-        """Return the ranks of the stage's group, those of a micro-batch's replicas next to each other."""
+        """Return the ranks of the stage's group; the replicas of a turn are on neighbouring ranks."""
         return self._holders[stage]
 
     @cached_property

@@ -1,20 +1,20 @@
-"""A program: the actions of all ranks for any number of training steps, as a finite thing.
+"""A program: the actions of all ranks for any number of training steps, in finite form.
 
     fill      steps 0 .. F-1      until the pattern repeats
     period    step F              replayed with shifted numbers for every later step
     drain     after any step      what is left to do when no further step comes
 
-Where ranks send sums or lent parameters, the piece of a step ends one slot before the next step begins: what a rank
-sends in that slot depends on whether another step comes. Else it ends where the next step begins. With P slots a step,
-and ranks that send those:
+If ranks send sums or lent parameters, the piece of a step ends one slot before the next step begins: the messages of
+that slot depend on whether another step comes. Else a piece ends where the next step begins. With P slots per step, and
+ranks that send sums:
 
     slots     0 ......... P-2 | P-1 ........ 2P-2 | 2P-1 ....... 3P-2 | ...
               piece of step 0 | piece of step 1   | piece of step 2   | ...
                               | drain after 1 ...
                                                   | drain after 2 ...
 
-A run may begin at any step, from a drained pipeline. Versions are never less than 0, so that runs from step 0, 1, .. up
-to the largest staleness differ; all later ones are the last of these, with shifted numbers and `Roles`.
+A run may begin at any step, from a drained pipeline. Versions are never less than 0, so runs from step 0, 1, .. up to
+the largest staleness differ. All later runs equal the last of these, with shifted numbers and `Roles`.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from cdp_repro.schedule.transport import Communicator, Edge, blocked_on_nccl, di
 from cdp_repro.schedule.values import Value
 
 MAX_STEPS = 12
-"""Training steps beyond twice the largest staleness after which the pattern must have repeated: it has in PipeDream,
-whose pipeline has both to fill and to empty, after twice its staleness."""
+"""Training steps, beyond twice the largest staleness, within which the pattern must repeat. PipeDream's repeats after
+twice its staleness: its pipeline has both to fill and to empty."""
 
 Piece = Sequence[Slot]
 Upcoming = Callable[[], bool]
-"""Tells whether another training step comes; asked once before each."""
+"""Tells whether another training step comes; called once before each."""
 
 
 @dataclass
 class Run:
-    """All runs that begin at one step, in pieces; slots count from the start of the run."""
+    """All runs that begin at one step, of any length, in pieces; slots count from the start of the run."""
 
     first_step: int
     fill: Sequence[Piece]
     period: Piece
     drains: dict[int, Piece]
-    """By the number of steps, from 1 to F + 1, after which they come."""
+    """By the number of steps, from 1 to F + 1, that precede the drain."""
 
 
 class Program:
     """The checked program of a schedule, in runs."""
 
     def __init__(self, schedule: Schedule, runs: Mapping[int, Run] | None = None) -> None:
-        """Make and check the run from step 0; others, and early drains, when they are asked for.
+        """Make and check the run from step 0; make other runs, and early drains, when they are asked for.
 
-        `runs`, by their first step, are such as a file holds. They are checked, and nothing is made that they lack.
+        `runs`, by their first step, come from a file. They are checked, and nothing that they lack is made.
 
         Raises:
-            ScheduleError: a rule that the timeline cannot serve, or runs that cannot run; says where, and why.
+            ScheduleError: the timeline cannot serve the rule, or a run cannot run; says where, and why.
         """
         self.schedule = schedule
         self.roles = Roles(schedule)
@@ -76,7 +76,7 @@ class Program:
             self._check_given(run)
         self.run_from(0)
         if self.is_given:
-            _ = self.communicators  # those of a program that the passes made can wait until NCCL needs them
+            _ = self.communicators  # for a program made by the passes, this check can wait until NCCL is used
 
     def held_at(self, step: int) -> dict[int, list[Value]]:
         """Return the values that each rank holds when the pipeline has drained after `step` training steps."""
@@ -89,10 +89,10 @@ class Program:
 
     @cached_property
     def communicators(self) -> tuple[Communicator, ...]:
-        """The communicators that these edges need on NCCL, as few as cannot hang.
+        """The communicators that these edges need on NCCL: one per direction if that cannot hang, else one per edge.
 
         Raises:
-            ScheduleError: no communicators would do, which a program that the passes made never needs to fear.
+            ScheduleError: the program hangs with one per edge, too; a program made by the passes never does.
         """
         slots, shared, alone = self.complete_run, directions(self.edges), tuple((edge,) for edge in self.edges)
         if blocked_on_nccl(slots, shared) is None:
@@ -109,17 +109,17 @@ class Program:
         return len(run.fill)
 
     def until_it_repeats(self, steps: int = 1) -> list[Slot]:
-        """Return the slots of a run from step 0 up to the end of step F, or of so many that repeat, without a drain."""
+        """Return the slots of the first F + `steps` training steps of a run from step 0, without a drain."""
         last = self.steady_step + steps
         return self.slots(last + 1)[: last * self.schedule.slots_per_step]
 
     @property
     def complete_run(self) -> list[Slot]:
-        """A run with all that a run can have: fill, the period twice, and the drain."""
+        """A run with everything that a run can have: fill, the period twice, and the drain."""
         return self.slots(self.steady_step + 2)
 
     def run_from(self, step: int) -> tuple[Run, int]:
-        """Return the run that begins at `step`, and by how many training steps its numbers are to be shifted."""
+        """Return the run for a start at `step`, and the number of training steps by which to shift its numbers."""
         first = min(step, self.schedule.rule.longest)
         if first not in self._runs:
             if self.is_given:
@@ -128,7 +128,7 @@ class Program:
         return self._runs[first], step - first
 
     def drain(self, run: Run, steps: int) -> Piece:
-        """Return what is left to do after so many steps of a run, at most one more than its fill."""
+        """Return the drain after `steps` steps of a run, at most one more than its fill has."""
         if steps not in run.drains:
             if self.is_given:
                 raise ValueError(f"the program has no drain after {steps} steps from step {run.first_step}")
@@ -151,11 +151,11 @@ class Program:
         return [*self._written_out(run, range(steps), start)]
 
     def endless(self) -> Iterator[Slot]:
-        """Yield the slots of all ranks in a run without an end."""
+        """Yield the slots of all ranks in an endless run."""
         return self._written_out(self.run_from(0)[0], count())
 
     def _written_out(self, run: Run, steps: Iterable[int], start: int = 0) -> Iterator[Slot]:
-        """Yield the slots of a run that has a training step for each of `steps`, shifted by `start` more."""
+        """Yield the slots of a run with a training step for each of `steps`, its numbers shifted by `start` more."""
         coming = iter(steps)
         for piece, ahead in self.pieces(run, lambda: next(coming, None) is not None):
             yield from self.shifted(piece, ahead, start + ahead)
@@ -171,7 +171,7 @@ class Program:
             yield self.drain(run, last), done - last
 
     def shifted(self, piece: Piece, ahead: int, steps: int) -> Piece:
-        """Return a piece with its slots `ahead` steps later, and its other numbers `steps` training steps later."""
+        """Return a piece with slots shifted by `ahead` training steps, and ranks and other numbers by `steps`."""
         if not steps:
             return piece
         later, (micro_batches, versions) = self.roles.after(steps), self.schedule.ahead(steps)
@@ -181,7 +181,7 @@ class Program:
         ]
 
     def begin(self, step: int) -> int:
-        """Return the slot of a run in which the piece of its step number `step` begins."""
+        """Return the slot of a run in which the piece of its step `step` begins."""
         return max(0, step * self.schedule.slots_per_step - self._overlap)
 
     def _generated(self, first_step: int, steps: int) -> list[Slot]:
@@ -192,8 +192,8 @@ class Program:
     def _made(self, first_step: int) -> Run:
         """Return the run from `first_step`.
 
-        The pattern repeats from the first step that begins and ends in the same state, but for a shift of one training
-        step, and whose versions are not clipped at 0. So it is looked for in longer and longer runs.
+        The pattern repeats from the first step that begins and ends in the same state, except for a shift of one
+        training step, and whose versions are not clipped at 0. It is searched for in longer and longer runs.
         """
         longest, checker, begin = self.schedule.rule.longest, Checker(self.schedule, first_step), self.begin
         for steps in range(longest + 2, 2 * longest + MAX_STEPS):
@@ -211,7 +211,7 @@ class Program:
         raise ScheduleError(f"{self.schedule}: none of the first {steps} training steps ends in the state it began in")
 
     def _check_given(self, run: Run) -> None:
-        """Check a run that a file holds, with each of its drains, and that its period can be repeated for ever."""
+        """Check a run from a file, with each of its drains, and check that its period can repeat for ever."""
         repeating = len(run.fill)
         for steps in range(1, repeating + 2):
             states = self._checked([*self._written_out(run, range(steps))], run.first_step, steps).states
@@ -222,7 +222,7 @@ class Program:
             )
 
     def _repeats(self, before: State, after: State) -> bool:
-        """Whether a state is another one a training step later, so that the same piece can follow both."""
+        """Whether `after` is `before` a training step later, so that the same piece can follow both."""
         later, ahead = self.roles.after(1) or int, self.schedule.ahead(1)
         return after == {
             (later(rank), later(peer), value.shifted(*ahead), place) for rank, peer, value, place in before
@@ -238,12 +238,12 @@ class Program:
 
 
 def overlap(schedule: Schedule) -> int:
-    """Return the slots by which the piece of a step begins before its step: 1 where what ranks send looks ahead."""
+    """Return how many slots before its step a piece begins: 1 if messages depend on the next slot, else 0."""
     return int(any(strategy_of(schedule, stage) is not sum_locally for stage in range(schedule.stages)))
 
 
 class RankProgram:
-    """The program of one rank: its own actions only, so that a step costs the same for any number of ranks."""
+    """The program of one rank: only its own actions, so a step costs the same for any number of ranks."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self.rank = rank
@@ -251,16 +251,15 @@ class RankProgram:
         self._program = program
         self._cycle = program.roles.cycle(rank)
         self._own: dict[int, dict[int, list[Slot]]] = {}
-        """By the identity of a piece, and by role: the slots in which there is something to do."""
+        """By the identity of a piece, and by role: the slots that have actions."""
         self.next_slot = 0
-        """The number of the slot in which the next run begins: they count on from run to run, the same on all ranks."""
+        """The slot in which the next run begins. Slots count on from run to run, the same on all ranks."""
 
     @property
     def finishing(self) -> tuple[Op, int]:
-        """The kind of action whose last one finishes a training step on this rank, and how many there are in a step.
+        """The kind of action whose last one finishes a training step on this rank, and their number in a step.
 
-        That is the last update of each stage that it holds; for a rank that holds none, its backwards, or their last
-        parts.
+        These are updates on a rank that holds stages; else backwards, or the second parts of backwards.
         """
         holders, stages = self.schedule.placement.holders, range(self.schedule.stages)
         if held := sum(self.rank in holders(stage) for stage in stages):
@@ -280,7 +279,7 @@ class RankProgram:
                 self.next_slot = first_slot + piece[-1].number + 1 + ahead * self.schedule.slots_per_step
 
     def _picked(self, piece: Piece) -> dict[int, list[Slot]]:
-        """Return the slots of a piece with the actions of each role that the rank plays; found once."""
+        """Return, by role, the slots of a piece with the actions of each role that the rank plays; cached."""
         if id(piece) not in self._own:
             picked: dict[int, list[Slot]] = {role: [] for role in self._cycle}
             for slot in piece:

@@ -1,4 +1,4 @@
-"""A program as text, to read, to edit by hand, and to run.
+"""A program as text, to read, edit by hand and run.
 
     cdp-repro program, format 1
     mode = "cdp_v2"
@@ -15,8 +15,8 @@
     ...
     drain after 1
 
-A header, then the runs; of each run its pieces; of each piece each rank's actions, with the slot before the action.
-Blank lines, and what follows `//`, say nothing. `Program` says what the pieces are.
+The text has a header, then the runs. A run has its pieces, and a piece the actions of each rank, with the slot before
+each action. Blank lines and text after `//` are ignored. `Program` says what the pieces are.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SECTION = re.compile(r"(?P<kind>run from step|fill|period|drain after) (?P<numb
 
 
 def write_program(program: Program) -> str:
-    """Return a program as text: all of its runs, and all drains."""
+    """Return a program as text: all of its runs, with all drains."""
     schedule = program.schedule
     header = {**asdict(schedule.spec), _GRADIENT_BYTES: list(schedule.gradient_bytes)}
     lines = [FIRST_LINE, *(f"{name} = {json.dumps(value)}" for name, value in header.items())]
@@ -70,8 +70,8 @@ def read_program(text: str) -> Program:
     """Return the checked program that a text describes.
 
     Raises:
-        ScheduleError: it is no program, or one that cannot run, or would compute something other than its rule; names
-            the line, shows the grid at the fault, and says why.
+        ScheduleError: the text is not a program, or the program cannot run or would compute something other than its
+            rule; names the line, shows the grid at the fault, and says why.
     """
     reader = _Reader(text)
     schedule, runs = reader.read()
@@ -83,11 +83,11 @@ def read_program(text: str) -> Program:
 
 
 _Lines = list[tuple[int, int, Action]]
-"""A piece as it is read: of each line its number, its slot and its action."""
+"""A piece as it is read: the number, slot and action of each line."""
 
 
 def _slots(lines: _Lines, first: int, last: int | None = None) -> list[Slot]:
-    """Return the slots from `first` on, up to `last`, or to the last one in which there is something to do."""
+    """Return the slots from `first` to `last`, or to the last one with an action."""
     actions: dict[int, list[Action]] = defaultdict(list)
     for _, slot, action in lines:
         actions[slot].append(action)
@@ -96,12 +96,12 @@ def _slots(lines: _Lines, first: int, last: int | None = None) -> list[Slot]:
 
 
 class _Reader:
-    """Reads a program line by line; every error names the line."""
+    """Reads a program line by line; an error in a line names it."""
 
     def __init__(self, text: str) -> None:
         self._lines = text.split("\n")
         self._sections: dict[tuple[int, str, int], _Lines] = {}
-        """By first step of the run, kind and number."""
+        """By the first step of the run, and the kind and number of the piece."""
 
     def read(self) -> tuple[Schedule, dict[int, Run]]:
         """Return the schedule of the header, and the runs by their first step."""
@@ -144,7 +144,7 @@ class _Reader:
         return schedule, {step: self._run(step, schedule) for step in found}
 
     def _meaningful(self) -> Iterator[tuple[int, str]]:
-        """Yield the lines after the first that say something, with their numbers."""
+        """Yield the lines after the first, without comments and blank lines, with their numbers."""
         for number, line in enumerate(self._lines[1:], start=2):
             said = line.split("//")[0].strip()
             if said:
@@ -176,7 +176,7 @@ class _Reader:
         )
 
     def line_of(self, action: Action | None, slot: int | None, schedule: Schedule) -> int | None:
-        """Return the line of an action that was found in a run written out, where its numbers may be shifted."""
+        """Return the line of an action of a run written out, in which its numbers may be shifted."""
         if action is None or slot is None:
             return None
         found = None
@@ -193,7 +193,7 @@ class _Reader:
 
 
 def _entry(number: int, line: str) -> dict[str, Any]:
-    """Return the name and value of a line of the header."""
+    """Return the name and value in a line of the header."""
     name, _, value = (part.strip() for part in line.partition("="))
     known = [each.name for each in fields(Spec)] + [_GRADIENT_BYTES]
     if name not in known:
@@ -210,7 +210,7 @@ def _entry(number: int, line: str) -> dict[str, Any]:
 
 
 def _is_of(value: object, kind: Any) -> bool:
-    """Return whether a value is of a type: of a plain one, of a tuple of one, or of one of several."""
+    """Return whether a value is of a type: a plain one, a tuple of one, or a union."""
     if isinstance(kind, UnionType):
         return any(_is_of(value, each) for each in get_args(kind))
     if get_origin(kind) is tuple:

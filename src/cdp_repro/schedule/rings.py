@@ -1,7 +1,7 @@
 """Collectives of all ranks, and what they cost as rings (Patarasuk and Yuan 2009).
 
-An all-gather and a reduce-scatter go round once with all but one of as many parts as there are ranks, an all-reduce
-twice. What a library really sends from which rank is its own affair.
+With one part per rank, an all-gather or a reduce-scatter sends all parts but one round the ring once, an all-reduce
+twice. A library may really send something else.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ def ring_bytes(collective: Action, size: int, ranks: int) -> int:
 
 
 def ring_hops(collective: Action, ranks: int) -> int:
-    """Return how many messages follow one another until all ranks have the result of a COLLECTIVE."""
+    """Return the number of consecutive messages until all ranks have the result of a COLLECTIVE."""
     return times_round(collective) * (ranks - 1)
 
 
 def times_round(collective: Action) -> int:
-    """Return how often a COLLECTIVE goes round: twice if every rank gets the whole of a sum."""
+    """Return how often a COLLECTIVE goes round the ring: twice if every rank gets the whole sum."""
     value = collective.value
     assert value is not None
     return 2 if value.kind == GRADIENTS and value.parts == 1 else 1
@@ -34,9 +34,9 @@ def next_in_ring(rank: int, ranks: int) -> int:
 
 
 def collective_name(value: Value) -> tuple[object, ...]:
-    """Return what names a collective for all ranks, given the value that it makes on one of them.
+    """Return the name of a collective that all ranks share, given the value that it makes on one of them.
 
-    Ranks gather parameters for micro-batches of their own, and scatter a sum to shards of their own.
+    The values differ: each rank gathers parameters for its own micro-batch, and gets its own shard of a scattered sum.
     """
     if value.kind == GRADIENTS:
         return value.whole, value.parts

@@ -1,4 +1,4 @@
-"""Roles: which rank does, a training step later, what another does in this one."""
+"""Roles: how the work of a rank moves to another rank from one training step to the next."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Roles:
     """The permutation of ranks from one training step to the next.
 
     Micro-batches that take turns on the n ranks of a group, such as the 3 of `model_parallel` with M = 4, come to
-    another rank a step later: what rank r does with micro-batch m, another does with m + M. It is the same for every
-    stage and micro-batch, so the whole step is the same but for the names of the ranks, and the period of a program is
-    one training step for every placement. A rank that computes nothing keeps its role.
+    another rank a step later: the work of rank r on micro-batch m is that of another rank on m + M. The other rank is
+    the same for every stage and micro-batch. So steps differ only in the names of the ranks, and the period of a
+    program is one training step for every placement. A rank that computes nothing keeps its role.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        """Raise ValueError if the placement moves a rank's work to several ranks, which has no such permutation."""
+        """Raise ValueError if the placement splits a rank's work among several ranks: there is no such permutation."""
         placement, step = schedule.placement, schedule.micro_batches
         self._following: dict[int, int] = {}
         for stage in range(schedule.stages):
@@ -34,7 +34,7 @@ class Roles:
         self.cycle = cache(self._cycle)
 
     def after(self, steps: int) -> Callable[[int], int] | None:
-        """Return what maps a rank to the one that plays its role `steps` later; None if each keeps its own."""
+        """Return the map from a rank to the one that plays its role `steps` later; None if each keeps its own."""
         if self.are_fixed or not steps:
             return None
         return lambda rank: self.cycle(rank)[steps % len(self.cycle(rank))]

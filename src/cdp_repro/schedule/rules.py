@@ -1,4 +1,4 @@
-"""Rules: which version of a stage's parameters a micro-batch reads."""
+"""Rules: the version of a stage's parameters that a micro-batch reads."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from cdp_repro.schedule.sizes import Sizes
 class Rule(ABC):
     """Micro-batch i of training step t reads stage j at version max(0, t - staleness(i, j)), forward and backward.
 
-    Where a step has U updates instead of one, that is max(0, tU + u - staleness(i, j)): u of them come before the one
-    that the micro-batch is a part of. A subclass gives `staleness`, and `backward_staleness` if the backward reads
-    another version. As for timelines, i counts the micro-batches of a step without replicas, all of which read the
-    same.
+    If a step has U updates instead of one, the version is max(0, tU + u - staleness(i, j)), where u of them precede the
+    update that the micro-batch contributes to. A subclass gives `staleness`, and `backward_staleness` if the backward
+    reads another version. As in timelines, i counts turns: all replicas read the same version.
     """
 
     sizes: Sizes
 
     @abstractmethod
     def staleness(self, i: int, j: int) -> int:
-        """Return how many updates old the version is that micro-batch i reads of stage j."""
+        """Return the staleness, in updates, of the version of stage j that micro-batch i reads."""
 
     def backward_staleness(self, i: int, j: int) -> int:
-        """Return how old the version is that its backward reads: the same, unless nothing is stashed."""
+        """Return the staleness of the version that the backward reads: the same, unless nothing is stashed."""
         return self.matrix[i][j]
 
     @cached_property
     def matrix(self) -> tuple[tuple[int, ...], ...]:
-        """The staleness of all: a row for each of the micro-batches of a step, a column for each stage."""
+        """All values of the staleness: a row for each turn of a step, a column for each stage."""
         return tuple(tuple(self.staleness(i, j) for j in range(self.sizes.stages)) for i in range(self.sizes.turns))
 
     @cached_property
@@ -55,19 +54,19 @@ class Rule(ABC):
 
     @cached_property
     def longest(self) -> int:
-        """The largest staleness of all, in training steps: after so many, all reads are as stale as the rule says."""
+        """The largest staleness, in training steps. After this many steps, all reads are as stale as the rule says."""
         return -(-max(self.oldest) // self.sizes.updates)
 
     def version(self, micro_batch: int, stage: int, op: Op = Op.FORWARD) -> int:
-        """Return v(m, j), the version of `stage` that a forward or backward of micro-batch m reads; m counts
-        replicas, too."""
+        """Return v(m, j), the version of `stage` that a forward or backward of micro-batch m reads; m includes
+        replicas."""
         i = micro_batch % self.sizes.micro_batches // self.sizes.replicas
         delay = self.matrix[i][stage] if op is Op.FORWARD else self.backward_staleness(i, stage)
         return max(0, micro_batch // self.sizes.summed - delay)
 
 
 class Fresh(Rule):
-    """The version that the step before has made: synchronous training."""
+    """The version made by the training step before: synchronous training."""
 
     def staleness(self, i: int, j: int) -> int:  # noqa: ARG002 - the same for all
         """Return 0."""
@@ -75,7 +74,7 @@ class Fresh(Rule):
 
 
 class UniformDelay(Rule):
-    """One training step late everywhere: `cdp_v1`; on a pipeline PipeDream-2BW."""
+    """The version one training step older, for all micro-batches and stages: `cdp_v1`; on a pipeline PipeDream-2BW."""
 
     def staleness(self, i: int, j: int) -> int:  # noqa: ARG002 - the same for all
         """Return 1."""
@@ -83,12 +82,12 @@ class UniformDelay(Rule):
 
 
 class Freshest(Rule):
-    """The newest version that the cyclic timeline can serve: `cdp_v2`; with a micro-batch a step, PipeDream.
+    """The newest version that the cyclic timeline can serve: `cdp_v2`; with one micro-batch per step, PipeDream.
 
     The last backward of stage j in training step t is in slot 2c((t+1)M - 1) + 2S-1-j, and version t+1 exists from the
-    next slot on. Micro-batch m reads in slot 2cm + j, so that it can have version v if 2c(vM - 1) + 2S - j <= 2cm + j,
-    which is v <= (c(m+1) + j - S) / (cM). With m = tM + i that is fresh, v = t, exactly if c(i+1) + j >= S, else one
-    step late where M >= N. So the share of stale reads on stage j is (ceil((S-j)/c) - 1) / M: more micro-batches in a
+    next slot on. Micro-batch m reads in slot 2cm + j, so it can have version v if 2c(vM - 1) + 2S - j <= 2cm + j, that
+    is, v <= (c(m+1) + j - S) / (cM). With m = tM + i, the read is fresh, v = t, exactly if c(i+1) + j >= S; else it is
+    one step late if M >= N. So the share of stale reads on stage j is (ceil((S-j)/c) - 1) / M. More micro-batches in a
     training step make it smaller, and the pipeline still never drains.
     """
 
@@ -99,10 +98,10 @@ class Freshest(Rule):
 
 
 class NoStashing(Freshest):
-    """The newest version that the rank has, when the forward reads and again when the backward does: AMPNet.
+    """The newest version that the rank has, for the forward and again for the backward: AMPNet.
 
-    The backward takes the inputs that the forward has saved, and the newer parameters. On the cyclic timeline the
-    training step before has always been completed on this stage by then, so that a backward reads fresh.
+    The backward uses the inputs that the forward saved, and the newer parameters. On the cyclic timeline, the training
+    step before is always complete on this stage by then, so a backward reads fresh.
     """
 
     def backward_staleness(self, i: int, j: int) -> int:  # noqa: ARG002 - the same for all
@@ -111,29 +110,29 @@ class NoStashing(Freshest):
 
 
 class Clock(Rule):
-    """The newest version on the servers when the worker pulls, by the virtual clock: `async`, and bounded as `ssp`.
+    """The newest version on the servers when the worker pulls, by the virtual clock: `async`, or `ssp` with a bound.
 
-    It is the same on all stages: a push counts when all of it has arrived.
+    The version is the same on all stages: a push counts once all of it has arrived.
     """
 
     def staleness(self, i: int, j: int) -> int:  # noqa: ARG002 - the same for all
-        """Return the pushes of others between its pull and its own push."""
+        """Return the number of pushes by others between the micro-batch's pull and its own push."""
         return i - self.sizes.round.turns[i].seen
 
 
 @dataclass(frozen=True)
 class Matrix(Rule):
-    """Any staleness: bounded staleness as a study."""
+    """Any staleness, given as a matrix, to study bounded staleness."""
 
     rows: tuple[tuple[int, ...], ...] = ()
 
     def staleness(self, i: int, j: int) -> int:
-        """Return the entry."""
+        """Return the entry of the matrix."""
         return self.rows[i][j]
 
     @classmethod
     def checked(cls, sizes: Sizes, rows: Sequence[Sequence[int]]) -> Matrix:
-        """Return the rule of a matrix; ValueError if it has another shape or entries that are not integers >= 0."""
+        """Return the rule of a matrix; raise ValueError if its shape is wrong or an entry is not an integer >= 0."""
         shape = [len(row) if isinstance(row, Sequence) else "no list" for row in rows]
         if shape != [sizes.stages] * sizes.turns:
             raise ValueError(

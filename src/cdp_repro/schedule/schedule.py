@@ -20,18 +20,18 @@ from cdp_repro.schedule.timelines.timeline import Timeline
 SLOT_ORDERS = ("paper", "backward_first")
 PIPELINE_SCHEDULES = ("one_f_one_b", "gpipe")
 PLACEMENT_SIZES = {"ranks": "pipeline", "servers": "parameter_server"}
-"""By size that one placement alone has: its name."""
+"""For each size that only one placement has, the name of that placement."""
 OF_CLOCKS = ("speeds", "jitter", "message_time")
 """Sizes of modes whose workers run on clocks of their own."""
 MODE_SIZES = (*OF_CLOCKS, "slack", "slices")
-"""Sizes that some modes alone have."""
+"""Sizes that only some modes have."""
 SPEED_PLACEMENTS = ("single_device", "parameter_server")
-"""Where workers may have speeds of their own."""
+"""Placements on which workers may have speeds of their own."""
 DEFAULT_SLACK, DEFAULT_SLICES = 3, 2
 CHOOSING_PLACEMENTS = ("single_device", "pipeline")
-"""Where M may be any number: elsewhere workers are ranks, all of which have k micro-batches."""
+"""Placements on which M may be any number. Elsewhere workers are ranks, each with k micro-batches."""
 COLLECTIVE_PLACEMENTS = ("replicated", "zero")
-"""Where each worker is a rank, so that a collective of all ranks is one of all workers."""
+"""Placements on which each worker is a rank, so a collective of all ranks is one of all workers."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Mode:
     updates_each: bool = False
     """Whether each micro-batch is a training step of its own."""
     sizes: tuple[str, ...] = ()
-    """Those of `MODE_SIZES` that it has."""
+    """Those of `MODE_SIZES` that the mode has."""
 
     @property
     def pushes(self) -> bool:
@@ -52,7 +52,7 @@ class Mode:
         return self.timeline == "clocked"
 
     def slices(self, chosen: int | None) -> int:
-        """Return L: what the user has chosen, where micro-batches are cut along the tokens, too; else 1."""
+        """Return L: `chosen`, or its default, if the mode cuts micro-batches along the tokens; else 1."""
         if "slices" not in self.sizes:
             return 1
         return DEFAULT_SLICES if chosen is None else chosen
@@ -79,7 +79,7 @@ MODES: ByName[Mode] = ByName(
         "async": Mode("clocked", Clock, sizes=OF_CLOCKS),
     },
 )
-"""By name, the paper's first. Some are one thing under the names of two literatures."""
+"""By name, the paper's first. Some modes are the same under the names of two literatures."""
 
 
 def add_timeline(timeline: type[Timeline]) -> None:
@@ -90,7 +90,7 @@ def add_timeline(timeline: type[Timeline]) -> None:
 def add_mode(
     name: str, timeline: str, rule: Callable[[Sizes], Rule], updates_each: bool = False, sizes: tuple[str, ...] = ()
 ) -> None:
-    """Enter a mode: a registered timeline with a rule, which is made from the sizes; see `Mode`."""
+    """Enter a mode: the name of a timeline, with a rule that is made from the sizes; see `Mode`."""
     MODES[name] = Mode(timeline, rule, updates_each, sizes)
 
 
@@ -101,10 +101,10 @@ def add_placement(placement: type[Placement]) -> None:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a user chooses: plain data, checked when a `Schedule` is made of it."""
+    """The choices of a user: plain data, checked when a `Schedule` is made from them."""
 
     mode: str | tuple[tuple[int, ...], ...]
-    """A name, or a staleness matrix for the cyclic timeline: a row for each of the k N micro-batches of a step."""
+    """A name, or a staleness matrix for the cyclic timeline: a row for each turn of a step."""
     workers: int
     """N."""
     stages: int
@@ -117,35 +117,35 @@ class Spec:
     replicas: int = 1
     """R."""
     ranks: int | None = None
-    """D, of the placement `pipeline` only; None: N of them."""
+    """D, for the placement `pipeline` only; None: N."""
     servers: int | None = None
-    """P, of the placement `parameter_server` only; None: one."""
+    """P, for the placement `parameter_server` only; None: 1."""
     speeds: tuple[int, ...] | None = None
-    """Micro-batches that each worker computes in the same time, of `dp`, `ssp` and `async`; None: all are alike."""
+    """Micro-batches that each worker computes in the same time, for `dp`, `ssp` and `async`; None: all are equal."""
     jitter: int | None = None
-    """Seed of uneven times of single micro-batches, of `ssp` and `async`; None: all of a worker take the same time."""
+    """Seed of uneven times of micro-batches, for `ssp` and `async`; None: all of a worker take the same time."""
     message_time: float | None = None
-    """Of a pull and of a push, in micro-batches of the fastest worker, of `ssp` and `async`; None: they take none."""
+    """Time of a pull, and of a push, in micro-batches of the fastest worker, for `ssp` and `async`; None: 0."""
     slack: int | None = None
-    """Pushes by which a worker may be ahead of the slowest one when it starts, of `ssp` only; None: 3."""
+    """Pushes by which a worker may be ahead of the slowest one when it starts, for `ssp` only; None: 3."""
     micro_batches: int | None = None
-    """M / (R L), of pipelines; None: k N."""
+    """M / (R L), on `CHOOSING_PLACEMENTS`; None: k N."""
     slices: int | None = None
-    """L: micro-batches that sequences are cut into along their tokens, of `terapipe` only; None: 2."""
+    """L: micro-batches that sequences are cut into along their tokens, for `terapipe` only; None: 2."""
     sources: tuple[tuple[int, ...], ...] | None = None
-    """Of each stage the stages before it whose outputs it reads, where branches join (`branches`); None: a chain."""
+    """For each stage, the earlier stages whose outputs it reads (`branches`); None: a chain."""
     pipeline_schedule: str = "one_f_one_b"
     """How data parallelism runs on the placement `pipeline`: `one_f_one_b` or `gpipe`."""
     collectives: bool = False
-    """Data parallelism on `replicated` or `zero` by the library's collectives, whose sums are in an order of their own,
-    in place of ordered messages; on `zero` each rank then has a shard of every stage."""
+    """Whether data parallelism on `replicated` or `zero` uses the library's collectives in place of ordered messages.
+    Collectives sum in an order of their own; on `zero` each rank then has a shard of every stage."""
 
     @property
     def chosen_mode(self) -> Mode:
-        """The mode that `mode` names, or that its matrix stands for; a plain `dp` on a pipeline has its schedule.
+        """The mode of the name or matrix `mode`; `dp` on a pipeline has the timeline `pipeline_schedule`.
 
         Raises:
-            ValueError: there is none of that name.
+            ValueError: there is no mode of that name.
         """
         if not isinstance(self.mode, str):
             rows = self.mode
@@ -161,7 +161,7 @@ class Spec:
 
     @property
     def sizes(self) -> Sizes:
-        """The five numbers."""
+        """The sizes, with defaults filled in."""
         pipeline_ranks = 1 if self.placement != "pipeline" else self.workers if self.ranks is None else self.ranks
         mode = self.chosen_mode
         slack = DEFAULT_SLACK if self.slack is None else self.slack
@@ -184,24 +184,24 @@ class Spec:
         )
 
     def on(self, placement: str) -> Spec:
-        """Return the same on another placement, without the sizes that this one alone has."""
+        """Return the same spec on another placement, without the sizes that only other placements have."""
         left_out: dict[str, Any] = {name: None for name, of in PLACEMENT_SIZES.items() if of != placement}
         return replace(self, placement=placement, **left_out)
 
     def in_mode(self, mode: str | tuple[tuple[int, ...], ...]) -> Spec:
-        """Return the same in another mode, without the sizes that it has not."""
+        """Return the same spec in another mode, without the sizes that this mode does not have."""
         moved = replace(self, mode=mode)
         left_out: dict[str, Any] = {name: None for name in MODE_SIZES if name not in moved.chosen_mode.sizes}
         return replace(moved, **left_out)
 
     @property
     def forwards(self) -> int:
-        """Forwards in a training step: M S."""
+        """Number of forwards in a training step: M S."""
         return self.sizes.micro_batches * self.stages
 
 
 class Choices(TypedDict, total=False):
-    """The fields of `Spec` that have a default, but for its placement and slot order, as people write them."""
+    """The fields of `Spec` with a default, except placement and slot order, in the types that people write."""
 
     accumulate: int
     replicas: int
@@ -219,7 +219,7 @@ class Choices(TypedDict, total=False):
 
 
 def frozen(value: Any) -> Any:
-    """Return a value as `Spec` has it: sequences as tuples."""
+    """Return a value in the form that `Spec` has: sequences as tuples."""
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
     return tuple(map(frozen, value)) if is_sequence else value
 
@@ -233,7 +233,7 @@ class Schedule:
     rule: Rule
     placement: Placement
     gradient_bytes: tuple[int, ...] = ()
-    """Of each stage, () if not known: they say whether gradients are exchanged in parts."""
+    """Of each stage; () if unknown. They decide whether gradients are exchanged in parts."""
 
     @classmethod
     def build(
@@ -254,10 +254,10 @@ class Schedule:
 
     @classmethod
     def of(cls, spec: Spec, gradient_bytes: Sequence[int] = ()) -> Schedule:
-        """Return the schedule that `spec` describes; whether its rule can be served is seen by its `Program`.
+        """Return the schedule that `spec` describes; `Program` checks whether its timeline can serve its rule.
 
         Raises:
-            ValueError: values out of range, or that do not fit together, with values that work.
+            ValueError: values are out of range or do not fit together; names values that work.
         """
         for name, value, choices in (
             ("placement", spec.placement, PLACEMENTS),
@@ -272,7 +272,7 @@ class Schedule:
                     f"{name}={value} is for placement={of}; placement={spec.placement} derives its ranks from "
                     f"workers, stages and replicas: leave {name} out"
                 )
-        mode = spec.chosen_mode  # first, as a mode that is none has no sizes of its own
+        mode = spec.chosen_mode  # first: an unknown mode has no sizes to check
         _check_mode_sizes(spec)
         sizes = spec.sizes
         sizes.check()
@@ -300,10 +300,10 @@ class Schedule:
         return cls(spec, timeline, mode.rule(sizes), placement).sized(gradient_bytes)
 
     def sized(self, gradient_bytes: Sequence[int]) -> Schedule:
-        """Return this schedule for stages whose gradients have so many bytes.
+        """Return this schedule for stages whose gradients have these numbers of bytes.
 
         Raises:
-            ValueError: not one number a stage.
+            ValueError: there is not one number per stage, or one is negative.
         """
         if gradient_bytes and len(gradient_bytes) != self.stages:
             raise ValueError(f"gradient_bytes has {len(gradient_bytes)} entries: give {self.stages}, one a stage")
@@ -318,17 +318,17 @@ class Schedule:
         )
 
     def data_parallel(self) -> Schedule:
-        """Return data parallelism on the same sizes, placement and slot order: what this schedule is compared with."""
+        """Return data parallelism on the same sizes, placement and slot order, to compare this schedule with."""
         return Schedule.of(self.spec.in_mode("dp"), self.gradient_bytes)
 
     @property
     def mode(self) -> str:
-        """The name of the mode; `matrix` if it is one."""
+        """The name of the mode; `matrix` for a staleness matrix."""
         return _name(self.spec.mode)
 
     @property
     def sizes(self) -> Sizes:
-        """The five numbers."""
+        """The sizes of the timeline."""
         return self.timeline.sizes
 
     @property
@@ -343,7 +343,7 @@ class Schedule:
 
     @cached_property
     def micro_batches(self) -> int:
-        """M, with replicas: micro-batches of a training step."""
+        """M: micro-batches of a training step, replicas counted."""
         return self.sizes.micro_batches
 
     @cached_property
@@ -352,15 +352,15 @@ class Schedule:
         return self.placement.ranks
 
     def ahead(self, steps: int) -> tuple[int, int]:
-        """Return the micro-batches and the updates in so many training steps."""
+        """Return the number of micro-batches and of updates in `steps` training steps."""
         return steps * self.micro_batches, steps * self.sizes.updates
 
     def statistics_of(self, micro_batch: int) -> int:
-        """Return the number of the set of BatchNorm's running statistics that a micro-batch has."""
+        """Return the number of a micro-batch's set of BatchNorm's running statistics."""
         return self.timeline.lanes.of(micro_batch) % self.sizes.statistics
 
     def next_with(self, statistics: int, micro_batch: int) -> int:
-        """Return the first micro-batch from `micro_batch` on that has this set of running statistics."""
+        """Return the first micro-batch, from `micro_batch` on, with this set of running statistics."""
         if not self.timeline.lanes.turns:
             return micro_batch + (statistics - micro_batch) % self.sizes.statistics
         return next(m for m in count(micro_batch) if self.statistics_of(m) == statistics)
@@ -383,16 +383,16 @@ class Schedule:
         )
 
     def holder_read(self, micro_batch: int, stage: int) -> int:
-        """Return the rank whose copy of the parameters of `stage` a micro-batch reads: its own, or the first holder's.
+        """Return the rank whose copy of the parameters of `stage` a micro-batch reads: its own, or the first holder.
 
-        Of shards, those of all are read: its own stands for all.
+        With shards, the micro-batch reads those of all ranks; its own rank stands for all.
         """
         rank, holders = self.placement.rank_of(micro_batch, stage), self.placement.holders(stage)
         return rank if rank in holders else holders[0]
 
 
 def _check_mode_sizes(spec: Spec) -> None:
-    """Raise ValueError for a size that the mode has not, and for speeds on a placement that has none."""
+    """Raise ValueError for a size that the mode does not have, and for speeds on a placement without them."""
     for name in MODE_SIZES:
         if (value := getattr(spec, name)) is not None and name not in spec.chosen_mode.sizes:
             modes = [each for each, mode in MODES.items() if name in mode.sizes]
@@ -408,7 +408,7 @@ def _check_mode_sizes(spec: Spec) -> None:
 
 
 def _check_micro_batches(spec: Spec) -> None:
-    """Raise ValueError, with what would work, if M is chosen where other settings give it."""
+    """Raise ValueError, with advice, if M is chosen although other settings give it, or if M is too small."""
     chosen, mode = spec.micro_batches, spec.chosen_mode
     if chosen is None:
         return

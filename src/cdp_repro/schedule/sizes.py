@@ -1,4 +1,4 @@
-"""The five numbers of a schedule, S, N, k, R and D, and those that some systems have beside them."""
+"""The five numbers of a schedule, S, N, k, R and D, and the other sizes of some systems."""
 
 from __future__ import annotations
 
@@ -10,63 +10,63 @@ from cdp_repro.schedule.branches import Sources, chain, check_sources, readers
 from cdp_repro.schedule.virtual_clock import Round, Ticks, ticks_of
 
 MOST_TICKS = 60
-"""Of the slowest worker's micro-batch without jitter: the fewest slots in which a round can be drawn grow with them."""
+"""The most ticks of the slowest worker's micro-batch without jitter: the slots of a round grow with them."""
 MOST_MESSAGE_TIME = 10
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Five numbers, not one; each timeline says which of them it ties together.
+    """Five numbers, not one, and more for some systems; each timeline says how it ties them together.
 
-    Micro-batch m = tM + i is the i-th of the M of training step t. With R replicas, the R parts of what a worker
-    computes at once are micro-batches of their own, next to each other in the count.
+    Micro-batch m = tM + i is the i-th of the M of training step t. With R replicas, a worker computes R micro-batches
+    at once; they have consecutive numbers.
     """
 
     stages: int
     """S."""
     workers: int
-    """N: workers take the micro-batches in turn, so many are under way at once, times R. Pipelines that flush use N
-    only to give M."""
+    """N: workers that take the micro-batches in turn; N R L are under way at once. `accumulation` and pipelines that
+    flush use N only to give M."""
     accumulate: int = 1
     """k: micro-batches that a worker runs in a training step, one after the other."""
     replicas: int = 1
     """R: micro-batches that a worker computes at once, each on a rank of its own."""
     pipeline_ranks: int = 1
-    """D: ranks that the stages of one pipeline are spread over."""
+    """D: ranks over which the stages of one pipeline are spread."""
     servers: int = 1
     """P: ranks of a parameter server."""
     updates_each: bool = False
-    """Whether each micro-batch is a training step of its own, M = R, while N of them are under way."""
+    """Whether each micro-batch is a training step of its own: M = R, with N training steps under way."""
     pushes: bool = False
     """Whether workers run on clocks of their own, and each micro-batch is an update: a training step is a `round`."""
     speeds: tuple[int, ...] = ()
-    """Micro-batches that each worker computes in the same time; () if all are alike."""
+    """Micro-batches that each worker computes in the same time; () if all are equal."""
     jitter: int | None = None
-    """Seed of uneven times of single micro-batches."""
+    """Seed of uneven times of micro-batches; None if they are even."""
     message_time: float = 0
-    """Of a pull, and of a push, in micro-batches of the fastest worker."""
+    """Time of a pull, and of a push, in micro-batches of the fastest worker."""
     slack: int | None = None
     """Pushes by which a worker may be ahead of the slowest one when it starts; None sets no bound."""
     slices: int = 1
     """L: micro-batches that the sequences of a worker are cut into along their tokens."""
     chosen_turns: int | None = None
-    """M / (R L) where it is no k N: then the worker of a micro-batch is another one in the next training step."""
+    """M / (R L) if chosen, else None. If not a multiple of N, a turn has another worker in the next training step."""
     branches: Sources = ()
-    """Of each stage the stages whose outputs it reads; () for a chain."""
+    """For each stage, the stages whose outputs it reads; () for a chain."""
 
     @cached_property
     def sources(self) -> Sources:
-        """Of each stage the stages whose outputs it reads; a stage without any reads the data."""
+        """For each stage, the stages whose outputs it reads; a stage without sources reads the data."""
         return self.branches or chain(self.stages)
 
     @cached_property
     def readers(self) -> tuple[int, ...]:
-        """Of each stage the one that reads its output; -1 of the last."""
+        """For each stage, the stage that reads its output; -1 for the last."""
         return readers(self.sources)
 
     @cached_property
     def branch_of(self) -> tuple[int, ...]:
-        """Of each stage the first one of its branch, which reads the data; where several join, that of the first."""
+        """For each stage, the first stage of its branch, which reads the data; a join continues its first source's."""
         found: list[int] = []
         for stage, read in enumerate(self.sources):
             found.append(found[read[0]] if read else stage)
@@ -74,7 +74,7 @@ class Sizes:
 
     @cached_property
     def behind(self) -> tuple[int, ...]:
-        """Of each rank of a pipeline: the ranks that a micro-batch passes after it. Branches run side by side."""
+        """For each rank of a pipeline, how many ranks a micro-batch passes after it. Branches run side by side."""
         chunk, found = self.stages // self.pipeline_ranks, [0] * self.pipeline_ranks
         for rank in range(self.pipeline_ranks - 1)[::-1]:
             found[rank] = 1 + found[self.readers[(rank + 1) * chunk - 1] // chunk]
@@ -82,17 +82,17 @@ class Sizes:
 
     @cached_property
     def depth(self) -> int:
-        """Ranks of a pipeline that a micro-batch passes one after the other: D, or fewer where branches join."""
+        """Number of ranks that a micro-batch passes one after the other in a pipeline: D, or fewer if branches join."""
         return 1 + max(self.behind)
 
     @cached_property
     def lanes(self) -> int:
-        """N R L: micro-batches that are under way at once. Micro-batch m is in lane m mod N R L, a row of pictures."""
+        """N R L: micro-batches under way at once, each in a row of pictures; `Lanes` gives the lane of each."""
         return self.workers * self.replicas * self.slices
 
     @cached_property
     def turns(self) -> int:
-        """M / R: micro-batches of a training step, without replicas. Timelines and rules count these."""
+        """M / R: micro-batches of a training step, without replicas. Timelines and rules count turns."""
         if self.pushes:
             return len(self.round.turns)
         if self.updates_each:
@@ -101,17 +101,17 @@ class Sizes:
 
     @property
     def turns_are_set_by(self) -> str:
-        """The setting that says how many there are, for advice."""
+        """The setting that gives the number of turns, for advice."""
         return "workers" if self.chosen_turns is None else "micro_batches"
 
     @cached_property
     def ticks(self) -> Ticks:
-        """Of each worker those of its micro-batches, in turn, and those of a message."""
+        """The ticks of each worker's micro-batches, in turn, and of a message."""
         return ticks_of(self.speeds or (1,) * self.workers, self.jitter, self.message_time)
 
     @cached_property
     def round(self) -> Round:
-        """What workers on clocks of their own repeat."""
+        """The round that workers on clocks of their own repeat."""
         return Round.of(self.ticks, self.slack)
 
     @cached_property
@@ -126,24 +126,24 @@ class Sizes:
 
     @cached_property
     def gradient_weight(self) -> float:
-        """Weight of a micro-batch's gradient in an update: 1/M for the mean, 1/N of each push."""
+        """Weight of a micro-batch's gradient in an update: 1/M for the mean, or 1/N for a push."""
         return 1 / (self.workers if self.pushes else self.micro_batches)
 
     @cached_property
     def micro_batches(self) -> int:
-        """M = k N R L, or R: micro-batches of a training step."""
+        """M: micro-batches of a training step, replicas counted; k N R L unless chosen or given by the mode."""
         return self.turns * self.replicas
 
     @cached_property
     def sample_parts(self) -> int:
-        """M / L: parts that a mini-batch is cut into along its samples."""
+        """M / L: parts into which a mini-batch is cut along its samples."""
         return self.micro_batches // self.slices
 
     def place(self, micro_batch: int) -> tuple[int, int]:
-        """Return which part of the samples of a mini-batch a micro-batch has, and which slice of their tokens.
+        """Return the part of the mini-batch's samples that a micro-batch has, and the slice of their tokens.
 
         Slices count from the first tokens. Micro-batches are numbered in the order of their backwards, in which
-        gradients are added, and the last tokens come first there. L = 3, R = 1:
+        gradients are added. Backwards begin with the last tokens. L = 3, R = 1:
 
             micro-batch   0  1  2  3  4  5
             samples       0  0  0  1  1  1
@@ -154,29 +154,29 @@ class Sizes:
         return part * self.replicas + replica, self.slices - 1 - later
 
     def with_samples(self, part: int) -> int:
-        """Return a micro-batch of step 0 that has a part of the samples: all that have it are on the same ranks."""
+        """Return a micro-batch of step 0 with this part of the samples; all that have it are on the same ranks."""
         turn, replica = divmod(part, self.replicas)
         return turn * self.replicas * self.slices + replica
 
     def tokens_before(self, micro_batch: int) -> int | None:
-        """Return the micro-batch with the tokens just before those of this one; None if it has the first ones."""
+        """Return the micro-batch with the tokens just before those of this one; None if this one has the first."""
         return micro_batch + self.replicas if self.place(micro_batch)[1] else None
 
     def tokens_after(self, micro_batch: int) -> int | None:
-        """Return the micro-batch with the tokens just after those of this one; None if it has the last ones."""
+        """Return the micro-batch with the tokens just after those of this one; None if this one has the last."""
         return micro_batch - self.replicas if self.place(micro_batch)[1] < self.slices - 1 else None
 
     @cached_property
     def statistics(self) -> int:
-        """Sets of BatchNorm's running statistics; micro-batch m has number m modulo them.
+        """Number of sets of BatchNorm's running statistics; a micro-batch has the set of its lane modulo this number.
 
-        A set belongs to the same places in every training step, so their number divides M: one a lane where M = k N R.
-        Workers on clocks of their own have a set each, whatever the number of their pushes.
+        A set belongs to the same places in every training step, so the number divides M: one per lane if M = k N R L.
+        Workers on clocks of their own have one set each, whatever the number of their pushes.
         """
         return self.lanes if self.pushes else math.gcd(self.lanes, self.micro_batches)
 
     def check(self) -> None:
-        """Raise ValueError, with a value that works, unless each number is at least 1 and D divides S."""
+        """Raise ValueError, with a value that works, unless the sizes are in range and fit together, as D divides S."""
         for name in ("stages", "workers", "accumulate", "replicas", "slices"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
@@ -210,7 +210,7 @@ class Sizes:
         if (self.speeds or self.pushes) and self.replicas > 1:
             raise ValueError(f"replicas={self.replicas}: workers with speeds of their own have none; use replicas=1")
         if self.pushes:
-            _ = self.round  # raises where the order of pushes repeats too late
+            _ = self.round  # raises if the order of pushes repeats too late
 
     def _check_message_time(self) -> None:
         even = replace(self, jitter=None)
@@ -223,9 +223,9 @@ class Sizes:
 
 
 def check_divisible(batch_size: int, **factors: int) -> None:
-    """Raise ValueError, with the nearest batch sizes that work, unless the mini-batch is cut into equal parts.
+    """Raise ValueError, with the nearest batch sizes that work, unless the mini-batch can be cut into equal parts.
 
-    There are as many as the product of `factors`, by the names of the settings that give them, such as `workers`.
+    The number of parts is the product of `factors`, whose names are those of their settings, such as `workers`.
     """
     micro_batches = math.prod(factors.values())
     for name, number in factors.items():

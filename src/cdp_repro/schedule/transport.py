@@ -1,10 +1,10 @@
-"""Transport: which ranks send to which, over how few communicators, and whether NCCL could hang.
+"""Transport: the edges of a program, the fewest communicators that carry them, and whether NCCL could hang.
 
-NCCL's order: the messages of a rank on one communicator run one after the other in the order in which they were issued,
-and each starts only when the compute that was issued before it is done. A message runs when both of its ends can start.
-Compute waits for the messages that it reads. gloo has no such order between messages, so that a program which gloo runs
-may hang on NCCL: with one communicator for each direction, data parallelism by ordered messages does from three workers
-(replicas counted) on, and `chimera` from four ranks on. With one for each edge nothing that `check` accepts can.
+NCCL's order: the messages of a rank on one communicator run one after the other, in the order in which they were
+issued. Each starts only when the compute issued before it is done. A message runs when both of its ends can start.
+Compute waits for the messages that it reads. gloo has no such order, so a program that runs on gloo may hang on NCCL.
+With one communicator per direction, data parallelism by ordered messages hangs with three or more workers (replicas
+counted), and `chimera` with four or more ranks. With one per edge, no program that `check` accepts can hang.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from cdp_repro.schedule.actions import Action, Op, Slot
 Edge = tuple[int, int]
 """Source and destination."""
 Communicator = tuple[Edge, ...]
-"""The edges whose messages it carries."""
+"""The edges whose messages the communicator carries."""
 
 
 def edges(slots: Iterable[Slot], later: Callable[[int], int] | None = None) -> list[Edge]:
     """Return the directed edges over which a program sends, sorted.
 
-    `later` maps each rank to the one that plays its role a training step later, None if each keeps its own: a longer
+    `later` maps each rank to the one that plays its role a training step later; None if each keeps its own. A longer
     run uses the edges of all roles in turn.
     """
     used = {a.edge for slot in slots for a in slot.actions if a.edge is not None}
@@ -43,8 +43,8 @@ def directions(used: Iterable[Edge]) -> tuple[Communicator, ...]:
 def _in_all_roles(used: Iterable[Edge], later: Callable[[int], int]) -> list[Edge]:
     """Return these edges and those that take their place in any later training step, sorted.
 
-    For example stage 0 of model_parallel takes turns on 6 ranks and stage 1 on 5, so that all 30 edges between them are
-    used, but not by the first 4 steps of 6 micro-batches.
+    For example, stage 0 of model_parallel takes turns on 6 ranks and stage 1 on 5. All 30 edges between them are used,
+    but not within the first 4 steps of 6 micro-batches.
     """
     found: set[Edge] = set()
     for source, destination in used:
@@ -55,16 +55,16 @@ def _in_all_roles(used: Iterable[Edge], later: Callable[[int], int]) -> list[Edg
 
 
 def blocked_on_nccl(slots: Iterable[Slot], shared: Sequence[Communicator]) -> Action | None:
-    """Return an action of a checked run that would wait for ever on NCCL, or None: whether its waits form a cycle.
+    """Return an action of a checked run that would wait for ever on NCCL, as part of a cycle of waits; else None.
 
-    Receives are posted where they stand in the program, as the executor does.
+    Receives are posted where they stand in the program, as in the executor.
     """
     communicator_of: dict[Hashable, object] = {edge: each for each in shared for edge in each} | {None: "all ranks"}
     waits: TopologicalSorter[Hashable] = TopologicalSorter()
     action_of: dict[Hashable, Action] = {}
     issued: Counter[Hashable] = Counter()
     last: dict[Hashable, Hashable] = {}
-    """What was issued last: compute of a rank, a message of a rank on a communicator, or one that brings it a value."""
+    """Last issued: by rank its compute, by rank and communicator a message, by rank and value the message with it."""
 
     def issue(action: Action, node: Hashable, *before: Hashable) -> None:
         waits.add(node, *(last[each] for each in before if each in last))
@@ -73,7 +73,7 @@ def blocked_on_nccl(slots: Iterable[Slot], shared: Sequence[Communicator]) -> Ac
     for slot in slots:
         for action in slot.actions:
             op, rank, edge = action.op, action.rank, action.edge
-            if op is not Op.RECEIVE:  # a send copies what it sends, which is compute, too
+            if op is not Op.RECEIVE:  # a send copies its value first, which is compute, too
                 issued[rank] += 1
                 compute = rank, issued[rank]
                 issue(action, compute, rank, *((rank, value) for value in action.reads))

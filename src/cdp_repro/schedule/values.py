@@ -37,7 +37,7 @@ LENT_FORWARD: Final = "pf"
 LENT_BACKWARD: Final = "pb"
 LENT = (LENT_FORWARD, LENT_BACKWARD)
 BUFFERS: Final = "b"
-# plain strings: a large program hashes millions of values, and hashing an enum member calls Python code
+# plain strings: a large program hashes millions of values, and hashing an enum member runs Python code
 
 _TEXT = re.compile(
     r"(?P<kind>pf|pb|[xsdwkhgpb])(?P<stage>\d+)"
@@ -52,15 +52,15 @@ class Value(NamedTuple):
     kind: str
     stage: int
     number: int
-    """Micro-batch; of parameters the version, of buffers the worker, of a sum its first micro-batch."""
+    """The micro-batch; for parameters the version, for buffers the set, for a sum its first micro-batch."""
     version: int = 0
-    """Of lent parameters."""
+    """The version of lent parameters; else 0."""
     stop: int = 0
-    """Of a sum: the micro-batch after its last."""
+    """For a sum, the micro-batch after its last; else 0."""
     stride: int = 1
-    """Of a sum: the distance between its micro-batches."""
+    """For a sum, the difference between the numbers of its micro-batches; else 1."""
     part: int = 0
-    """Which part of the value this is, from 1; 0 if it is the whole."""
+    """The number of this part, from 1; 0 for a whole value."""
     parts: int = 1
 
     @property
@@ -70,7 +70,7 @@ class Value(NamedTuple):
 
     @property
     def whole(self) -> Value:
-        """The value that this is a part of, or itself."""
+        """The value of which this is a part, or itself."""
         return self if self.parts == 1 else Value(*self[:6])
 
     def divided(self, part: int, parts: int) -> Value:
@@ -78,7 +78,7 @@ class Value(NamedTuple):
         return self if parts == 1 else Value(*self[:6], part, parts)
 
     def shifted(self, micro_batches: int, versions: int) -> Value:
-        """Return the value that takes this one's place so many micro-batches and versions later."""
+        """Return the value that takes this one's place after this many more micro-batches and versions."""
         kind, stage, number, version, stop, stride, part, parts = self
         if kind == BUFFERS:
             return self
@@ -101,7 +101,7 @@ class Value(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Value:
-        """Return the value whose name is `text`; ValueError if it is none."""
+        """Return the value whose name is `text`; raise ValueError if `text` is not one."""
         match = _TEXT.fullmatch(text)
         if match is not None:
             kind, *numbers = match.groups()
@@ -124,11 +124,11 @@ class Value(NamedTuple):
 
 
 _fast = partial(tuple.__new__, Value)
-"""Makes a value of all its fields in a fifth of the time: a large program has millions."""
+"""Makes a value from all its fields in a fifth of the time: a large program has millions of values."""
 
 
 def micro_batch_value(kind: str, stage: int, micro_batch: int) -> Value:
-    """Return the value of a kind that a stage has once for each micro-batch, such as its INPUT."""
+    """Return a value of a kind that a stage has once per micro-batch, such as its INPUT."""
     return _fast((kind, stage, micro_batch, 0, 0, 1, 0, 1))
 
 
@@ -138,11 +138,11 @@ def parameters(stage: int, version: int) -> Value:
 
 
 def buffers(stage: int, worker: int) -> Value:
-    """Return a worker's buffers of a stage."""
+    """Return a set of buffers of a stage; `worker` is the number of the set."""
     return _fast((BUFFERS, stage, worker, 0, 0, 1, 0, 1))
 
 
 def gradient_sum(stage: int, members: Sequence[int]) -> Value:
-    """Return the sum over `members`, equally spaced; the stop of a single one, or of neighbours, is the next number."""
+    """Return the sum over `members`, which are equally spaced. Its `stop` is the number after the last member."""
     stride = members[1] - members[0] if len(members) > 1 else 1
     return _fast((GRADIENTS, stage, members[0], 0, members[-1] + 1, stride, 0, 1))

@@ -1,18 +1,18 @@
-"""A virtual clock: in which order workers of different speeds push to parameter servers, before anything runs.
+"""A virtual clock: it orders the pushes of workers of different speeds to parameter servers, before anything runs.
 
-A worker that starts pulls the parameters, and sees all pushes that have arrived, its own among them; when it has
-computed, it pushes, and each push is an update. It may start only if it has pushed at most `slack` times more than the
-slowest worker has (Ho et al. 2013). At the same tick, the lower worker is first. What it pulls may need some ticks to
-arrive, and its push as many.
+A worker that starts pulls the parameters. It sees all pushes that have arrived, including its own. After computing, it
+pushes; each push is an update. A worker may start only if it is at most `slack` pushes ahead of the slowest worker
+(Ho et al. 2013). At the same tick, the worker with the lower number goes first. A pull and a push may each take some
+ticks to arrive, the same number for both.
 
-Two workers, the second half as fast, no bound. `3>5` computes with what 3 pushes have made, and is the fifth push:
+Two workers, the second half as fast, no bound. `3>5` reads the version made by 3 pushes, and is the fifth push:
 
     tick      0     1     2     3     4
     worker 0  0>1   1>2   2>4   4>5          a round: 2 ticks, 3 pushes
     worker 1  0>3         3>6
 
-The order repeats: a round is what happens between two moments at which all workers stand alike. Every round is the
-same, the first one too, as if workers had been running before: fast ones are as far ahead as the bound lets them.
+The order repeats: a round is the time between two moments at which all workers are in the same state. Every round is
+the same, even the first, as if workers had been running before: fast workers are as far ahead as the bound allows.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from itertools import count
 from typing import NamedTuple
 
 MOST_PUSHES = 20_000
-"""In which the order of pushes must repeat."""
+"""The order of pushes must repeat within this many."""
 
 Durations = tuple[tuple[int, ...], ...]
-"""Of each worker: the ticks of its micro-batches, one after the other and then from the first on again."""
+"""For each worker, the ticks of its consecutive micro-batches; after the last, they start over."""
 
 _PAIRS = 2
-"""Of micro-batches with jitter, after which a worker's durations repeat: one is as much longer as the other shorter."""
+"""Pairs of micro-batches after which a worker's jittered durations repeat; a pair takes as long as two even ones."""
 _PARTS = 4
-"""Ticks in place of one where there is jitter, so that uneven times are whole ticks, too."""
+"""With jitter, one tick becomes this many, so that uneven times are whole ticks, too."""
 
 
 class Ticks(NamedTuple):
-    """Of a clock as fine as its workers and messages need."""
+    """Times on a clock as fine as workers and messages need."""
 
     durations: Durations
     message: int
-    """Of a pull, and of a push."""
+    """The ticks of a pull, and of a push."""
 
 
 def ticks_of(speeds: Sequence[int], jitter: int | None = None, message_time: float = 0) -> Ticks:
-    """Return the ticks of workers that compute so many micro-batches in the same time, and of their messages.
+    """Return the ticks of workers, given how many micro-batches each computes in the same time, and of their messages.
 
-    `jitter` is a seed. With it a micro-batch takes between half and one and a half of its worker's time, as drawn; the
-    sum over four of them is that of even ones. `message_time` is in micro-batches of the fastest worker.
+    `jitter` is a seed. With it, the time of a micro-batch is drawn between half and one and a half times the even time;
+    any four consecutive ones take as long as even ones. `message_time` is in micro-batches of the fastest worker.
     """
     common = math.lcm(*speeds)
-    message = Fraction(str(message_time)) * common / max(speeds)  # by its digits: 0.1 is a tenth
+    message = Fraction(str(message_time)) * common / max(speeds)  # from its decimal digits: 0.1 is exactly a tenth
     even = [message.denominator * common // speed for speed in speeds]
     if jitter is None:
         return Ticks(tuple((ticks,) for ticks in even), message.numerator)
@@ -67,30 +67,30 @@ def ticks_of(speeds: Sequence[int], jitter: int | None = None, message_time: flo
 
 
 class Turn(NamedTuple):
-    """A micro-batch of a worker, from its pull to its push. Those of all workers are numbered as they push."""
+    """A micro-batch of a worker, from its pull to its push. All workers' turns are numbered in the order of pushes."""
 
     worker: int
     begin: int
-    """The tick at which it asks for the parameters."""
+    """The tick at which the worker asks for the parameters."""
     end: int
-    """The tick at which its push arrives: from then on others see it."""
+    """The tick at which its push arrives; others see it from then on."""
     seen: int
-    """Pushes of all workers that its pull sees: the version that it reads."""
+    """Number of pushes, of all workers, that its pull sees: the version that it reads."""
     computing: int
-    """Ticks of it in which the worker computes; the others are those of the pull and of the push."""
+    """Ticks in which the worker computes; the rest are those of the pull and of the push."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What repeats: `turns` in the order of their pushes; `ticks` later the same again."""
+    """The part of the order that repeats every `ticks`: `turns`, in the order of their pushes."""
 
     ticks: int
     turns: tuple[Turn, ...]
-    """Ticks are counted from the first pull of the round, `seen` from its first push, so that it may be negative."""
+    """Ticks count from the first pull of the round; `seen` counts from its first push, and may be negative."""
 
     @classmethod
     def of(cls, workers: Ticks, slack: int | None = None) -> Round:
-        """Return the round of these workers; `slack` None sets no bound.
+        """Return the round of these workers; with `slack` None there is no bound.
 
         Raises:
             ValueError: the order does not repeat early enough.
@@ -104,7 +104,7 @@ class Round:
                 earlier, begin = moments[state]
                 ticks, begin, stop = tick - earlier, len(pushed), 2 * len(pushed) - begin
             moments.setdefault(state, (tick, len(pushed)))
-            # what is pushed in one round may have been pulled in the one before: the second one is whole
+            # a turn may have begun in the round before its push: the second round found is complete
             if ticks and len(pushed) >= stop:
                 break
             if not ticks and len(pushed) > MOST_PUSHES:
@@ -121,10 +121,10 @@ class Round:
 
 
 def run(ticks: Ticks, slack: int | None = None) -> Iterator[tuple[int, object, list[Turn]]]:
-    """Yield, tick by tick, (tick, state of all workers, turns that end there); all workers start at tick 0.
+    """Yield (tick, state of all workers, turns that end at this tick) for every tick; all workers start at tick 0.
 
-    The state is all that the rest depends on: of each worker the ticks that it still needs, how far it is ahead of the
-    slowest one if that is bounded, and its place in its durations.
+    The future depends only on the state. For each worker it has the ticks left in its turn, its lead over the slowest
+    worker if that is bounded, and its place in its durations.
     """
     durations, message = ticks
     workers = range(len(durations))
@@ -146,7 +146,7 @@ def run(ticks: Ticks, slack: int | None = None) -> Iterator[tuple[int, object, l
                 ended.append(running.pop(worker))
                 clocks[worker] += 1
                 pushes += 1
-                for each in (worker, *workers):  # others wait until the slowest one has pushed
+                for each in (worker, *workers):  # others may have waited for this push
                     start(each, tick)
         slowest = min(clocks)
         state = tuple(

@@ -32,7 +32,7 @@ def _constant(delay: int, workers: int) -> str:
 
 CIFAR10 = "dataset=cifar10 channels_last=true optim.lr={}"
 TUNED_LR = 0.2
-"""Of data parallelism, for all modes; by `accuracy.chosen_rate` from the study of tuning, as are the following."""
+"""Of data parallelism, for all modes. `accuracy.chosen_rate` chose it and the following from the tuning study."""
 STALENESS_LR = {2: 0.1, 3: 0.025, 5: 0.025}
 """By delay: the learning rate that suits it."""
 
@@ -42,11 +42,11 @@ SYSTEM_RANKS, SYSTEM_MICRO_BATCHES = 4, 8
 LATE_WORKERS, LATE_SAMPLES = 4, 32
 """Workers and the images of a micro-batch where the accuracy of late systems is compared."""
 LATE_SPEEDS, LATE_JITTER = (1, 1, 1, 2), 1
-"""There: the workers of `ssp` and `async`."""
+"""Speeds and jitter, there, of the workers of `ssp` and `async`."""
 LATE_BOUNDS = (0, 2, 3, 5, None)
-"""There: by how many pushes a worker of `ssp` may be ahead of the slowest; without a bound it is `async`."""
+"""Pushes by which a worker of `ssp` may be ahead of the slowest, there; None is `async`, without a bound."""
 WEIGHT_DECAY = 5e-4
-"""The usual one of `optim=sgd`."""
+"""The default of `optim=sgd`."""
 
 _NETWORKS = {"resnet18": 10, "resnet50": 18, "vit_b_16": 14}
 """The networks of the memory figures, with their number of blocks."""
@@ -68,7 +68,7 @@ def _memory() -> tuple[Cell, ...]:
 
 
 def _costs() -> tuple[Cell, ...]:
-    """All settings and the libraries, on a network of equal stages but for the last."""
+    """All settings and the libraries, on a network with equal stages except for the last."""
     found: list[Cell] = []
     for workers in EXECUTED_WORKERS:
         size = f"model=mlp model.depth={workers - 1} workers={workers} batch_size={12 * workers} epochs=1"
@@ -83,7 +83,8 @@ def _costs() -> tuple[Cell, ...]:
 def _systems() -> tuple[Cell, ...]:
     """All systems that `cdp-plan --systems` compares, on 4 ranks with mini-batches of 8 micro-batches of 12 images.
 
-    Those whose micro-batches are steps of their own have mini-batches of one. So many traced steps fill any of them.
+    Where each micro-batch is a step of its own, a mini-batch is one micro-batch. The traced steps are enough to fill
+    any of them.
     """
     found: list[Cell] = []
     for spec in CommonSizes(SYSTEM_RANKS, SYSTEM_MICRO_BATCHES // SYSTEM_RANKS).specs():
@@ -97,9 +98,9 @@ def _systems() -> tuple[Cell, ...]:
 def _late_systems() -> tuple[Cell, ...]:
     """Systems that update after each micro-batch, most of which read late, at one learning rate for each image.
 
-    All have data parallelism's micro-batches, of 32 images. Where an update has one of them alone, its learning rate is
-    a fourth; where gradients are divided by N = 4 instead, weight decay is. The first reads nothing late: it tells what
-    small updates do from what delay does.
+    All have data parallelism's micro-batches, of 32 images. Where an update has a single micro-batch, the learning rate
+    is divided by 4; where gradients are divided by N = 4 instead, weight decay is. The first reads nothing late: it
+    separates the effect of small updates from that of delay.
     """
     alone = f"{CIFAR10.format(TUNED_LR / LATE_WORKERS)} batch_size={LATE_SAMPLES}"
     found = _cells(["mode=dp workers=1 stages=4", "mode=pipedream", "mode=ampnet"], [alone], seeds=range(2))
@@ -173,4 +174,4 @@ STUDIES = {
         Study("systems", "systems", "What each system of the field costs, executed", _systems()),
     )
 }
-"""All studies that the project has committed rows of, by name."""
+"""All studies of the project, by name."""

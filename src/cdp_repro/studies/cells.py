@@ -55,7 +55,7 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
     """Return the cells of a sweep; `check_device` as in `load_config`.
 
     Raises:
-        ConfigError: with the mistakes of all cells, and directories that hold another run.
+        ConfigError: lists the mistakes of all cells, and directories that hold another run.
     """
     expanded = expand_sweep(overrides, source)
     fixed = set.intersection(*map(set, expanded))
@@ -63,7 +63,7 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
     problems: list[str] = []
     for texts in expanded:
         name = ",".join(text for text in texts if text not in fixed).replace("/", "-") or "single"
-        directory = root / shortened(name, LONGEST_NAME - len(".log"))  # which its log ends in
+        directory = root / shortened(name, LONGEST_NAME - len(".log"))  # the end of its log's name
         if directory in found:
             which = "all cells are one" if name == "single" else f"two cells are the same ({name})"
             problems.append(f"{which}: a sweep gives a value twice")
@@ -97,18 +97,18 @@ class SweepList:
     """What `sweep.json` says."""
 
     epochs: Mapping[str, int]
-    """Of each cell, by its name."""
+    """Epochs of each cell, by its name."""
     arrays: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Names of the cells of each array of SLURM that was queued, by the number of the array."""
+    """Names of the cells of each queued SLURM array, by the number of the array."""
 
     def job_outputs(self, root: Path, name: str) -> list[Path]:
-        """Return the files that SLURM writes what the jobs of a cell print to, the newest first."""
+        """Return the files to which SLURM writes the output of a cell's jobs, the newest first."""
         jobs = [(array, names.index(name)) for array, names in self.arrays.items() if name in names]
         return [root / "slurm" / f"{array}_{index}.log" for array, index in reversed(jobs)]
 
 
 def write_list(root: Path, cells: Sequence[Cell], array: str | None = None) -> None:
-    """Note the cells of a sweep, beside those that were started there before, and the array that was queued for them.
+    """Add the cells of a sweep to those that were started there before, with the array that was queued for them.
 
     Raises:
         ConfigError: the folder cannot be written, or is of another version.
@@ -125,10 +125,10 @@ def write_list(root: Path, cells: Sequence[Cell], array: str | None = None) -> N
 
 
 def read_list(root: Path) -> SweepList:
-    """Return what was noted of a sweep.
+    """Return what was noted about a sweep.
 
     Raises:
-        ConfigError: the folder is none of a sweep, or of one of another version, or the file is damaged.
+        ConfigError: the folder is not of a sweep, or of one of another version, or the file is damaged.
     """
     path = root / LIST
     try:

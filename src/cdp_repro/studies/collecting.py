@@ -17,11 +17,11 @@ from cdp_repro.schedule import Op
 from cdp_repro.studies.rows import DIVERGED, Row, RowError
 
 _DRAWN_MICRO_BATCHES = 8
-"""Up to so many micro-batches a row holds the actions of the traced steps."""
+"""Up to this many micro-batches, a row holds the actions of the traced steps."""
 
 
 def collect(run_dir: Path, study: str, diverged_too: bool = False) -> Row:
-    """Return the row of a finished run; of one whose loss stopped being finite, too, where that is a result.
+    """Return the row of a finished run; with `diverged_too`, also of one whose loss stopped being finite.
 
     Raises:
         RunDirectoryError: `run_dir` is not a run directory, or damaged.

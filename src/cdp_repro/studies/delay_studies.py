@@ -1,13 +1,13 @@
 """What delay costs: data parallelism against each mode with each method, all tuned alike.
 
-Four studies for each network, and one of a larger network. *Tuning*: short runs of every setting with the same learning
-rates, once each, on a seed that no other study uses; the best must not lie at the edge of the grid. *Finals*: runs of
-full length with the two best of each setting, and with their neighbours in the grid until the best lies between two
-that are worse. For short runs alone mislead: the training loss of data parallelism on CIFAR-10 is lowest at 0.8 after 5
-epochs, after 15 at 0.2. *Delay*: every setting at its winner, a few seeds; it chooses the setting of each mode with the
-best mean. *Verdict*: those and data parallelism on fresh seeds, so that having chosen the best does not flatter it.
-Only there a margin is stated, and only from there a verdict of equivalence comes. *Larger*: the same on a larger
-network, at the learning rates of the smaller one, on too few seeds for a verdict.
+There are four studies for each network, and one of a larger network. *Tuning*: short runs of every setting at the same
+learning rates, once each, on a seed that no comparison uses; the best must not lie at the edge of the grid. *Finals*:
+runs of full length at the two best rates of each setting, and at their neighbours in the grid until the best lies
+between two worse ones. Short runs alone mislead: the training loss of data parallelism on CIFAR-10 is lowest at 0.8
+after 5 epochs, but at 0.2 after 15. *Delay*: every setting at its winning rate, on a few seeds; it chooses the setting
+of each mode with the best mean. *Verdict*: those and data parallelism on fresh seeds, so that the choice of the best
+does not flatter it. Only this study states a margin, and only it gives a verdict of equivalence. *Larger*: the same on
+a larger network, at the learning rates of the smaller one, on too few seeds for a verdict.
 
 What one study chooses for the next is entered below by hand; a test compares it with the committed rows.
 """
@@ -20,14 +20,14 @@ from dataclasses import dataclass, field, replace
 from cdp_repro.studies.study import Cell, Study
 
 TUNING_SEED = 100
-"""Of tuning and finals; no other study has it."""
+"""The seed of tuning and finals; no other study uses it."""
 PASSED_ON = 2
 """Learning rates of each setting that go from its short runs to the finals."""
 FRESH_SEEDS = tuple(range(10, 20))
-"""Of the runs behind a verdict."""
+"""The seeds of the runs behind a verdict."""
 
 OPTIMIZER_KEYS = ("optim.name", "optim.nesterov")
-"""What a setting and the data parallelism that it is compared with have in common."""
+"""Keys that a setting has in common with the data parallelism it is compared with."""
 VARIED = (*OPTIMIZER_KEYS, "delay.name", "accumulate")
 """Settings that tell the groups of a study apart."""
 METHOD_KEYS = (*VARIED, "delay.strength", "optim.momentum", "optim.beta1")
@@ -39,13 +39,13 @@ _MODES = ("mode=cdp_v1", "mode=cdp_v2")
 
 @dataclass(frozen=True)
 class Larger:
-    """A larger network on the same data set, on which the best run once more, untuned."""
+    """A larger network on the same data set, on which the best settings run once more, untuned."""
 
     title: str
     overrides: str
-    """Beyond those of the benchmark."""
+    """Overrides beyond those of the benchmark."""
     settings: tuple[str, ...]
-    """What runs beside data parallelism and the best."""
+    """Settings that run besides data parallelism and the best."""
     seeds: tuple[int, ...]
 
 
@@ -59,11 +59,11 @@ class Benchmark:
     """Overrides of all runs."""
     settings: tuple[str, ...]
     """Overrides of each mode with each method; data parallelism first, and with each optimizer that a mode has, so that
-    what an optimizer gains is not counted as the method's."""
+    an optimizer's gain is not counted as the method's."""
     grid: tuple[float, ...]
     """Learning rates, the same for each setting."""
     margin: float
-    """In points of top-1, or nats a token: a difference that is surely smaller is none."""
+    """In points of top-1, or nats per token: a difference that is surely smaller counts as none."""
     seeds: tuple[int, ...]
     tuning_epochs: int
     finalists: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Benchmark:
     larger: Larger | None = None
 
     def studies(self) -> Iterator[Study]:
-        """Yield the studies that can run: those whose `finalists`, `rates` or `best` the one before has found."""
+        """Yield the studies that can run: those for which the study before has found `finalists`, `rates` or `best`."""
         grids = dict.fromkeys(self.settings, self.grid)
         yield Study(
             self._tuning,
@@ -108,7 +108,7 @@ class Benchmark:
             yield self._compared("larger", title, settings, self.larger.seeds, *self.larger.overrides.split())
 
     def _beside_data_parallelism(self, settings: Sequence[str]) -> list[str]:
-        """Return settings after the first data parallelism, and that of each optimizer among them."""
+        """Return the first data parallelism, that of each optimizer among the settings, and then the settings."""
         first, *others = [setting for setting in self.settings if "mode=dp" in setting.split()]
         optimizers = {_optimizer(setting) for setting in settings}
         references = [first, *(other for other in others if _optimizer(other) in optimizers)]
@@ -219,4 +219,4 @@ TEXT = Benchmark(
 )
 
 DELAY_STUDIES = tuple(study for benchmark in (CIFAR10, TEXT) for study in benchmark.studies())
-"""All of them that can run."""
+"""All studies of delay that can run."""

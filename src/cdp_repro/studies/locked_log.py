@@ -23,8 +23,8 @@ logger = logging.getLogger("cdp_repro")
 def locked_log(path: Path, stop: StopRequest) -> Iterator[IO[bytes]]:
     """Open a run's log once no other process works on the run, or once a stop is requested.
 
-    The lock belongs to the open file, so that a process that is given the file holds it, too. For the same reason it
-    must end by closing: to unlock it here would do so for a process that still trains.
+    The lock belongs to the open file, so a process that is given the file holds it, too. For the same reason only
+    closing the file may release it: an explicit unlock here would also unlock it for a process that still trains.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as log:

@@ -61,9 +61,9 @@ class Options:
     slurm: Path | None = None
     run: int | None = None
     overrides: tuple[str, ...] = ()
-    """As given; of `SWEEP_KEYS`."""
+    """As given; only keys in `SWEEP_KEYS`."""
     passed_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By study: the overrides that its data set knows."""
+    """By study: the overrides that apply to its data set."""
 
     def listed(self) -> list[Run]:
         """Return all runs, done or not, in an order that does not change while they finish."""
@@ -76,7 +76,7 @@ class Options:
 
 
 def run_directory(root: Path, study: str, cell: Cell, seed: int) -> Path:
-    """Return the directory of a run: readable, and another for other settings."""
+    """Return the directory of a run: readable, and different for different settings."""
     return root / study / run_name(cell.settings, cell.hash, seed)
 
 
@@ -108,21 +108,22 @@ def train_missing(options: Options) -> Outcome:
 
 
 def _rows(options: Options) -> list[Row]:
-    """Return the rows of the studies; others may be damaged without harm here."""
+    """Return the rows of the chosen studies; damaged rows of others do no harm here."""
     return [row for name in options.studies for row in read_rows(options.results / ROWS / name)]
 
 
 def _not_taken_over(missing: Sequence[Run], rows: Iterable[Row], options: Options) -> list[Run]:
-    """Write the rows of those runs that other studies have; return the others.
+    """Write the rows of the runs that other studies have; return the remaining runs.
 
     The same settings with the same seed are the same run, in whatever study. A run is taken over only if all seeds of
-    its cell are there, here or elsewhere, and of one code, as no table averages two: whichever of them are wanted now.
+    its cell have rows, here or elsewhere, of one version of the code, as no table averages two versions. That counts
+    seeds that are not wanted now, too.
     """
     if not missing:
         return []
     elsewhere: dict[tuple[str, int], Row] = {}
     for name in STUDIES:
-        with suppress(RowError):  # of other studies; what is damaged there is no help here
+        with suppress(RowError):  # another study's damaged rows are of no use here
             elsewhere |= {(row.cell, row.seed): row for row in read_rows(options.results / ROWS / name)}
     here = {(row.study, row.cell, row.seed): row for row in rows}
     left = []
@@ -134,7 +135,7 @@ def _not_taken_over(missing: Sequence[Run], rows: Iterable[Row], options: Option
             continue
         found = elsewhere[cell, run.seed]
         if found.has_diverged and not STUDIES[run.study].counts_divergence:
-            left.append(run)  # to be told of as failed
+            left.append(run)  # to be reported as failed
             continue
         write_row(replace(found, study=run.study), options.results / ROWS)
         logger.info("%s: seed %d is taken over from the study %s", run.study, run.seed, found.study)
@@ -159,7 +160,7 @@ def _warn_of_other_code(rows: Iterable[Row], missing: Sequence[Run]) -> None:
 
 
 def _complete(run: Run, options: Options, stop: StopRequest, label: str) -> str | None:
-    """Train one run as far as it is not trained yet, and write its row; return a sentence if that failed."""
+    """Train what is left of one run, and write its row; return a sentence if that failed."""
     directory = run_directory(options.runs, run.study, run.cell, run.seed)
     name = f"{run.study}: {run.cell.command(run.seed)}"
     diverged_too = STUDIES[run.study].counts_divergence
@@ -187,7 +188,7 @@ def _complete(run: Run, options: Options, stop: StopRequest, label: str) -> str 
 
 
 def _status(directory: Path) -> str:
-    """Return what the summary of a run says; nothing of one that has not begun."""
+    """Return the status in the summary of a run; "" if the run has not begun."""
     return str(RunDirectory.open(directory).summary().get("status", "")) if (directory / CONFIG).exists() else ""
 
 

@@ -21,7 +21,7 @@ from cdp_repro.schedule import Action, Slot
 FORMAT = 1
 
 DIVERGED = "diverged"
-"""Status of a run whose loss is no longer finite; in the summary of its row."""
+"""Status of a run whose loss is no longer finite; also a key in the summary of its row."""
 
 ROWS = "rows"
 """Folder of the rows, below that of the results."""
@@ -48,13 +48,13 @@ class Row:
     sent_bytes: Sequence[int]
     """Bytes sent by all ranks in each traced slot, from slot 0."""
     actions: Sequence[str]
-    """Of each traced slot the compute actions, as text with blanks between; empty for many micro-batches."""
+    """The compute actions of each traced slot, as text with blanks between; empty for many micro-batches."""
     source: str = field(default="", compare=False)
     """The file that the row was read from, for messages."""
 
     @property
     def seed(self) -> int:
-        """Of the run."""
+        """The seed of the run."""
         return int(self.config["seed"])
 
     @cached_property
@@ -74,7 +74,7 @@ class Row:
 
     @property
     def costs(self) -> StageCosts:
-        """Of each stage on one micro-batch."""
+        """The costs of each stage on one micro-batch."""
         return StageCosts(**{name: tuple(values) for name, values in self.summary["stages/costs"].items()})
 
     @cached_property
@@ -100,7 +100,7 @@ def run_name(settings: Mapping[str, Any], cell: str, seed: int) -> str:
 
 
 def label_of_mode(config: Mapping[str, Any]) -> str:
-    """Return the mode for people: its name, or `staleness 2` for a matrix of twos."""
+    """Return the mode, as shown to people: its name, or `staleness2` for a matrix of twos."""
     staleness = config.get("mode.staleness")
     if config["mode.name"] != "matrix" or not staleness:
         return str(config["mode.name"])
@@ -111,7 +111,7 @@ def label_of_mode(config: Mapping[str, Any]) -> str:
 def cell_hash(config: Mapping[str, Any]) -> str:
     """Return a hash of the settings, by dotted key, that matter to the numbers of a run, without the seed.
 
-    Those at their default do not enter, so that a setting that is new changes no hash.
+    Settings at their default are left out, so that a new setting changes no hash.
     """
     usual = defaults()
     relevant = {key: value for key, value in config.items() if key not in RUN_KEYS and value != usual.get(key)}
@@ -164,7 +164,7 @@ def read_rows(folder: Path) -> list[Row]:
     """Return all rows below a folder, by study, cell and seed.
 
     Raises:
-        RowError: with what is wrong in all files: damaged or foreign rows, two runs of one cell with one seed, a row
+        RowError: lists what is wrong in all files: damaged or foreign rows, two runs of one cell with one seed, a row
             in the folder of another study.
     """
     rows, problems = [], []

@@ -17,7 +17,7 @@ _COMMENT = """\
 
 
 def write_array_script(options: Options, path: Path, script: str) -> Path:
-    """Write the array script; return the folder of the jobs' output, which it makes, as SLURM would fail silently.
+    """Write the array script; make and return the folder of the jobs' output, without which SLURM fails silently.
 
     Raises:
         ConfigError: the script or the folder cannot be written.

@@ -31,7 +31,7 @@ SCRIPT = "sweep.sh"
 
 
 def train_here(cells: Sequence[Cell], jobs: int) -> Ended:
-    """Train the cells in processes of their own, so many at once; go on after failures.
+    """Train the cells in processes of their own, `jobs` at once; go on after failures.
 
     Cells that are finished are skipped, and those that were stopped go on, so that a sweep can be repeated.
     """
@@ -59,7 +59,7 @@ def _train(cell: Cell, label: str, stop: StopRequest, jobs: int) -> str | None:
 
 
 def _train_alone(cell: Cell, stop: StopRequest, log: IO[bytes]) -> int:
-    """Train a cell that prints where this process prints; return its exit code. In the log are the last words only."""
+    """Train a cell that prints where this process prints; return its exit code. Its log gets only its last words."""
     code = train_in_process(cell.arguments(), stop, held=[log])
     if code and stop.signal is None:
         cell.log.write_text(f"exit code {code}; {_last_words(cell)}\n")
@@ -75,10 +75,10 @@ def _last_words(cell: Cell) -> str:
 
 
 def array_script(root: Path, cells: Sequence[Cell], launcher: SlurmLauncher) -> str:
-    """Return the script that trains the cells, one a job of an array.
+    """Return the script that trains the cells, one per job of an array.
 
     Raises:
-        ConfigError: nodes that the ranks of a cell cannot share equally.
+        ConfigError: the nodes cannot share the ranks of a cell equally.
     """
     processes = {cell.name: cell.config.processes for cell in cells}
     uneven = [
@@ -152,7 +152,7 @@ def queue(root: Path, script: str) -> str:
     """
     path = root / SCRIPT
     try:
-        (root / "slurm").mkdir(parents=True, exist_ok=True)  # for the jobs' output, as SLURM would fail silently
+        (root / "slurm").mkdir(parents=True, exist_ok=True)  # for the jobs' output: without it SLURM fails silently
         replace_file(path, script.encode())
     except OSError as error:
         raise ConfigError([f"cannot write to {root}: {error.strerror or error}; pass another run_dir="]) from error

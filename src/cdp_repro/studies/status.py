@@ -16,7 +16,7 @@ from cdp_repro.studies.rows import ROWS, Row, read_rows
 from cdp_repro.studies.study import Cell, Study
 
 STATES = ("done", "finished", "running", "stopped", "interrupted", "failed", "diverged", "damaged", "missing")
-"""Has its row; finished and not collected; a process trains it; was killed; got a signal; ...; was never started."""
+"""In order: has a row; finished but not collected; being trained; killed; stopped by a signal; ...; never started."""
 
 
 def status_text(studies: Iterable[Study], runs: Path, results: Path) -> str:
@@ -43,19 +43,19 @@ def status_text(studies: Iterable[Study], runs: Path, results: Path) -> str:
 
 
 def run_state(directory: Path, row: Row | None, outputs: Iterable[Path] = ()) -> str:
-    """Return one of `STATES` for the run that `directory` is, or would be, of; `row` is its row, if it has one.
+    """Return one of `STATES` for the run whose directory is, or would be, `directory`; `row` is its row, if it has one.
 
-    `outputs` are files beside its log that hold what its processes have printed.
+    `outputs` are files besides its log that hold what its processes have printed.
     """
     if row is not None:
         return "done"
     log = log_path(directory)
-    # The log first: where a sweep trains, the lock of the run itself, which a run does not wait for, stays untouched.
+    # The log first: while a sweep trains, the run's own lock must stay untouched, because a run does not wait for it.
     if _is_locked(log) or _is_locked(directory / "logs" / ".lock"):
         return "running"
     if not (directory / CONFIG).exists():
         said = any(path.exists() and path.stat().st_size for path in (log, *outputs))
-        return "failed" if said else "missing"  # on its way to a run directory
+        return "failed" if said else "missing"  # before it had a run directory
     return str(_summary(directory).get("status", "stopped"))
 
 
@@ -79,7 +79,7 @@ def _summary(directory: Path) -> dict[str, Any]:
 
 
 def _label(study: Study, cell: Cell, seed: int) -> str:
-    """Return in which overrides a run differs from others of the study."""
+    """Return the overrides in which a run differs from others of the study."""
     own = [
         text
         for text in cell.overrides
@@ -102,7 +102,7 @@ def _progress(directory: Path, row: Row | None, epochs: int) -> str:
 
 
 def _log(directory: Path) -> str:
-    """Return the log of the sweep's process or, of a run by hand, that of its first rank."""
+    """Return the log of the sweep's process or, for a run started by hand, that of its first rank."""
     paths: Iterator[Path] = (
         path for path in (log_path(directory), RunDirectory(directory).log_path(0)) if path.exists()
     )

@@ -1,4 +1,4 @@
-"""A study: the runs of one table, made of cells, made of one run a seed."""
+"""A study: the runs of one table, in cells of one run per seed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Cell:
 
     @cached_property
     def hash(self) -> str:
-        """As `Row.cell` of its runs."""
+        """The hash that its runs have as `Row.cell`."""
         return cell_hash(self.settings)
 
 
@@ -59,7 +59,7 @@ class Study:
     varied: tuple[str, ...] = ()
     """Settings beyond the usual that tell its groups apart."""
     margin: float | None = None
-    """Of a verdict of equivalence, in the unit of the differences; None: the study gives none."""
+    """The margin of a verdict of equivalence, in the unit of the differences; None if the study gives no verdict."""
     tuning: str | None = None
     """The study that chose the learning rates of this one, setting by setting."""
     passes_on: int = 1
@@ -78,6 +78,6 @@ class Study:
         return self.kind.startswith("delay")
 
     def runs(self) -> Iterator[tuple[Cell, int]]:
-        """Yield every cell with every seed, seed by seed, so that a part of them makes a table of few seeds."""
+        """Yield every cell with every seed, seed by seed, so that the first runs make a table of few seeds."""
         seeds = sorted({seed for cell in self.cells for seed in cell.seeds})
         return ((cell, seed) for seed in seeds for cell in self.cells if seed in cell.seeds)

@@ -25,7 +25,7 @@ def sweep_text(root: Path) -> str:
     """Return a table of all cells of a sweep, and a line with the number of each state.
 
     Raises:
-        ConfigError: the folder is none of a sweep, or of another version.
+        ConfigError: the folder is not of a sweep, or of another version.
     """
     noted = read_list(root)
     queue = _queue(noted.arrays)
@@ -75,7 +75,7 @@ class _Pace:
     per_second: float | None
 
     def texts(self, state: str) -> tuple[str, str, str]:
-        """Return step, rate and time left, the last two of a run that goes on."""
+        """Return step, rate and time left, the last two only while the run goes on."""
         step = f"{self.step} of {self.steps}" if self.steps else str(self.step)
         if state != "running" or not self.per_second:
             return step, "", ""

@@ -1,4 +1,4 @@
-"""Observation: the one record that the simulator and the executor both write, and how it is shown. No torch."""
+"""Observation: the one record that both the simulator and the executor write, and its output formats. No torch."""
 
 from cdp_repro.trace.chains import longest_chain
 from cdp_repro.trace.csv_tables import write_actions_csv, write_comms_csv, write_memory_csv

@@ -13,9 +13,9 @@ from cdp_repro.schedule.values import Value
 def longest_chain(actions: Iterable[Action], is_sent: Callable[[Action], bool], ranks: int) -> int:
     """Return the longest chain among the messages of one slot.
 
-    A message waits for all that its sender has waited for before, in the order of the sender's actions; a collective
-    for all that any rank has waited for. `is_sent` tells of a SEND or COLLECTIVE whether it has any bytes. For example
-    in S>1 on rank 0, then R and S>2 on rank 1 of what was added to it, the chain is 2.
+    A message waits for everything that its sender has waited for before, in the order of the sender's actions; a
+    collective waits for everything that any rank has waited for. `is_sent` tells whether a SEND or COLLECTIVE has any
+    bytes. For example, the chain is 2 if rank 1 adds to a value from rank 0 and sends the sum to rank 2.
     """
     programs: dict[int, list[Action]] = defaultdict(list)
     for action in actions:
@@ -28,7 +28,7 @@ def longest_chain(actions: Iterable[Action], is_sent: Callable[[Action], bool], 
 
 
 class _Search:
-    """Runs the actions of all ranks in an order in which nothing waits for what comes later."""
+    """Runs the actions of all ranks in an order in which nothing waits for a later action."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class _Search:
         is_sent: Callable[[Action], bool],
         ranks: int,
     ) -> None:
-        """`coming` are what ranks will get by messages of this slot, `parts` count those of its collectives."""
+        """`coming` has the values that messages bring in this slot; `parts` counts the actions of each collective."""
         self._programs = programs
         self._coming = coming
         self._parts = parts
         self._is_sent = is_sent
         self._ranks = ranks
         self._depth: dict[tuple[int, Value], int] = {}
-        """By rank and value: the messages that had to follow one another to bring it."""
+        """By rank and value: the number of consecutive messages that brought it."""
         self._waited: dict[int, int] = defaultdict(int)
         self._joined: dict[object, list[Action]] = defaultdict(list)
 
@@ -61,7 +61,7 @@ class _Search:
         return max(self._depth.values(), default=0)
 
     def _step(self, action: Action) -> bool:
-        """Run an action; return False if what it reads has not come."""
+        """Run an action; return False if a value that it reads has not come."""
         rank = action.rank
         for value in action.reads:
             key = rank, value

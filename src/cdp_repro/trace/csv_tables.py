@@ -1,4 +1,4 @@
-"""A trace as tables: one row an action, a message, or a slot and rank."""
+"""A trace as tables: one row per action, per message, or per slot and rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cdp_repro.trace.record import Trace
 
 
 def write_actions_csv(trace: Trace, file: IO[str]) -> None:
-    """Write one row an action: slot, rank, worker, step, text form."""
+    """Write one row per action: slot, rank, step, worker, label."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["slot", "rank", "step", "worker", "action"])
     for record in trace.records:
@@ -21,14 +21,14 @@ def write_actions_csv(trace: Trace, file: IO[str]) -> None:
 
 
 def write_comms_csv(trace: Trace, file: IO[str]) -> None:
-    """Write one row a message: slot, source and destination rank, kind, stage, bytes."""
+    """Write one row per message: slot, source and destination rank, kind, stage, bytes."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["slot", "source", "destination", "kind", "stage", "bytes"])
     writer.writerows((m.slot, m.source, m.destination, m.kind, m.stage, m.bytes) for m in trace.messages)
 
 
 def write_memory_csv(trace: Trace, file: IO[str], version_bytes: Callable[[int, int], int]) -> None:
-    """Write one row a slot and rank: live activation bytes, parameter bytes, live versions of each stage.
+    """Write one row per slot and rank: live activation bytes, parameter bytes, live versions of each stage.
 
     `version_bytes` maps a rank and a stage to the bytes of one version of the stage's parameters there.
     """
@@ -41,7 +41,7 @@ def write_memory_csv(trace: Trace, file: IO[str], version_bytes: Callable[[int, 
 
 
 def _step_and_worker(action: Action, trace: Trace) -> tuple[int | None, int | None]:
-    """Return the training step and the worker of a compute action; of an update only the step, of others neither."""
+    """Return the training step and lane of a compute action; for an update only the step, for others neither."""
     if action.op.is_compute:
         return action.micro_batch // trace.micro_batches, trace.lanes.of(action.micro_batch)
     return (action.version - 1 if action.op is Op.UPDATE else None), None

@@ -16,8 +16,8 @@ from cdp_repro.trace.record import SlotRecord, Trace
 def perfetto(trace: Trace) -> dict[str, Any]:
     """Return the trace in Chrome's trace-event format (open it in ui.perfetto.dev or chrome://tracing).
 
-    A process is a rank, a thread a worker; arrows lead from each message's SEND to what waited for it; counters show
-    live activation bytes, live versions and the newest version of each stage. Times are microseconds.
+    A process is a rank, and a thread a lane. Arrows lead from each message's SEND to the action that waited for it.
+    Counters show live activation bytes, live versions and the newest version of each stage. Times are microseconds.
     """
     return {"displayTimeUnit": "ms", "traceEvents": [*_names(trace), *_events(trace), *_flows(trace)]}
 
@@ -64,7 +64,7 @@ def _counter(name: str, rank: int, seconds: float, values: dict[str, int]) -> di
 
 
 def _flows(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield both ends of an arrow for each message that was waited for in the trace."""
+    """Yield both ends of an arrow for each message that an action of the trace waited for."""
     arrows: dict[tuple[int, Value], deque[dict[str, Any]]] = defaultdict(deque)
     sizes = {(m.slot, m.source, m.destination, m.value): m.bytes for m in trace.messages}
     for record, action, start, end in _spans(trace):
@@ -96,5 +96,5 @@ def _arrow_end(kind: str, action: Action, rank: int, trace: Trace, at: float, nu
 
 
 def _thread(action: Action, lanes: Lanes) -> int:
-    """Return the track of an action: its worker's, or the last one for what is no compute."""
+    """Return the track of an action: its lane for compute, else the last track."""
     return lanes.of(action.micro_batch) if action.op.is_compute else lanes.number

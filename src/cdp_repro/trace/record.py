@@ -1,4 +1,4 @@
-"""The record of what ran: the one format that the simulator and the executor both write."""
+"""The record of a run: the one format that both the simulator and the executor write."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class SlotRecord:
     slot: int
     rank: int
     actions: tuple[Action, ...]
-    """The actions in the order they ran; compute actions carry the parameter version that they read."""
+    """The actions in the order in which they ran; compute actions carry the version that they read."""
     activation_bytes: int
     """Peak of live activation bytes on this rank during the slot (at its start and after each action)."""
     activation_bytes_after: int
-    """Live activation bytes at the end of the slot, which the rank holds until it acts again."""
+    """Live activation bytes at the end of the slot; the rank holds them until it acts again."""
     versions: tuple[int, ...]
-    """Parameter versions of each stage that are alive at the end of the slot."""
+    """For each stage, the number of parameter versions alive at the end of the slot."""
     spans: tuple[tuple[float, float], ...] = field(compare=False)
     """Start and end of each action, in seconds since the trace began (one slot is one second when simulated)."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message from rank to rank, or all that a rank sends to the next one in the ring of a collective."""
+    """One message from rank to rank, or all that a rank sends to its neighbour in the ring of a collective."""
 
     slot: int
     source: int
@@ -44,13 +44,13 @@ class Message:
     kind: str
     """What it carries: activations, input_gradients, gradients, total, parameters or buffers."""
     stage: int
-    """The stage that has made it."""
+    """The stage that made the value."""
     bytes: int
     value: Value
 
 
 Recorded = tuple[Sequence[SlotRecord], Sequence[Message]]
-"""What one rank has recorded."""
+"""The records and messages of one rank."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class Trace:
     micro_batches: int
     """M: micro-batches of a training step."""
     lanes: Lanes
-    """Whose each micro-batch is: N R workers, replicas counted."""
+    """The lane of each micro-batch; there are N R L."""
     stages: int
     records: tuple[SlotRecord, ...]
     messages: tuple[Message, ...] = ()
-    """Of more than 0 bytes: others are never sent."""
+    """Those of more than 0 bytes: others are never sent."""
 
     @classmethod
     def merged(cls, micro_batches: int, lanes: Lanes, stages: int, parts: Iterable[Recorded]) -> Trace:
-        """Return one trace of what the recorders of all ranks have collected."""
+        """Return one trace from the records of all ranks."""
         parts = list(parts)
         records = sorted((r for records, _ in parts for r in records), key=lambda r: (r.slot, r.rank))
         messages = sorted((m for _, messages in parts for m in messages), key=lambda m: (m.slot, m.source))
@@ -76,7 +76,7 @@ class Trace:
 
     @property
     def activation_bytes_per_slot(self) -> dict[int, int]:
-        """Live activation bytes of each slot, summed over ranks; a rank without an action holds what it held."""
+        """Live activation bytes of each slot, summed over ranks; a rank without an action keeps its bytes."""
         by_slot: dict[int, dict[int, SlotRecord]] = defaultdict(dict)
         for record in self.records:
             by_slot[record.slot][record.rank] = record
@@ -110,7 +110,7 @@ class Trace:
 
     @property
     def slots(self) -> list[Slot]:
-        """What all ranks did, slot by slot: there is a record for each rank."""
+        """The actions of all ranks, slot by slot."""
         actions: dict[int, list[Action]] = defaultdict(list)
         for record in self.records:
             actions[record.slot] += record.actions
@@ -118,10 +118,10 @@ class Trace:
 
     @property
     def max_chain_per_slot(self) -> int:
-        """Longest chain of messages in one slot, each of which had to wait for the one before."""
+        """Length of the longest chain of messages in one slot, where each had to wait for the one before."""
         actions = {slot.number: slot.actions for slot in self.slots}
         sent: dict[int, set[object]] = defaultdict(set)
-        for message in self.messages:  # a ring may leave nothing to send to one rank: any rank's message tells of it
+        for message in self.messages:  # in a ring, one rank may have nothing to send: any rank's message tells
             sent[message.slot] |= {(message.source, message.destination, message.value), collective_name(message.value)}
 
         def is_sent(action: Action, slot: int) -> bool:
@@ -136,7 +136,7 @@ class Trace:
     def bytes_sent_per_device_per_step(self, slots_per_step: int) -> float:
         """Return the bytes that a rank sends, on average, in the slots of the last training step of the trace.
 
-        That is the steady state if the trace has more than two steps and no drain.
+        This is the steady state if the trace has more than two steps and no drain.
         """
         return self.bytes_sent_by_rank(slots_per_step).total() / max(1, self._ranks)
 
@@ -154,8 +154,8 @@ class Trace:
         return sum(message.slot in window for message in self.messages)
 
     def idle_share(self, slots_per_step: int) -> float:
-        """Return the share, 0 to 1, of the slots of all ranks in the last training step in which a rank computes
-        nothing."""
+        """Return the share, 0 to 1, of the slots of all ranks in which a rank computes nothing, in the last training
+        step."""
         window = self.last_step(slots_per_step)
         busy = {
             (record.rank, slot)
@@ -167,7 +167,7 @@ class Trace:
         return 1 - sum(slot in window for _, slot in busy) / (self._ranks * slots_per_step) if window else 0.0
 
     def last_step(self, slots_per_step: int) -> range:
-        """Return the slots from the start of the last training step in the trace to where the next would start."""
+        """Return the slots from the start of the last training step in the trace to the start of the next one."""
         computed = [a.micro_batch for r in self.records for a in r.actions if a.op.is_compute]
         if not computed:
             return range(0)
@@ -205,7 +205,7 @@ class TraceRecorder:
         versions: Sequence[int],
         span: tuple[float, float],
     ) -> None:
-        """Add an action that has just run, with the live bytes and live versions (one entry a stage) after it."""
+        """Add an action that has just run, with the live bytes and live versions (one entry per stage) after it."""
         if self._slot is not None and slot != self._slot:
             self._close()
         self._slot = slot
@@ -216,7 +216,7 @@ class TraceRecorder:
         self._versions = tuple(versions)
 
     def sent(self, slot: int, action: Action, size: int) -> None:
-        """Add the message of a SEND that has just run, or what its part in a COLLECTIVE sends, of `size` bytes."""
+        """Add the `size` bytes that a SEND that has just run sends, or that this rank sends in a COLLECTIVE."""
         assert action.value is not None
         peer = self._neighbour if action.peer < 0 else action.peer
         kind, stage = message_name(action.value, self._sizes.micro_batches, self._sizes.readers)
@@ -245,9 +245,10 @@ class TraceRecorder:
 
 
 def message_name(value: Value, micro_batches: int, readers: Sequence[int]) -> tuple[str, int]:
-    """Return what a message carries, as reports name it: its kind, and the stage that has made it.
+    """Return the kind of a message, as reports name it, and the stage that made its value.
 
-    `micro_batches` are those of a training step: a whole sum of all of them is a `total`. `readers` are as in `Sizes`.
+    `micro_batches` is their number in a training step: the whole sum over all of them is a `total`. `readers` is that
+    of `Sizes`.
     """
     kind, stage = value.kind, value.stage
     if kind == INPUT:
@@ -260,7 +261,7 @@ def message_name(value: Value, micro_batches: int, readers: Sequence[int]) -> tu
 
 
 def as_plain(recorded: Recorded) -> tuple[list[Any], list[Any]]:
-    """Return what a rank has recorded as numbers and text, for another rank."""
+    """Return the records and messages of a rank as numbers and text, to send to another rank."""
     records, messages = recorded
     return (
         [vars(record) | {"actions": [str(each) for each in record.actions]} for record in records],
@@ -269,7 +270,7 @@ def as_plain(recorded: Recorded) -> tuple[list[Any], list[Any]]:
 
 
 def from_plain(plain: tuple[list[Any], list[Any]]) -> Recorded:
-    """Return what `as_plain` was given."""
+    """Return the records and messages from which `as_plain` made `plain`."""
     records, messages = plain
     return (
         [SlotRecord(**each | {"actions": _parsed(each["actions"], each["rank"])}) for each in records],

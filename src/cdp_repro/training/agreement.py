@@ -10,8 +10,8 @@ _WANTED, _DECIDED = "stop_wanted", "stop_before_step"
 class StopAgreement:
     """Any rank may ask; rank 0 decides, and tells the others in time.
 
-    A rank is never more than `lead` steps ahead of rank 0, since every update needs all ranks: when rank 0, about to
-    begin step t, stops before step t + lead, then each rank learns it before it begins that step.
+    A rank is never more than `lead` steps ahead of rank 0, since every update needs all ranks. So if rank 0, about to
+    begin step t, decides to stop before step t + lead, each rank learns it before it begins that step.
     """
 
     def __init__(self, team: Team, lead: int) -> None:
@@ -20,7 +20,7 @@ class StopAgreement:
         self._stop_before: int | None = None
 
     def ends_before(self, step: int, wanted: bool) -> bool:
-        """Whether `step`, which is about to begin, is not to; `wanted` says that this rank was asked to stop."""
+        """Whether to stop before `step`, which is about to begin; `wanted` says that this rank was asked to stop."""
         if self._stop_before is None:
             if self._team.size == 1:
                 self._stop_before = step if wanted else None

@@ -58,7 +58,7 @@ def load_data(config: RunConfig) -> Dataset:
 
 
 def reading_rule(config: RunConfig, engine: Engine | Baseline) -> Callable[[int, int], bool]:
-    """Return (step, part of its samples) -> whether this rank reads it: it runs a stage that takes the data on it."""
+    """Return (step, part of its samples) -> whether this rank reads it, running a stage that takes the data."""
     if isinstance(engine, Baseline):
         return lambda _, micro_batch: engine.reads_inputs(micro_batch)
     schedule = config.schedule()
@@ -77,7 +77,7 @@ def program_of(config: RunConfig) -> Program | None:
 
     Raises:
         ConfigError: the file cannot be read, or is for another run.
-        ScheduleError: it is broken; says in which line and why.
+        ScheduleError: the program is broken; the message says in which line and why.
     """
     if config.baseline is not None:
         return None
@@ -90,13 +90,13 @@ def program_of(config: RunConfig) -> Program | None:
 
 
 def build_engine(config: RunConfig, cut: CutModel, train_size: int, program: Program | None) -> Engine | Baseline:
-    """Return the engine, or the library's in its place, that trains a model cut into stages; all ranks must call it.
+    """Return the engine, or a baseline in its place, that trains a model cut into stages; all ranks must call it.
 
     Args:
-        config: Of the run.
-        cut: Its model.
+        config: The run's configuration.
+        cut: The run's model.
         train_size: The number of training samples, from which the learning-rate schedule counts its epochs.
-        program: That of `program_of`.
+        program: What `program_of` returned.
     """
     device = config.torch_device
     epoch = steps_per_epoch(train_size, config.batch_size)

@@ -118,7 +118,7 @@ class CheckpointStore:
 
     def _publish(self, new: Path, final: Path) -> None:
         if final.exists():
-            # A directory cannot be renamed over a full one: step aside first. Killed here, `latest` finds the old copy.
+            # A rename cannot replace a full directory: move that first. If killed here, `latest` finds the old copy.
             final.rename(self.directory / f".replaced-{final.name}")
         new.replace(final)
         _sync(self.directory)
@@ -166,7 +166,7 @@ class CheckpointStore:
 class _HashingFile:
     """A file for torch.save that counts and hashes the bytes written.
 
-    A write error is held back until `finish`: counting on tells how many bytes the whole file needs, and the error
+    A write error is held back until `finish`: the count then tells how many bytes the whole file needs, and the error
     keeps its errno (torch's own writer turns a full disk into "unexpected pos 704 vs 598").
     """
 
@@ -200,7 +200,7 @@ class _HashingFile:
 
 
 def _write(new: Path, tensors: dict[str, Any], meta: bytes, needed: dict[str, int]) -> None:
-    """Write the three files, manifest last, and sync; `needed` receives the bytes of each file."""
+    """Write the three files, manifest last, and sync; `needed` receives the bytes of the other two."""
     files: dict[str, Any] = {}
     needed[META] = len(meta)
     for name in (STATE, META):

@@ -21,11 +21,11 @@ from cdp_repro.training.assembly import build_engine, load_data, program_of, rea
 from cdp_repro.training.weights import start_from_file
 
 LIBRARY_TOLERANCE = 1e-9
-"""Where a library adds gradients in an order of its own: difference over the largest value, float64."""
+"""Tolerance where a library adds gradients in an order of its own: difference over the largest value, float64."""
 
 
 DROPOUT = 0.1
-"""Of a model that has dropout layers and is verified without a probability of its own."""
+"""Probability for a model that has dropout layers and is verified without a probability of its own."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Comparison:
 def verify(config: RunConfig, steps: int) -> Comparison:
     """Train `steps` steps on the placement of `config` and on one device, with a drain in the middle; compare.
 
-    Models that have dropout layers drop activations.
+    On our engine, models that have dropout layers drop activations.
 
-    The tolerance is 0 for our own sums on CPUs. For baselines and collectives it is LIBRARY_TOLERANCE; also on GPUs,
+    The tolerance is 0 for our own sums on CPUs. It is LIBRARY_TOLERANCE for baselines and collectives, and on GPUs,
     whose kernels may depend on other work.
     """
     config = _with_dropout(config)
@@ -82,7 +82,7 @@ def verify(config: RunConfig, steps: int) -> Comparison:
 
 
 def _with_dropout(config: RunConfig) -> RunConfig:
-    """Return the configuration with dropout, where the model has any: its draws show ranks that are out of step."""
+    """Return the configuration with dropout, if the model has it: its draws reveal ranks that are out of step."""
     found = copy.deepcopy(config)
     if found.model.dropout == 0 and found.baseline is None and not found.model.name.startswith("resnet"):
         found.model.dropout = DROPOUT
@@ -115,7 +115,7 @@ def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcom
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute with one thread: kernels cut their sums by threads, and a rank has fewer of them than one device."""
+    """Compute with one thread: kernels cut their sums by threads, and a rank has fewer threads than one device."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

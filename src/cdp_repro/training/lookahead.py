@@ -11,9 +11,9 @@ from cdp_repro.data import DatasetError, MiniBatch
 class Lookahead:
     """Holds the mini-batches of the next `steps` training steps.
 
-    A rank decodes only the images that it reads, so that only one rank meets a damaged one. Were it to raise at once,
-    the others would wait for its messages until they time out. Instead it keeps the error, goes on with the
-    mini-batches it has, and asks all ranks to stop before the step that it cannot run.
+    A rank decodes only the images that it reads, so only one rank meets a damaged one. If it raised at once, the others
+    would wait for its messages until they time out. Instead it keeps the error, goes on with the mini-batches it has,
+    and asks all ranks to stop before the step that it cannot run.
     """
 
     def __init__(self, batches: Iterable[MiniBatch], steps: int) -> None:
@@ -21,7 +21,7 @@ class Lookahead:
         self._steps = steps
         self._held: deque[MiniBatch] = deque()
         self.error: DatasetError | None = None
-        """What is wrong with the mini-batch after those held, if something is."""
+        """The error of the mini-batch after those held, if there is one."""
         self._fill()
 
     def _fill(self) -> None:
@@ -42,5 +42,5 @@ class Lookahead:
         """Yield the mini-batches; end before a damaged one."""
         while self._held:
             batch = self._held.popleft()
-            self._fill()  # before the batch is trained on: who asks for the next one knows whether it is damaged
+            self._fill()  # before the batch is trained on: a damaged next one is known before it is asked for
             yield batch

@@ -32,14 +32,14 @@ def muon_with_adamw(
 
 
 class FilterMuon(torch.optim.Muon):
-    """torch's Muon, which takes matrices only, for filters [outputs, inputs, height, width], too."""
+    """torch's Muon, which takes only matrices, extended to filters [outputs, inputs, height, width]."""
 
     def __init__(self, params: Sequence[nn.Parameter], **settings: Any) -> None:
         with _as_matrices(params, {}):
             super().__init__(params, **settings)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make a step; state and parameters have the shapes of the filters again afterwards."""
+        """Make a step; afterwards, state and parameters have the shapes of the filters again."""
         with _as_matrices([p for group in self.param_groups for p in group["params"]], self.state):
             loss: float | None = super().step(closure)  # type: ignore[no-untyped-call]
         return loss
@@ -47,7 +47,7 @@ class FilterMuon(torch.optim.Muon):
 
 @contextmanager
 def _as_matrices(parameters: Sequence[nn.Parameter], state: Mapping[Tensor, Any]) -> Iterator[None]:
-    """Flatten parameters, gradients and what is kept of them, behind the first dimension, for the body."""
+    """Within the body, flatten all dimensions but the first of parameters, gradients and optimizer state."""
     before = [(parameter, parameter.data, parameter.grad) for parameter in parameters if parameter.ndim > 2]
     for parameter, whole, gradient in before:
         parameter.grad = None  # it must have the shape of the parameter
@@ -74,7 +74,7 @@ def _reshape(kept: dict[str, Any], found: Sequence[int], wanted: Sequence[int]) 
 
 
 class Joined(torch.optim.Optimizer):
-    """Several optimizers, each of parameters of its own, as one: they share its groups and its state."""
+    """Several optimizers as one, each with its own parameters; they share its groups and its state."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([{**group} for part in parts for group in part.param_groups], {})
@@ -93,7 +93,7 @@ class Joined(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make a step of each."""
+        """Make a step with each."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for part in self._parts:
             part.step()

@@ -43,14 +43,13 @@ logger = logging.getLogger("cdp_repro")
 def train(
     config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool = False, restart: bool = False
 ) -> dict[str, Any]:
-    """Train as `config` says, in a new run directory or, to `resume`, in that of the run that goes on.
+    """Train as `config` says, in a new run directory or, with `resume`, in that of an earlier run.
 
-    Every rank of the placement must call it (`launch` starts them); only rank 0 touches the run directory, but for
-    the log of each rank.
-    A run that has no checkpoint to go on from begins anew if `restart` says so.
+    Every rank of the placement must call it (`launch` starts them). Only rank 0 touches the run directory, except for
+    the log of each rank. With `restart`, a run without a checkpoint begins anew.
 
     Returns:
-        What summary.json holds; on ranks other than 0 an empty summary.
+        What summary.json holds; on ranks other than 0 an empty summary, unless the run was finished already.
 
     Raises:
         ConfigError, DatasetError, ModelError, CheckpointError, RunDirectoryError, LaunchError: the user's mistakes.
@@ -69,7 +68,7 @@ def train(
         if resume and team.rank == 0:
             directory = RunDirectory.open(run_dir)
             finished = _finished(directory)
-            if finished is None:  # else nothing is written, and the directory may be one that cannot be
+            if finished is None:  # else nothing is written, and the directory may be read-only
                 stack.enter_context(directory.locked())
                 checkpoint = _newest_checkpoint(directory, restart)
         own = None if checkpoint is None else (checkpoint.step, checkpoint.tensors, checkpoint.meta)
@@ -79,7 +78,7 @@ def train(
             logger.info("%s is finished already", run_dir)
             return finished
         if checkpoint is not None:
-            refuse_foreign(checkpoint.meta, {"config": config.to_dict()})  # of data and engine nothing is known yet
+            refuse_foreign(checkpoint.meta, {"config": config.to_dict()})  # nothing is known of data and engine yet
         program = program_of(config)
         dataset = load_data(config)
         cut = _same_cut(config, team, _earlier_cut(checkpoint))
@@ -109,7 +108,7 @@ def train(
 
 
 def _earlier_cut(checkpoint: Checkpoint | None) -> list[int] | None:
-    """Return into how many blocks a stage the run was cut, None if it has not been yet."""
+    """Return the number of blocks of each stage in the checkpoint; None if it has none."""
     blocks = checkpoint.meta.get("blocks_per_stage") if checkpoint else None
     if blocks is None:
         return None
@@ -177,7 +176,7 @@ class _Run:
         files: _Files | None,
         command: Sequence[str],
     ) -> None:
-        """`program` is None for a baseline, `files` on ranks that write none."""
+        """`program` is None for a baseline, `files` is None on ranks that write none."""
         self._config = config
         self._dataset = dataset
         self._cut = cut
@@ -216,7 +215,7 @@ class _Run:
             config.baseline or config.placement.name, config.torch_device,
             f" in {config.processes} processes" if config.processes > 1 else "",
         )  # fmt: skip
-        torch.manual_seed(config.seed)  # of what a model or loss draws on its own; the checkpoint goes on from it
+        torch.manual_seed(config.seed)  # for what a model or loss draws on its own; a checkpoint keeps this state
         if resume:
             self._trainer.resume(checkpoint)
             logger.info("resumed at training step %d", self._engine.step)
@@ -225,7 +224,7 @@ class _Run:
         except BaseException as error:
             try:
                 self._finish(_status_of(error))
-            except OSError as second:  # a full disk, say: what ended the run is told, and this beside it
+            except OSError as second:  # e.g. a full disk: report what ended the run, and this beside it
                 error.add_note(f"and {self._directory.summary_path} could not be written: {second}")
             if isinstance(error, DatasetError):  # a damaged image: a checkpoint holds what was trained before
                 way_on = shlex.join(["cdp-train", *arguments_to_go_on(self._directory.path)])
@@ -305,7 +304,7 @@ def _simulated_peak(program: Program, costs: StageCosts) -> int:
 
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
-    """Copy the log of the package to `path`, and what an error of the body tells to those who read code."""
+    """Copy the log of the package to `path`, with the traceback of an error in the body."""
     path.parent.mkdir(parents=True, exist_ok=True)  # on another host there is no run directory yet
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -325,7 +324,7 @@ def _log_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _files(config: RunConfig, directory: RunDirectory) -> Iterator[_Files]:
-    """Open the metrics and start the W&B mirror; an error in the body ends it as failed."""
+    """Open the metrics and start the W&B mirror; an error in the body ends the mirror as failed."""
     mirror = WandbMirror()
     mirror.start(
         config.wandb,  # type: ignore[arg-type]  # one of the choices, as config checks

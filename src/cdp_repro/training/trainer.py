@@ -56,12 +56,12 @@ _EPOCH_LOSS = "train/epoch_loss"
 
 @dataclass
 class Position:
-    """The trainer's own state between two steps, beside the engine's; a part of every checkpoint."""
+    """The trainer's own state between two steps, besides the engine's; a part of every checkpoint."""
 
     loss_sum: float = 0.0
-    """Of the current epoch: sum over its steps of the mean loss of the workers."""
+    """Sum over the steps of the current epoch of the workers' mean loss."""
     loss_steps: int = 0
-    """Of the current epoch: steps in `loss_sum`."""
+    """Steps of the current epoch in `loss_sum`."""
     ledger_reads: int = 0
     """Reads of parameters that the ledger has compared with the rule, in all processes of the run."""
     epoch_loss: float = math.nan
@@ -89,12 +89,12 @@ class Trainer:
         """Prepare to train; every rank calls this.
 
         Args:
-            config: The run.
+            config: The run's configuration.
             dataset: Its samples.
             engine: Trains; it has taken no step yet.
             metrics: The log of rank 0; None on other ranks, which write nothing.
             checkpoints: The checkpoints to resume from.
-            diverged: Takes the state of a run whose loss is no longer finite.
+            diverged: Receives the state of a run whose loss is no longer finite.
             facts: Stored in every checkpoint, and compared when a run resumes.
             on_trace: Called on rank 0 with the trace of the first steps, after a drain.
         """
@@ -121,7 +121,7 @@ class Trainer:
         self.position = Position()
 
     def resume(self, checkpoint: Checkpoint | None) -> None:
-        """Go on from a checkpoint, or from the start if there is none yet; cut the metrics to it.
+        """Go on from a checkpoint, or from the start if there is none yet; drop later metrics.
 
         Raises:
             CheckpointError: the checkpoint is of another configuration or other data, or not of a training run.
@@ -139,7 +139,7 @@ class Trainer:
             torch.set_rng_state(checkpoint.tensors["torch_random_state"])
         except CheckpointError:
             raise
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # of another content
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # it has other content
             lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(f"the checkpoint of step {checkpoint.step} does not fit this run: {lacks}") from error
         self._truncate_metrics(checkpoint.step)
@@ -150,10 +150,10 @@ class Trainer:
 
     @property
     def _is_epoch_over(self) -> bool:
-        """Whether the last step of an epoch is trained, and its end not logged yet.
+        """Whether the last step of an epoch has been trained, but the end of the epoch has not been logged.
 
-        The checkpoint is written in this state: an evaluation that fails, on a damaged image, say, costs no training,
-        and is made again when the run resumes.
+        The checkpoint is written in this state. So a failing evaluation, e.g. on a damaged image, costs no training,
+        and is repeated when the run resumes.
         """
         return self.position.loss_steps > 0 and self._engine.step % self._steps_per_epoch == 0
 
@@ -168,7 +168,7 @@ class Trainer:
         self._measure_parameters()
         unit = self._config.task.unit
         with Progress(self._total_steps, self._engine.step, self._units_per_step, unit, self._is_main) as progress:
-            if self._is_epoch_over:  # of a run that ended between this checkpoint and the end of its evaluation
+            if self._is_epoch_over:  # the run ended between this checkpoint and the end of its evaluation
                 self._end_epoch(progress)
             while self._engine.step < self._total_steps:
                 was_tracing = self._engine.is_tracing
@@ -207,7 +207,7 @@ class Trainer:
                 continue  # other ranks do not know all losses; after a loss that is not finite none is of interest
             loss = statistics.fmean(result.losses)
             now = time.perf_counter()
-            if result.step > max(step, self._engine.traced_steps):  # neither metered nor with a loader's start
+            if result.step > max(step, self._engine.traced_steps):  # neither traced nor with a loader's start
                 self._step_seconds.append(now - begin)
             begin = now
             if math.isfinite(loss):
@@ -217,10 +217,10 @@ class Trainer:
                 self._divergence = result.step, loss, result.losses
 
     def _look_ahead(self, first: int, end: int) -> int:
-        """Begin to load the segment; return its end, which is earlier if a rank knows of a damaged image already.
+        """Begin to load the segment; return its end, which is earlier if a rank already knows of a damaged image.
 
-        Later on, a rank that comes to step t knows of damage up to step t + L - 1. It then wants a stop, while rank 0
-        is about to begin step t + lead + 1 at most, and stops all ranks `lead` steps after that: in time for
+        Later on, a rank that comes to step t knows of damage up to step t + L - 1, and asks for a stop. By then rank 0
+        is about to begin at most step t + lead + 1. It stops all ranks `lead` steps after that: in time for
         L = 2 lead + 2.
         """
         self._lookahead = Lookahead(
@@ -310,7 +310,7 @@ class Trainer:
         )
 
     def _advice(self, step: int) -> str:
-        """Return what a user can do about a loss of this training step that is not finite."""
+        """Return what a user can do about a loss that is not finite in this training step."""
         if step == 0:
             weights = self._config.model.weights
             return "No update has been made yet: look at " + ("the data" if weights is None else f"the file {weights}")
@@ -327,7 +327,7 @@ class Trainer:
             raise error or DatasetError(told)
 
     def _keep_trace(self) -> None:
-        """Take over what the trace says."""
+        """Pass the trace on, and keep its totals."""
         trace = self._engine.trace()
         if not self._is_main:
             return
@@ -370,7 +370,7 @@ class Trainer:
 
 
 def refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a checkpoint's configuration or data differ from the run's, where these are given."""
+    """Raise CheckpointError if a checkpoint's configuration or data differ from the run's, as far as given."""
     differing: list[str] = []
     for part, by_key in (("config", settings_of), ("data", flat)):
         kept = found.get(part, {})

@@ -1,8 +1,8 @@
-"""Weights as a file, under the names that the original model has for them.
+"""Weights as a file, under the names of the original model.
 
-A file holds theta of one training step, and BatchNorm's statistics averaged over the workers: what `Engine.model`
-evaluates. Plain torchvision, timm or transformers code loads it with strict=True, and a run starts from such a file, or
-from one with the names of `build_model`.
+A file holds theta of one training step, and BatchNorm's statistics averaged over the workers, as `Engine.model` does.
+Plain torchvision, timm or transformers code loads it with strict=True. A run can start from such a file, or from one
+with the names of `build_model`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Export:
 
 
 def export(run_dir: Path, path: Path) -> Export:
-    """Write the weights of a run's newest checkpoint to a file; it is there whole or not at all.
+    """Write the weights of a run's newest checkpoint to a file, whole or not at all.
 
     Raises:
         RunDirectoryError: `run_dir` is not a run directory.
         CheckpointError: it has no whole checkpoint.
-        ConfigError: `path` has another suffix than `SUFFIXES`, or cannot be written.
+        ConfigError: the suffix of `path` is not one of `SUFFIXES`, or it cannot be written.
     """
     refuse_suffix(path)
     run = RunDirectory.open(run_dir)
@@ -76,14 +76,14 @@ def weights_of(config: RunConfig, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return theta and the averaged buffers of a checkpoint, by their names in the original model.
 
     Raises:
-        CheckpointError: it holds other tensors than the model.
+        CheckpointError: it lacks tensors of the model.
     """
     held: dict[str, Tensor] = {}
     for stage in checkpoint.tensors["engine"]["stages"]:
         versions = stage["versions"]  # they count updates, of which a step may have several
         held |= {**versions[max(versions)], **average(stage["buffers"])}
     with torch.device("meta"):
-        keys = [*model_of(config).state_dict()]  # of the buffers only those that the model stores
+        keys = [*model_of(config).state_dict()]  # only the buffers that the model stores
     if missing := [key for key in keys if key not in held]:
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} lacks {several(missing, limit=3)} of the model"
@@ -104,7 +104,7 @@ def start_from_file(config: RunConfig, stages: Sequence[nn.Module]) -> str:
     """Copy the weights of the file `model.weights` into the stages; return the file's digest, "" without a file.
 
     Raises:
-        ConfigError: the file cannot be read, or is of another model; the stages are as they were.
+        ConfigError: the file cannot be read, or is of another model; the stages are unchanged.
     """
     if config.model.weights is None:
         return ""
@@ -158,7 +158,7 @@ def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
             found = read_safetensors(content)
         else:
             found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # bytes that are no pickle can raise anything; torch's own text gives unsafe advice
+    except Exception as error:  # bytes that are not a pickle can raise anything; torch's own text gives unsafe advice
         raise ConfigError(
             [
                 f"model.weights={path} is not a file of weights: give a .safetensors file, or what torch.save has made "
@@ -171,7 +171,7 @@ def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
 
 
 def _differences(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> list[str]:
-    """Return in which names and shapes a file and a model differ."""
+    """Return the names and shapes in which a file and a model differ."""
     lacking, foreign = [key for key in ours if key not in theirs], [key for key in theirs if key not in ours]
     reshaped = [
         f"{key} is {_shape(theirs[key])} there and {_shape(tensor)} here"

@@ -1,4 +1,4 @@
-"""What a training step costs on a cluster: seconds, idle share and bytes of ours and of the baselines."""
+"""The price of a training step on a cluster: seconds, idle share and bytes, of our systems and of the baselines."""
 
 from cdp_repro.predict.pricing.cluster import Cluster, Collectives, Link
 from cdp_repro.predict.pricing.extrapolated import estimate, estimate_on_each, is_extrapolated

@@ -27,7 +27,7 @@ _IN_A_ROW = 4
 def measure_stages(config: RunConfig, cut: CutModel) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the seconds of the forward, and of the backward, of each stage on one micro-batch, on `config.device`.
 
-    The median of five rounds after one of warming up, alone on the device, with one thread on a CPU.
+    Each is the median of five rounds after a warm-up round, alone on the device, with one thread on a CPU.
     """
     device, threads = config.torch_device, torch.get_num_threads()
     torch.set_num_threads(1)
@@ -56,7 +56,7 @@ def network_of(seconds: Mapping[str, float]) -> tuple[Link, Collectives]:
     """Return a link and the collectives over it from the seconds that `time_messages` has measured."""
     bandwidth = (_LARGE - _SMALL) / max(seconds["large"] - seconds["small"], 1e-9)
     link = Link(seconds["small"], bandwidth)
-    half = link.latency_seconds + link.seconds(_LARGE / 2)  # what each of two ranks sends each time round the ring
+    half = link.latency_seconds + link.seconds(_LARGE / 2)  # of one trip round the ring, in which each rank sends half
     return link, Collectives(
         seconds["all_reduce"] / (2 * half), seconds["all_gather"] / half, seconds["reduce_scatter"] / half,
         on_streams=False,
@@ -66,8 +66,8 @@ def network_of(seconds: Mapping[str, float]) -> tuple[Link, Collectives]:
 def time_messages(rounds: int) -> dict[str, float]:
     """Return the median seconds of messages and collectives between two ranks. Run by both of them.
 
-    `small` and `large` are 8 bytes and 8 MiB, which both send to each other at once, as ranks of a full pipeline do;
-    collectives are of 8 MiB in all.
+    `small` and `large` are messages of 8 bytes and 8 MiB that both ranks send each other at once, as ranks of a full
+    pipeline do. Collectives have 8 MiB in total.
     """
     torch.set_num_threads(1)
     device = torch.device("cpu")
@@ -95,7 +95,7 @@ def _exchange(message: torch.Tensor, groups: Mapping[Edge, dist.ProcessGroup]) -
 
 
 def _median_seconds(exchange: Callable[[], object], rounds: int) -> float:
-    """Return the median seconds of one of several exchanges in a row, which keep the ranks in step."""
+    """Return the median seconds of one exchange, from several in a row, which keep the ranks in step."""
     samples = []
     for _ in range(rounds + 1):
         dist.barrier()

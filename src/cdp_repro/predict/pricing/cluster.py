@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of the connection of a device."""
+    """One direction of a device's connection."""
 
     latency_seconds: float = 0.0
     bandwidth_bytes_per_second: float = math.inf
@@ -22,7 +22,7 @@ class Link:
             )
 
     def seconds(self, size: float) -> float:
-        """Return for how long `size` bytes occupy the link."""
+        """Return the seconds for which `size` bytes occupy the link."""
         return size / self.bandwidth_bytes_per_second
 
     def faster(self, factor: float) -> Link:
@@ -32,27 +32,27 @@ class Link:
 
 @dataclass(frozen=True)
 class Collectives:
-    """How many times as long as a ring over the same links the libraries' collectives take; 1 is the ring."""
+    """Time of the libraries' collectives, relative to a ring over the same links; 1 is as fast as the ring."""
 
     all_reduce: float = 1.0
     all_gather: float = 1.0
     reduce_scatter: float = 1.0
     on_streams: bool = True
-    """Whether they have streams of their own, as on GPUs. FSDP2 relies on them: without, it waits for each."""
+    """Whether collectives have their own streams, as on GPUs. FSDP2 relies on these; without, it waits for each."""
 
 
 @dataclass(frozen=True)
 class Cluster:
     """The seconds of each stage on one micro-batch, and the links. Tuples have one entry a stage.
 
-    Devices 0..D-1 are on host 0, the next D on host 1, and so on. Every device has two links of its own, to devices
-    on its host and to those on others, and sends and receives on each at the same time, one message after the other.
+    Devices 0..D-1 are on host 0, the next D on host 1, and so on. Every device has two links of its own: to devices on
+    its host and to devices on others. On each it sends and receives at the same time, one message after the other.
     """
 
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
     update_seconds: tuple[float, ...] = ()
-    """Of one update of the whole stage; unless given: 0."""
+    """Seconds of one update of the whole stage; default 0."""
     within_host: Link = Link()
     between_hosts: Link = Link()
     devices_per_host: int = 1
@@ -91,7 +91,7 @@ class Cluster:
 def ring_seconds(cluster: Cluster, devices: int, size: float) -> float:
     """Return the seconds of an all-gather or a reduce-scatter of `size` bytes in a ring (Patarasuk and Yuan 2009).
 
-    D-1 times each device sends 1/D of the bytes to the next one, at the pace of the slowest link.
+    In D-1 rounds, each device sends 1/D of the bytes to the next one, at the pace of the slowest link.
     """
     if devices == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""`estimate`: the price of a job of any size, from three small ones if it is too large to simulate."""
+"""`estimate`: the price of a job of any size, from three smaller jobs if it is too large to simulate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cdp_repro.schedule import Program, Schedule, Spec
 N = TypeVar("N", int, float)
 
 SIMULATED_FORWARDS = 1024
-"""Jobs of up to so many forwards in a training step (N R S) are simulated, in a second or so; others extrapolated."""
+"""Jobs of up to this many forwards in a training step (M S) are simulated, in about a second; others extrapolated."""
 
 
 def _program(job: Spec, costs: StageCosts) -> Program:
@@ -28,21 +28,21 @@ def estimate(
 ) -> Price:
     """Return the price of a job of any size: simulated if it has up to `simulated` forwards a step, else extrapolated.
 
-    Extrapolated is first the number of replicas R, with the stages as they are, then that of workers N, with S/N as it
-    is. Three jobs with 2n, 3n and 4n of it are simulated. What is exact about it, and what is not:
+    The number of replicas R is extrapolated first, with the stages unchanged; then the number of workers N, with S/N
+    unchanged. Each is extrapolated from three simulated jobs, with 2n, 3n and 4n of it. How exact this is:
 
-    - devices and bytes are polynomials of degree 2 in N and in R, which three points determine: exact for equal
-      stages if n is a multiple of `devices_per_host`, as it is up to 8; larger hosts count as n devices, with too many
-      borders between them. On `model_parallel` hosts and stages never align, and the larger has the links of the
-      smaller in the same shares: not exact;
-    - seconds are a maximum of such terms, linear but for data parallelism on `zero`, where the owner of a stage serves
-      all others, and by collectives, whose rings grow with their number. The last points determine the one that is
-      largest there: exact unless another overtakes it later, which makes `step_seconds` too low. So it comes with
-      bounds, extrapolated from the same job with free links and with free compute, where terms compete less: a step is
-      at least the longer, at most the sum of the two;
-    - a job of fewer workers has fewer stages, each the mean of its share of the stages: exact for equal stages, and
-      for what is a sum over all stages. But no estimate is below what the mean device computes, or the busiest of a
-      pipeline.
+    - Devices and bytes are polynomials of degree 2 in N and in R, which three points determine. They are exact for
+      equal stages if n is a multiple of `devices_per_host`, which holds up to 8. Larger hosts count as n devices, with
+      too many borders between them. On `model_parallel` they are not exact: hosts and stages never align, and the large
+      job is given the same shares of links as the small one.
+    - Seconds are a maximum of such terms. The terms are linear, except for data parallelism on `zero`, where the owner
+      of a stage serves all others, and for collectives, whose rings grow with the number of ranks. The last points
+      determine the largest term there. It is exact unless another term overtakes it later; then `step_seconds` is too
+      low. So bounds are extrapolated from the same job with free links and with free compute, where terms compete less:
+      a step takes at least the longer and at most the sum of the two.
+    - A job of fewer workers has fewer stages, each the mean of its share of the stages. This is exact for equal stages,
+      and for sums over all stages. No estimate is below the compute time of the mean device, or of the busiest device
+      of a pipeline.
     """
     (found,) = estimate_on_each(job, costs, (cluster,), optimizer_states, simulated)
     return found
@@ -57,7 +57,7 @@ def estimate_on_each(
 ) -> list[Price]:
     """Return the price that `estimate` gives on each of several clusters with hosts of one size.
 
-    A second cluster hardly takes longer: it shares the schedules, and only its clock is its own.
+    A second cluster hardly takes longer: it shares the programs and only needs its own clock.
     """
     sizes = {cluster.devices_per_host for cluster in clusters}
     if len(sizes) > 1:
@@ -74,7 +74,7 @@ def estimate_on_each(
 
 
 def _free(cluster: Cluster) -> tuple[Cluster, Cluster, Cluster]:
-    """Return the cluster as it is, with links that take no time, and with compute that takes none."""
+    """Return the cluster unchanged, with links that take no time, and with compute that takes no time."""
     nothing = (0.0,) * cluster.stages
     return (
         cluster,
@@ -89,7 +89,7 @@ def _axis(job: Spec, cluster: Cluster) -> str:
 
 
 def is_extrapolated(job: Spec, cluster: Cluster, simulated: int = SIMULATED_FORWARDS) -> bool:
-    """Whether `estimate` extrapolates: there are smaller jobs, and this has more than `simulated` forwards a step."""
+    """Whether `estimate` extrapolates: the job has more than `simulated` forwards a step, and smaller jobs exist."""
     axis = _axis(job, cluster)
     unit = _unit(cluster, axis, job)
     has_smaller = getattr(job, axis) > 4 * unit
@@ -101,7 +101,7 @@ def is_extrapolated(job: Spec, cluster: Cluster, simulated: int = SIMULATED_FORW
 def _extrapolated(
     job: Spec, costs: StageCosts, clusters: Sequence[Cluster], optimizer_states: int, simulated: int
 ) -> list[Price]:
-    """Return the price on each of some clusters that differ in seconds only, without bounds."""
+    """Return the price, without bounds, on each of several clusters that only differ in seconds."""
     hosts = clusters[0]
     if not is_extrapolated(job, hosts, simulated):
         return price_on_each(_program(job, costs), costs, clusters, optimizer_states)
@@ -139,7 +139,7 @@ def _from_three(job: Spec, axis: str, size: float, prices: Sequence[Price], at_l
 
 
 def _extrapolated_seconds(job: Spec, axis: str, size: float, seconds: Sequence[float]) -> float:
-    """Return the seconds at `size` from those at 2, 3 and 4, as they grow where one term stays the largest."""
+    """Return the seconds at `size` from those at 2, 3 and 4, assuming that the same term stays the largest."""
     two, three, four = seconds
     if job.collectives and axis == "replicas":  # 1 - 1/R of the bytes: a polynomial once multiplied by R
         return _through([2 * two, 3 * three, 4 * four], size) / size
@@ -149,7 +149,7 @@ def _extrapolated_seconds(job: Spec, axis: str, size: float, seconds: Sequence[f
 
 
 def _unit(cluster: Cluster, axis: str, job: Spec) -> int:
-    """Return n, such that hosts are full where that is possible with few devices."""
+    """Return n, such that hosts are full if few devices suffice for that."""
     shared = math.gcd(cluster.devices_per_host, job.replicas) if axis == "workers" else 1
     least = 2 if axis == "workers" and job.replicas > 1 else 4
     return min(8, math.lcm(least, cluster.devices_per_host // shared))
@@ -172,7 +172,7 @@ def _busiest_rank_seconds(job: Spec, cluster: Cluster) -> float:
 def _resized(
     job: Spec, axis: str, size: int, costs: StageCosts, clusters: Sequence[Cluster]
 ) -> tuple[Spec, StageCosts, Sequence[Cluster]]:
-    """Return the same job with `size` replicas, or workers: then with fewer stages, each the mean of its share."""
+    """Return the same job with `size` replicas or workers; with fewer workers, each stage is the mean of its share."""
     if axis == "replicas":
         return replace(job, replicas=size), costs, clusters
     stages = size * job.stages // job.workers
@@ -192,7 +192,7 @@ def _resized(
 
 
 def _shrunk(values: tuple[Any, ...], number: int) -> tuple[Any, ...]:
-    """Return bytes and the like as the means of `number` equal shares, whole numbers; flags as those of the most."""
+    """Return costs as the means of `number` equal shares, in whole numbers; flags by majority."""
     sums = _sums_to(values, number)
     if isinstance(values[0], bool):
         return tuple(mean > 0.5 for mean in _differences(sums))
@@ -205,9 +205,9 @@ def _differences(sums: Iterable[N]) -> tuple[N, ...]:
 
 
 def _sums_to(values: Sequence[float], number: int) -> list[float]:
-    """Cut `values` into `number` equal shares, through values where need be; return the sums of their means so far.
+    """Cut `values` into `number` equal shares, inside values if necessary; return the cumulative sums of their means.
 
-    So sums over all stages are in proportion to the number of stages, as they must be to be extrapolated.
+    So sums over all stages are proportional to the number of stages, as extrapolation requires.
     """
     sums = [0.0, *accumulate(values)]
     share = len(values) / number
@@ -219,6 +219,6 @@ def _sums_to(values: Sequence[float], number: int) -> list[float]:
 
 
 def _through(values: Sequence[float], at: float) -> float:
-    """Return at `at` the polynomial of degree 2 that has the three values at 2, 3 and 4."""
+    """Return the value at `at` of the polynomial of degree 2 through `values` at 2, 3 and 4."""
     two, three, four = values
     return two * (at - 3) * (at - 4) / 2 - three * (at - 2) * (at - 4) + four * (at - 2) * (at - 3) / 2

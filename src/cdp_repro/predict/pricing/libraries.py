@@ -1,4 +1,4 @@
-"""The price of two libraries' data parallelism: their published schedules on one timeline, as their ranks are alike."""
+"""The price of data parallelism by two libraries: their published schedules on one rank, because all are alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cdp_repro.predict.pricing.self_timed import Price
 def _data_parallel_price(
     costs: StageCosts, cluster: Cluster, devices: int, seconds: float, collectives: int, state: float, update: float
 ) -> Price:
-    """Return the price of a data-parallel step of `seconds`, with so many ring collectives of every stage."""
+    """Return the price of a data-parallel step of `seconds`; each stage goes round the ring `collectives` times."""
     total = collectives * (devices - 1) * sum(costs.gradient_bytes)
     hosts = -(-devices // cluster.devices_per_host)
     crossing = total * hosts / devices if hosts > 1 else 0.0  # a ring leaves each host once
@@ -22,10 +22,10 @@ def _data_parallel_price(
 
 
 def price_ddp(costs: StageCosts, cluster: Cluster, devices: int, optimizer_states: int = 0) -> Price:
-    """Return the price of DistributedDataParallel with a bucket a stage (Li et al. 2020, VLDB 13(12)).
+    """Return the price of DistributedDataParallel with one bucket per stage (Li et al. 2020, VLDB 13(12)).
 
-    Each bucket's all-reduce, 2(D-1)/D of its bytes, starts when its backward and the bucket before are done; the
-    optimizer runs after the last. One micro-batch a device.
+    Each bucket's all-reduce, 2(D-1)/D of its bytes, starts when its backward and the bucket before are done. The
+    optimizer runs after the last one. Each device has one micro-batch.
     """
     computed = sum(cluster.forward_seconds)
     reduced = 0.0
@@ -39,9 +39,9 @@ def price_ddp(costs: StageCosts, cluster: Cluster, devices: int, optimizer_state
 
 
 def price_fsdp2(costs: StageCosts, cluster: Cluster, devices: int, optimizer_states: int = 0) -> Price:
-    """Return the price of FSDP2 with a unit a stage, resharded after its forward (Zhao et al. 2023, VLDB 16(12)).
+    """Return the price of FSDP2 with one unit per stage, resharded after its forward (Zhao et al. 2023, VLDB 16(12)).
 
-    Every device updates its shard. The state is the shards, and the two stages that are whole at a time.
+    Every device updates its shard. The state consists of the shards and the two stages that are whole at once.
     """
     factors = cluster.collectives
     gather = [factors.all_gather * ring_seconds(cluster, devices, size) for size in costs.parameter_bytes]
@@ -57,7 +57,7 @@ def price_fsdp2(costs: StageCosts, cluster: Cluster, devices: int, optimizer_sta
 
 
 def _beside_compute(cluster: Cluster, gather: Sequence[float], scatter: Sequence[float]) -> float:
-    """Return the seconds of all forwards and backwards, with collectives one after the other, as they are issued.
+    """Return the seconds of all forwards and backwards, with collectives beside them in the order of issue.
 
     The parameters of the next stage to compute are gathered when a stage starts; its gradients are reduced and
     scattered when its backward ends.

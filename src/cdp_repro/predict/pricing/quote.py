@@ -1,6 +1,6 @@
-"""A quote: what one model costs on one cluster in several ways (`cdp-plan price=true`).
+"""A quote: the prices of several ways to train one model on one cluster (`cdp-plan price=true`).
 
-Priced are `dp`, `cdp_v1`, `cdp_v2` and the mode of the run on every placement that can run them with these sizes,
+It prices `dp`, `cdp_v1`, `cdp_v2` and the mode of the run on every placement that can run them with these sizes,
 `accumulation` on one device, and the baselines. If the mode of the run cuts sequences into slices, it is priced alone.
 """
 
@@ -49,13 +49,13 @@ class Quote:
     prices: Mapping[str, Price]
     """By mode and placement or baseline, e.g. "cdp_v2 pipeline" or "dp ddp"."""
     processes: int = 1
-    """How many processes have made it."""
+    """Number of processes that make a quote."""
 
 
 def make_quote(config: RunConfig, processes: int = 1) -> Quote:
-    """Price a training step of the model of `config` in all ways that a quote has; needs no data.
+    """Price a training step of the model of `config` in all ways of a quote; needs no data.
 
-    Where there is much to simulate, in so many processes.
+    If there is much to simulate, use `processes` processes.
 
     Raises:
         ConfigError, ModelError, ScheduleError: as the run itself would.
@@ -95,9 +95,9 @@ def cluster_of(config: RunConfig, cut: StageCut) -> Cluster:
 def prices_on_each(
     config: RunConfig, cut: StageCut, clusters: Sequence[Cluster], processes: int = 1
 ) -> list[dict[str, Price]]:
-    """Return, on each cluster, the prices of a quote, of those modes, placements and baselines that fit the sizes.
+    """Return, for each cluster, the prices of those modes, placements and baselines of a quote that fit the sizes.
 
-    The clusters must have hosts of one size; that there are several hardly takes longer.
+    All clusters must have hosts of the same size. Several clusters hardly take longer than one.
     """
     states = optimizer_states(config.optim)
     jobs = _jobs(config)
@@ -111,7 +111,7 @@ def prices_on_each(
     found = []
     for number, cluster in enumerate(clusters):
         prices = {name: estimates[different.index(job)][number] for name, job in jobs.items()}
-        # closed forms know workers of one speed, with k micro-batches each, of whole sequences
+        # closed forms only cover workers of one speed, with k micro-batches each, of whole sequences
         closed = not config.speeds and not config.micro_batches and config.slices_of_a_sequence == 1
         if config.workers > 1 and closed:
             devices = config.workers * config.accumulate * config.replicas
@@ -122,7 +122,7 @@ def prices_on_each(
 
 
 def _estimate(job: Spec, config: RunConfig, costs: StageCosts, clusters: Sequence[Cluster]) -> list[Price]:
-    """Return the price of a job on each cluster; its stages keep as many last steps as the one that keeps most."""
+    """Return the price of a job on each cluster; all stages count as many last steps as the one that keeps most."""
     states = optimizer_states(config.optim) + max(kept_steps(config, Schedule.of(job)))
     return estimate_on_each(job, costs, clusters, states)
 
@@ -130,7 +130,7 @@ def _estimate(job: Spec, config: RunConfig, costs: StageCosts, clusters: Sequenc
 def _jobs(config: RunConfig) -> dict[str, Spec]:
     """Return the jobs to simulate, by name."""
     chosen = config.spec()
-    beside = PRICED_MODES if config.slices_of_a_sequence == 1 else ()  # others have micro-batches of other costs
+    beside = PRICED_MODES if config.slices_of_a_sequence == 1 else ()  # slices have other costs
     rules = {**{name: name for name in beside}, config.mode.name: chosen.mode}
     jobs = {
         f"{mode} {place}": _job(chosen, rule, place)
@@ -152,7 +152,7 @@ def _jobs(config: RunConfig) -> dict[str, Spec]:
 
 
 def _can_run(job: Spec) -> bool:
-    """Whether the sizes fit: those of data parallelism on a pipeline need not fit the cyclic timeline."""
+    """Whether the sizes fit: sizes of data parallelism on a pipeline need not fit the cyclic timeline."""
     try:
         Schedule.of(job)
     except ValueError:

@@ -1,10 +1,10 @@
 """`price`: the price of a training step by self-timed simulation of the very programs that run.
 
-Each rank runs its actions in program order, compute takes its stage's time, a SEND takes none but occupies links, and
-an action waits for the messages that it consumes; nothing else is a barrier. A collective begins when all ranks take
-part, and occupies the links of a ring. Links serve messages in the order of the schedule, so that every time is a
-maximum of sums of the cluster's numbers (a max-plus linear system): slower links never make a step shorter, and the
-steps become periodic. The period is the price.
+Each rank runs its actions in program order. Compute takes the time of its stage; a SEND takes no time but occupies
+links. An action waits for the messages that it consumes, and for nothing else. A collective begins when all ranks take
+part, and occupies the links of a ring. Links serve messages in the order of the program, so every time is a maximum of
+sums of the cluster's numbers (a max-plus linear system). Hence slower links never make a step shorter, and the steps
+become periodic. The period is the price.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class Price:
     devices: int
     step_seconds: float
     busy_seconds: float
-    """Of forwards, backwards and updates, summed over devices."""
+    """Seconds of forwards, backwards and updates, summed over devices."""
     within_host_bytes: float
     """Sent to devices on the sender's host, summed over devices."""
     between_hosts_bytes: float
     """Sent to devices on other hosts, summed over devices."""
     activation_bytes: float
-    """Peak of live activation bytes on the device that has most."""
+    """Peak of live activation bytes on the device with most."""
     state_bytes: float
-    """Peak of parameters, in all versions kept, and optimizer state on the device that has most; without gradients.
-    Of a full pipeline: drained, a stale mode keeps two versions everywhere."""
+    """Peak of parameters, in all versions kept, plus optimizer state on the device with most; without gradients. It is
+    that of a full pipeline: once drained, a stale mode keeps two versions everywhere."""
     method: str
-    """`simulated` and `closed form`, which are exact in this model of a cluster, or `extrapolated` (see `estimate`)."""
+    """`simulated` or `closed form`, both exact in this model of a cluster, or `extrapolated` (see `estimate`)."""
     at_most_seconds: float | None = None
     """Upper bound of `step_seconds`; only for an extrapolation."""
 
@@ -70,7 +70,7 @@ class Price:
         return (self.within_host_bytes + self.between_hosts_bytes) / self.devices
 
 
-@dataclass(slots=True)  # not frozen, which would take half of the time that there is
+@dataclass(slots=True)  # not frozen: creating frozen events would take half of the time
 class _Event:
     """The effect of an action on the clock of its rank, on any cluster."""
 
@@ -81,9 +81,9 @@ class _Event:
     """Op and stage, if it keeps its rank busy."""
     begins_step: bool = False
     share: float = 1.0
-    """Of the seconds that the op takes on the whole stage: less for an update of a shard."""
+    """Factor on the seconds of the op on the whole stage: below 1 for an update of a shard, above for a slow worker."""
     carries: tuple[Value, int] | None = None
-    """What it sends, and the bytes of that; None if it sends nothing."""
+    """The value that it sends, and its bytes; None if it sends nothing."""
     links: tuple[_Link, ...] = ()
     """Links that the message occupies: an outgoing and an incoming one, or all links of a ring."""
     brings: tuple[int, ...] = ()
@@ -108,11 +108,11 @@ class _Reader:
         self._sent = 0
         self._joined: list[Action] = []
         self.starts: list[int] = []
-        """The slot in which each training step has started."""
+        """The slot in which each training step started."""
         self.computed: dict[int, dict[tuple[Op, int], float]] = defaultdict(lambda: defaultdict(float))
-        """By slot: what ranks were busy with, and how many of them."""
+        """By slot, then by op and stage: the sum of `share` over events."""
         self.bytes_sent: Counter[tuple[int, bool]] = Counter()
-        """By slot and whether between hosts."""
+        """Bytes by slot and whether they go between hosts."""
 
     def read(self, slot: Slot) -> Iterator[_Event]:
         """Yield the events of the next slot; an action that takes no time and waits for nothing has none."""
@@ -141,7 +141,7 @@ class _Reader:
         return _Event(action.rank, waits_for) if waits_for else None
 
     def _slowness(self, micro_batch: int) -> float:
-        """Return the time of a compute over the usual one of the fastest worker, whose seconds the cluster gives."""
+        """Return the time of a compute over the mean of the fastest worker, whose seconds the cluster gives."""
         return self._lanes.duration(micro_batch) / self._fastest if self._fastest else 1.0
 
     @property
@@ -195,19 +195,19 @@ class _SelfTimedClock:
     """When each event happens on one cluster."""
 
     def __init__(self, schedule: Schedule, cluster: Cluster, at_least: int) -> None:
-        """It runs at least so many steps."""
+        """The clock runs for at least `at_least` steps."""
         self._cluster = cluster
         self._at_least = at_least
         self._now = [0.0] * schedule.ranks
         self._free: dict[_Link, float] = defaultdict(float)
-        """When each link has sent or received all so far."""
+        """When each link is free again."""
         self._arrivals: dict[int, float] = {}
-        """By number: when messages arrive that nobody has waited for yet."""
+        """By number of the message: arrival times of messages that no event has waited for yet."""
         self._states: list[list[float]] = []
-        """At the start of each training step: all times above, sorted, as ranks may take turns."""
+        """At the start of each training step: times of ranks and links, sorted, because ranks may take turns."""
         self.is_done = False
-        """Whether all times grew by the same in the last two steps, or there is no use to go on."""
-        half = [seconds / 2 for seconds in cluster.backward_seconds]  # of a linear layer, each is one product of two
+        """Whether all times grew by the same amount in the last two steps, or `MAX_STEPS` steps have passed."""
+        half = [seconds / 2 for seconds in cluster.backward_seconds]  # in a linear layer, each part is one product
         self.seconds = {
             (op, stage): seconds
             for op, times in (
@@ -219,10 +219,10 @@ class _SelfTimedClock:
             )
             for stage, seconds in enumerate(times)
         }
-        """Of an op on a stage."""
+        """Seconds of an op on a stage."""
 
     def run(self, event: _Event) -> None:
-        """Let an event happen as soon as its rank has come to it, and all that it waits for is there."""
+        """Run an event as soon as its rank has reached it and the messages that it waits for have arrived."""
         if event.begins_step:
             self._begin_step()
         now = self._now[event.rank]
@@ -273,19 +273,20 @@ class _SelfTimedClock:
 
     @property
     def period(self) -> float:
-        """Seconds from one training step to the next: exact once steady, else the mean of the later half of them."""
+        """Seconds from one training step to the next: exact once steady, else the mean over the later half of steps."""
         last = len(self._states) - 1
         first = last - 1 if self._is_steady() else last // 2
         return (self._states[last][-1] - self._states[first][-1]) / (last - first)
 
 
 def price(program: Program, costs: StageCosts, cluster: Cluster, optimizer_states: int = 0) -> Price:
-    """Return the price of a training step of `program`, by simulation of its programs until they are periodic.
+    """Return the price of a training step of `program`, by simulating it until it is periodic.
 
-    `optimizer_states` is the number of values that the optimizer keeps for a parameter: 1 for momentum, 2 for Adam.
+    `optimizer_states` is the number of values that the optimizer keeps per value of a parameter: 1 for momentum, 2 for
+    Adam.
 
     Raises:
-        ValueError: `program`, `costs` and `cluster` are not of the same number of stages.
+        ValueError: `program`, `costs` and `cluster` do not have the same number of stages.
     """
     (found,) = price_on_each(program, costs, (cluster,), optimizer_states)
     return found
@@ -300,9 +301,9 @@ def price_on_each(
     the clocks do. So the program is read once, and every event advances the clock of each cluster. A clock stops when
     it is steady, and the pass ends with the last clock.
 
-    Bytes sent and compute are counted over whole training steps from step `settled` on, two steps after the largest
-    staleness with which a stage is read: for `cdp_v2`, where that is 1, from step 3 on. By then the pipeline is full,
-    and one step is like the next.
+    Bytes sent and compute are counted over whole training steps from step `settled` on: the largest staleness of any
+    read, plus two. For `cdp_v2`, whose largest staleness is 1, that is step 3. By then the pipeline is full, and all
+    steps are alike.
 
     Raises:
         ValueError: a cluster has another number of stages than the program.

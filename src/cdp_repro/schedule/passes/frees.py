@@ -1,4 +1,4 @@
-"""Which read of a value is the last one on its rank, and what a rank holds when the pipeline is drained."""
+"""The last read of each value on its rank, and the values that a rank holds when the pipeline is drained."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cdp_repro.schedule.values import Value, buffers, parameters
 def held_after(schedule: Schedule, step: int) -> dict[int, list[Value]]:
     """Return the values that each rank holds when the pipeline has drained after `step` training steps.
 
-    Those are, of each stage that a rank holds, the newest version, and each older one that a later micro-batch reads
-    there; and each worker's buffers, on the rank that computes for it next. Ranks that take turns may have gaps: where
-    micro-batches 0 and 2 of a step read fresh and 1 two steps late, the stale ones in turn come to one rank or another.
+    For each stage that it holds, a rank has the newest version and each older one that a later micro-batch reads there.
+    Each set of buffers is on the rank that computes with it next. The versions on ranks that take turns may have gaps:
+    if micro-batches 0 and 2 of a step read fresh and 1 two steps late, the stale reads move from rank to rank.
     """
     placement, sizes = schedule.placement, schedule.sizes
     first = step * sizes.micro_batches
@@ -35,10 +35,10 @@ def held_after(schedule: Schedule, step: int) -> dict[int, list[Value]]:
 
 
 def add_frees(slots: Slots, held: dict[int, list[Value]]) -> Slots:
-    """Mark the last read of each value on each rank; `held` is what must be left at the end.
+    """Mark the last read of each value on each rank; `held` has the values that must be left at the end.
 
-    Going backwards through the run, a read is the last one of a value that is not needed by anything that was seen
-    before. Writing makes a value, so that what stood under its name before is another.
+    The run is followed backwards: a read is the last one if no action seen so far needs the value. A write makes a new
+    value, so an earlier value of the same name is another one.
     """
     needed = defaultdict(set, {rank: set(values) for rank, values in held.items()})
     found: Slots = []

@@ -1,4 +1,4 @@
-"""The first pass: forwards and backwards from the timeline, on the placement's ranks, at the rule's versions."""
+"""The first pass: forwards and backwards in the timeline's slots, on the placement's ranks, at the rule's versions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from cdp_repro.schedule.meaning import compute_action
 from cdp_repro.schedule.schedule import Schedule
 
 Slots = list[list[Action]]
-"""The actions of each slot, from the first of a run, in an order in which one process could run them all."""
+"""The actions of each slot of a run, in an order in which one process could run them all."""
 
 
 def compute(schedule: Schedule, first_step: int, steps: int) -> Slots:
     """Return the forwards and backwards of a run of `steps` training steps, without the gradients of parameters.
 
-    Within a slot, forwards first is the paper's accounting: all activations of a slot are alive together. Backwards
-    first frees memory before the forwards take it, which lowers the peak of equal stages from (N+1)/2 to N/2 times the
-    activations of one micro-batch (for odd N: N/2 plus half a stage). Within each kind the order is that of the
-    micro-batches, which is the order in which gradients are added.
+    The paper's accounting has forwards first in a slot: all activations of a slot are alive together. Backwards first
+    free memory before the forwards take it. This lowers the peak of equal stages from (N+1)/2 to N/2 times the
+    activations of one micro-batch (for odd N: N/2 plus half a stage). Within each kind, actions are in the order of the
+    micro-batches, in which gradients are added.
     """
     forwards_are_last = schedule.spec.slot_order == "backward_first"
     timed = [*_timed(schedule, first_step, steps)]

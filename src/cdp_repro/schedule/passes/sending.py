@@ -1,7 +1,7 @@
 """Messages between neighbouring stages, of buffers, and of lent parameters.
 
-In a slot, a rank first sends what has been ready since an earlier slot, which overlaps with its compute, then computes,
-then sends what it has just made. A message of slot k is there before slot k+1 needs it.
+In a slot, a rank first sends values that have been ready since an earlier slot, which overlaps with its compute. It
+then computes, then sends the values that it has just made. A message of slot k arrives before slot k+1 needs it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cdp_repro.schedule.values import INPUT, LENT, OUTPUT_GRADIENT, Value, buffe
 
 
 def add_boundary_messages(slots: Slots, schedule: Schedule) -> Slots:
-    """Send each stage's output, its input's gradient, and its worker's buffers to the rank that reads them next."""
+    """Send each stage's output, the gradients of its inputs, and its buffers to the ranks that read them next."""
     return [[each for action in actions for each in (action, *_boundary(action, schedule))] for actions in slots]
 
 
@@ -32,10 +32,11 @@ def _boundary(action: Action, schedule: Schedule) -> list[Action]:
 
 
 def add_lending(slots: Slots, schedule: Schedule) -> Slots:
-    """Bring the parameters of lent stages to the ranks that compute with them, one slot before they do.
+    """Bring the parameters of lent stages to the ranks that compute with them, one slot earlier.
 
-    There a message goes before the compute, or after it where the version is made only then; into the first slot, if
-    that needs it. Shards are gathered by a collective of all ranks; else the one holder sends a copy.
+    In that slot a message goes before the compute, or after it if the slot itself makes the version. Parameters for the
+    first slot of a run are brought in that slot. A collective of all ranks gathers shards; else the one holder sends a
+    copy.
     """
     out: Slots = [[] for _ in slots]
     late: Slots = [[] for _ in slots]

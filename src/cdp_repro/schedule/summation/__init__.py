@@ -1,7 +1,7 @@
-"""How the gradients of a stage are summed over the micro-batches of a training step: one strategy, one file.
+"""How the gradients of a stage are summed over the micro-batches of a training step: one file per strategy.
 
-A strategy takes the slots of a run and returns them with the sums and the updates of its stages. Nothing of it is known
-elsewhere: what it does stands in the values of its actions.
+A strategy takes the slots of a run and returns them with the sums and the updates of its stages. No other code knows
+strategies: the values of the actions say everything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Strategy = Callable[[Slots, Schedule, frozenset[int]], Slots]
 
 
 def add_sums(slots: Slots, schedule: Schedule) -> Slots:
-    """Sum the gradients of every stage by the strategy that suits it, and update."""
+    """Sum the gradients of every stage by its strategy, and update."""
     chosen: dict[Strategy, list[int]] = defaultdict(list)
     for stage in range(schedule.stages):
         chosen[strategy_of(schedule, stage)].append(stage)
@@ -33,7 +33,7 @@ def add_sums(slots: Slots, schedule: Schedule) -> Slots:
 
 
 def strategy_of(schedule: Schedule, stage: int) -> Strategy:
-    """Return the strategy for a stage, by who holds it and who computes it."""
+    """Return the strategy for a stage, which depends on the ranks that hold it and compute it."""
     if schedule.placement.is_sharded:
         return sum_by_reduce_scatter
     if stage in schedule.lent:

@@ -1,4 +1,4 @@
-"""All ranks hold the stage and compute it at once: an all-reduce of the library, in an order of its own."""
+"""All ranks hold the stage and compute it at once: the library's all-reduce sums in an order of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cdp_repro.schedule.values import GRADIENTS, Value, gradient_sum
 
 
 def sum_by_all_reduce(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
-    """Reduce the gradients of each stage as soon as all ranks have them; update before the first read."""
+    """All-reduce the gradients of each stage as soon as all ranks have them; update before the first read."""
     slots = join_collectives(slots, schedule, stages, lambda total, _: total)
     return update_before_reads(slots, schedule, stages)
 
@@ -20,9 +20,9 @@ def sum_by_all_reduce(slots: Slots, schedule: Schedule, stages: frozenset[int]) 
 def join_collectives(
     slots: Slots, schedule: Schedule, stages: frozenset[int], result: Callable[[Value, int], Value]
 ) -> Slots:
-    """Have each rank add its own gradients of a step, and bring the last sum to a collective after the slot's compute.
+    """Have each rank sum its own gradients of a step, and bring the sum to a collective after the slot's compute.
 
-    `result` maps the sum of the step and a rank to what the collective makes there.
+    `result` maps the total and a rank to the value that the collective makes there.
     """
     lanes = schedule.sizes.lanes
 

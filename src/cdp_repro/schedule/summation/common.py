@@ -1,4 +1,4 @@
-"""What the strategies share: gradients of a backward, updates, and where in a run an action has to stand."""
+"""Code that strategies share: gradients of a backward, updates, and the place of an action in a run."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from cdp_repro.schedule.values import GRADIENTS, Value, gradient_sum
 
 
 def summed(backward: Action, before: Value | None, after: Value) -> Action:
-    """Return a backward, or its second part, that adds its gradients to the sum `before`, which becomes `after`."""
+    """Return a backward, or its second part, with its gradients added to the sum `before`, which makes `after`."""
     reads = backward.reads if before is None else (*backward.reads, before)
     return backward._replace(reads=reads, writes=(*backward.writes, after))
 
 
 def add(earlier: Value, later: Value, rank: int) -> Action:
-    """Return the action that adds two sums of which one follows the other."""
+    """Return the action that adds two sums; `later` begins where `earlier` ends."""
     both = gradient_sum(earlier.stage, range(earlier.number, later.stop))
     return Action(Op.ADD, rank, earlier.stage, value=both, reads=(earlier, later), writes=(both,))
 
 
 def members_with(schedule: Schedule, micro_batch: int) -> range:
-    """Return the micro-batches that are summed for one update with a micro-batch, itself among them."""
+    """Return the micro-batches that are summed for the same update as `micro_batch`, including itself."""
     first = micro_batch - micro_batch % schedule.sizes.summed
     return range(first, first + schedule.sizes.summed)
 
 
 def replace_backwards(slots: Slots, stages: frozenset[int], by: Callable[[Action], Iterable[Action]]) -> Slots:
-    """Put what `by` returns in the place of each action that gives gradients of `stages`."""
+    """Replace each action that gives gradients of `stages` by the actions that `by` returns."""
     found: Slots = []
     for actions in slots:
         found.append([])
@@ -45,13 +45,13 @@ def replace_backwards(slots: Slots, stages: frozenset[int], by: Callable[[Action
 
 
 def completed(action: Action, schedule: Schedule, stages: frozenset[int]) -> int | None:
-    """Return the version that can be made when `action` has completed the sum of one of `stages`; else None.
+    """Return the version that can be made once `action` completes the sum of one of `stages`; else None.
 
-    A sum is completed on a rank that holds the stage. A received one was completed elsewhere, but for the gradients of
-    an update's only micro-batch, which comes to an owner that does not compute.
+    A sum is completed on a rank that holds the stage. A received sum was completed elsewhere, except for the gradients
+    of an update's only micro-batch, which come to an owner that does not compute.
     """
     summed = schedule.sizes.summed
-    if action.op.is_message and summed > 1:  # most actions of a large program
+    if action.op.is_message and summed > 1:  # skips most actions of a large program
         return None
     for value in action.writes:
         if value.kind == GRADIENTS and value.stage in stages and len(value.members) == summed:
@@ -60,7 +60,7 @@ def completed(action: Action, schedule: Schedule, stages: frozenset[int]) -> int
 
 
 def update_at_once(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
-    """Update each of `stages` where its sum is completed, as soon as it is, and the version before it is there.
+    """Update each of `stages` as soon as its sum is complete and the version before exists, where the sum is completed.
 
     Sums of single pushes may overtake each other.
     """
@@ -85,8 +85,8 @@ def update_at_once(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> 
 def update_before_reads(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
     """Update each of `stages`, on every rank where its sum is completed, at the end of the slot before the first read.
 
-    So nobody keeps an old version longer than it reads it, and a rank waits for a sum as late as it can. What is not
-    read in this run is updated in one more slot.
+    So no rank keeps an old version longer than it reads it, and a rank waits for a sum as late as it can. Versions that
+    nothing reads in this run are made in one more slot.
     """
     open_sums: dict[tuple[int, int], list[int]] = defaultdict(list)
     found: Slots = []
@@ -103,9 +103,9 @@ def update_before_reads(slots: Slots, schedule: Schedule, stages: frozenset[int]
 
 
 def due(following: list[Action], open_sums: dict[tuple[int, int], list[int]]) -> list[tuple[int, int, int]]:
-    """Return stage, version and rank of the updates that computes of the next slot ask for; they are open no more.
+    """Return stage, version and rank of each update that the next slot's compute needs; remove these from `open_sums`.
 
-    `open_sums` are, by rank and stage, the versions that can be made, oldest first.
+    `open_sums` has, by rank and stage, the versions that can be made, oldest first.
     """
     found = []
     for action in following:
@@ -116,10 +116,10 @@ def due(following: list[Action], open_sums: dict[tuple[int, int], list[int]]) ->
 
 
 def put_off(slots: Slots, stages: frozenset[int], schedule: Schedule) -> Slots:
-    """Move each action of `stages` that adds or scatters received sums, or updates, to the end of the next slot.
+    """Move each ADD and UPDATE of `stages` to the end of the next slot.
 
-    By then what it waits for has arrived, and nobody has waited. Not where the next slot reads the new version, or one
-    after it.
+    By then the values that they wait for have arrived, so no rank has to wait. An action stays in its slot if the next
+    slot reads the version that it helps to make, or a later one, or if its slot is the last.
     """
     found: Slots = []
     waiting: list[Action] = []
@@ -144,5 +144,5 @@ def put_off(slots: Slots, stages: frozenset[int], schedule: Schedule) -> Slots:
 
 
 def step_version(action: Action, schedule: Schedule) -> int:
-    """Return the version that an ADD or UPDATE has a part in making."""
+    """Return the version that an ADD or UPDATE helps to make."""
     return action.version if action.value is None else (action.value.stop - 1) // schedule.sizes.summed + 1

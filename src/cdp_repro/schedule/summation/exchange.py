@@ -1,12 +1,12 @@
-"""Two holders: each sends the other what it lacks of the sum, and both complete it.
+"""Two holders: each sends the other the missing part of the sum, and both complete it.
 
-Of one stage and one training step of two micro-batches (r = rank):
+One stage and one training step of two micro-batches (r = rank):
 
     r0  B.m0 -> g[0:1]  S g[0:1]>1   ...   A g[0:1] + g[1:2]  U
     r1  B.m1 -> g[1:2]  S g[1:2]>0   ...   A g[0:1] + g[1:2]  U
 
 The sums have the same members in the same order, so both are bitwise the same, and neither rank waits for the other's
-total. Partial sums of earlier micro-batches are relayed as between more holders.
+total. Partial sums of earlier micro-batches are relayed, as between three or more holders.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cdp_repro.schedule.values import gradient_sum
 
 
 def is_exchangeable(schedule: Schedule, stage: int) -> bool:
-    """Whether two ranks hold a stage, and the last two micro-batches of every training step are one on each."""
+    """Whether two ranks hold a stage, and each computes one of the last two micro-batches of every training step."""
     rank_of, number = schedule.placement.rank_of, schedule.micro_batches
     lasts = (number - 1, 2 * number - 1)
     is_split = number > 1 and all(rank_of(m, stage) != rank_of(m - 1, stage) for m in lasts)
@@ -37,25 +37,24 @@ def is_exchangeable(schedule: Schedule, stage: int) -> bool:
 
 
 def only_exchanges(schedule: Schedule) -> bool:
-    """Whether exchanges are all that ranks send: two ranks, each with one micro-batch for all stages."""
+    """Whether ranks send nothing but exchanges: two ranks, each with one micro-batch for all stages."""
     if schedule.micro_batches != 2 or schedule.ranks != 2 or schedule.lent or schedule.spec.collectives:
         return False
     return all(len({schedule.placement.rank_of(m, stage) for stage in range(schedule.stages)}) == 1 for m in range(2))
 
 
 def sum_by_exchange(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
-    """Exchange the last two parts of each sum; add them as late as the sum allows, update before the first read."""
+    """Exchange the last two summands of each sum; add them as late as possible, and update before the first read."""
     receives_early = only_exchanges(schedule)
     slots = replace_backwards(slots, stages, lambda backward: _exchanged(backward, schedule, receives_early))
     return _add_late(update_before_reads(slots, schedule, stages), schedule, stages)
 
 
 def _exchanged(backward: Action, schedule: Schedule, receives_early: bool) -> Iterator[Action]:
-    """Yield a backward with what it adds and sends.
+    """Yield a backward with its ADDs and messages.
 
-    A rank that does nothing but exchange may be a little behind the other. So it gets ready for the other's part when
-    it sends its own, perhaps before it comes to the slot in which the other sends: gloo moves nothing before the
-    receiver is ready.
+    A rank that does nothing but exchange may be a little behind the other. So it posts its receive when it sends its
+    own summand, perhaps before the slot in which the other sends: gloo moves nothing before the receiver is ready.
     """
     m, stage, rank = backward.micro_batch, backward.stage, backward.rank
     members, rank_of = members_with(schedule, m), schedule.placement.rank_of
@@ -76,9 +75,9 @@ def _exchanged(backward: Action, schedule: Schedule, receives_early: bool) -> It
 
 
 def _add_late(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
-    """Complete a sum not before the update needs it, or the next backward of its stage begins another.
+    """Complete a sum only when the update needs it, or when the next backward of its stage begins another sum.
 
-    So a slow link is waited for as late as one open sum for each stage allows.
+    So ranks wait for a slow link as late as one open sum per stage allows.
     """
     waiting: dict[tuple[int, int], Action] = {}
     found: Slots = []

@@ -1,9 +1,9 @@
-"""Two ranks that exchange gradients of very uneven stages: the large ones leave in parts.
+"""Two ranks exchange gradients of very uneven stages: large gradients leave in parts.
 
-A link takes messages in the order in which they are sent. Gradients of the last stages, which often are the largest,
-come first, and the small ones behind them are needed first: a forward would wait for all. So a rank sends in a slot
-about as many bytes as a mean stage has, what is needed first before what can wait, as Jayarajan et al. (2019, MLSys)
-do with the gradients of data parallelism.
+A link carries messages in the order in which they are sent. Gradients of the last stages, often the largest, are made
+first, but the small ones after them are needed first: a forward would wait for all. So in each slot a rank sends about
+as many bytes as a mean stage has, the most urgent first. Jayarajan et al. (2019, MLSys) do so with the gradients of
+data parallelism.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from cdp_repro.schedule.summation.exchange import only_exchanges, sum_by_exchang
 from cdp_repro.schedule.values import Value, gradient_sum
 
 MIN_PART_BYTES = 2**20
-"""A smaller part would take longer to begin than to send."""
+"""Starting to send a smaller part would take longer than sending it."""
 
 _LARGE = 1.25
-"""A stage that has more than so many times the bytes of the mean stage is sent in parts, of half the mean each."""
+"""A stage with more than this many times the bytes of the mean stage is sent in parts of half the mean."""
 
 
 def parts_of(gradient_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Return in how many parts the gradients of each stage are sent.
+    """Return the number of parts in which the gradients of each stage are sent.
 
-    For example stages of 1, 1 and 10 MiB: the mean is 4 MiB, so the last leaves in 5 parts of 2 MiB.
+    For example, with stages of 1, 1 and 10 MiB the mean is 4 MiB, so the last leaves in 5 parts of 2 MiB.
     """
     mean = sum(gradient_bytes) / len(gradient_bytes)
     return tuple(
@@ -50,7 +50,7 @@ def leaves_in_parts(schedule: Schedule) -> bool:
 
 @dataclass(frozen=True)
 class Departure:
-    """When a part of a stage's gradients leaves: slots after the first forward of its micro-batch."""
+    """The slot in which a part of a stage's gradients leaves, counted from the first forward of its micro-batch."""
 
     slot: int
     stage: int
@@ -60,8 +60,8 @@ class Departure:
 def departures(schedule: Schedule, worker: int) -> list[Departure]:
     """Return the order in which one of two workers sends the gradients of a training step.
 
-    In each slot it sends what the other needs first, up to the bytes of a mean stage, but one part at least, and all
-    that is needed in the next slot.
+    In each slot it sends what the other needs first, up to the bytes of a mean stage, but at least one part, and all
+    parts that are needed in the next slot.
     """
     sizes = schedule.gradient_bytes
     parts, budget, needed = parts_of(sizes), sum(sizes) / schedule.stages, _needed(schedule, worker)
@@ -86,9 +86,9 @@ def departures(schedule: Schedule, worker: int) -> list[Departure]:
 
 
 def _needed(schedule: Schedule, worker: int) -> list[int]:
-    """Return, by stage, the slot in which the other rank needs a worker's gradients, after the worker's first forward.
+    """Return, by stage, the slot in which the other rank needs a worker's gradients, after its first forward.
 
-    It needs them before it reads the version that is made from them, or computes the next of its own.
+    The other rank needs them before it reads the version made from them, or computes its own next gradients.
     """
     timeline, turn = schedule.timeline, (1 - worker) // schedule.sizes.replicas
     begins = schedule.slots_per_step - _start(schedule, worker)
@@ -106,8 +106,8 @@ def _start(schedule: Schedule, worker: int) -> int:
 def sum_by_exchange_in_parts(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
     """Exchange as `sum_by_exchange` does, but send parts in the order of their `departures`.
 
-    All that a rank adds, and all that was made of the sum to which it adds, has left before. In a slot a rank sends
-    what it has just made when it has computed, and waits for what it adds after that.
+    Before an ADD, all parts that it adds have left, and so have all earlier gradients of its stage. Within a slot, a
+    rank first computes, then sends what it has just made, and only then waits for what it adds.
     """
     parts = parts_of(schedule.gradient_bytes)
     lanes = {schedule.placement.rank_of(worker, 0): _Lane(schedule, worker) for worker in range(2)}
@@ -132,7 +132,7 @@ def sum_by_exchange_in_parts(slots: Slots, schedule: Schedule, stages: frozenset
 
 
 def _add_of_parts(action: Action, worker: int, parts: int) -> Action:
-    """Return an ADD that waits for all parts of what the other worker sends."""
+    """Return an ADD that reads all parts of the gradients that the other worker sends."""
     reads: list[Value] = []
     for value in action.reads:
         is_received = value.number % 2 != worker
@@ -142,19 +142,19 @@ def _add_of_parts(action: Action, worker: int, parts: int) -> Action:
 
 @dataclass
 class _Queue:
-    """Ends of messages that are planned, in order, each with its slot."""
+    """Planned ends of messages, in order, each with its slot."""
 
     ends: deque[tuple[int, Action]] = field(default_factory=deque)
 
     def until(self, slot: int) -> list[Action]:
-        """Take out what is due up to `slot`."""
+        """Take out the ends that are due up to `slot`."""
         found = []
         while self.ends and self.ends[0][0] <= slot:
             found.append(self.ends.popleft()[1])
         return found
 
     def rest_of(self, add: Action) -> list[Action]:
-        """Take out all ends up to the last with gradients that `add` adds, or of an earlier step of its stage."""
+        """Take out all ends up to the last one with gradients of the stage of `add` from its step or an earlier one."""
         assert add.value is not None
         wanted = [
             number
@@ -165,7 +165,7 @@ class _Queue:
 
 
 class _Lane:
-    """What one rank sends to the other, in order, and what of it has not left, or was not announced there."""
+    """The messages of one rank to the other, in order: planned sends here, and planned receives there."""
 
     def __init__(self, schedule: Schedule, worker: int) -> None:
         self.worker = worker
@@ -173,7 +173,7 @@ class _Lane:
         self._rank, self._peer = (schedule.placement.rank_of(each, 0) for each in (worker, 1 - worker))
         self._departures = departures(schedule, worker)
         self._parts = parts_of(schedule.gradient_bytes)
-        self._ahead = _start(schedule, worker)  # ranks may drift so far that the other is that much behind
+        self._ahead = _start(schedule, worker)  # how far the other rank may drift behind
 
     def begin(self, micro_batch: int, slot: int) -> None:
         """Plan the messages of a micro-batch whose first forward is in `slot`."""

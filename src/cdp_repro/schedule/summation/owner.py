@@ -1,4 +1,4 @@
-"""One owner that lends the stage to other ranks: their gradients come to it, and it adds them in order (ZeRO)."""
+"""One owner lends the stage to other ranks: they send it their gradients, and it adds them in order (ZeRO)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cdp_repro.schedule.values import gradient_sum
 
 
 def sum_at_owner(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
-    """Send the gradients of each micro-batch to the owner, which adds them a slot later, when they have arrived."""
+    """Send the gradients of each micro-batch to the owner, which adds them a slot later, after they have arrived."""
 
     def sent(backward: Action) -> Iterator[Action]:
         m, stage = backward.micro_batch, backward.stage

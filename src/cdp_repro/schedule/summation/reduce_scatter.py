@@ -1,4 +1,4 @@
-"""A shard of the stage on each rank: a reduce-scatter of the library gives each rank its shard of the sum."""
+"""Each rank holds a shard of the stage: the library's reduce-scatter gives each rank its shard of the sum."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from cdp_repro.schedule.summation.common import put_off, update_at_once
 
 
 def sum_by_reduce_scatter(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
-    """Reduce the gradients of each stage to its shards as soon as all ranks have them; update a slot later."""
+    """Reduce-scatter the gradients of each stage as soon as all ranks have them; update a slot later."""
     slots = join_collectives(slots, schedule, stages, lambda total, rank: total.divided(rank + 1, schedule.ranks))
     return put_off(update_at_once(slots, schedule, stages), stages, schedule)

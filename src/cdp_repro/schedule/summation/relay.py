@@ -1,13 +1,13 @@
-"""Three or more holders: a sum grows along the micro-batches' ranks, and the whole sum goes from holder to holder.
+"""Three or more holders: a sum grows along the ranks of the micro-batches, and the total goes from holder to holder.
 
-With workers 0, 1, 2 on ranks of their own, of one stage and one training step (r = rank):
+Workers 0, 1, 2 on ranks of their own, one stage and one training step (r = rank):
 
     r0  B.m0 -> g[0:1]  S>1                                  U  (total from r2)
     r1        B.m1 + g[0:1] -> g[0:2]  S>2                        U  (total from r0)
     r2                 B.m2 + g[0:2] -> g[0:3] = total  S>0  U
 
 A rank needs the total only when it first reads the version made from it. So the total visits the holders in the order
-in which they need it, each hands it on after its update, and nobody keeps an old version longer than it reads it.
+in which they need it. Each hands it on after its update. No rank keeps an old version longer than it reads it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from cdp_repro.schedule.values import gradient_sum
 
 
 def sum_by_relay(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
-    """Relay partial sums along the micro-batches, and totals along the holders in the order of their need."""
+    """Relay partial sums along the micro-batches, and totals along the holders in the order in which they need them."""
     slots = replace_backwards(slots, stages, lambda backward: relayed_sum(backward, schedule))
     return _relay_totals(slots, schedule, stages)
 
 
 def relayed_sum(backward: Action, schedule: Schedule) -> Iterator[Action]:
-    """Yield a backward that takes part in the relay of partial sums, with what it adds and hands on."""
+    """Yield a backward of the relay of partial sums, with its ADD and its message if it needs them."""
     m, stage, rank = backward.micro_batch, backward.stage, backward.rank
     members, rank_of = members_with(schedule, m), schedule.placement.rank_of
     before = gradient_sum(stage, range(members[0], m)) if m > members[0] else None
@@ -50,7 +50,7 @@ def relayed_sum(backward: Action, schedule: Schedule) -> Iterator[Action]:
 def order_of_need(schedule: Schedule, stage: int, version: int) -> tuple[int, ...]:
     """Return the holders of `stage` in the order in which they first read `version` >= 1, or a later one.
 
-    For example cdp_v2 with N = S = 4, stage 1: workers 2 and 3 read the new version first, then 0 and 1 a step later.
+    For example, on stage 1 of cdp_v2 with N = S = 4, workers 2 and 3 read the new version, and 0 and 1 a step later.
     """
     found: dict[int, None] = {}
     for m in count(version * schedule.micro_batches):
@@ -63,29 +63,29 @@ def order_of_need(schedule: Schedule, stage: int, version: int) -> tuple[int, ..
 
 @dataclass
 class _Total:
-    """The way of one complete sum from holder to holder."""
+    """The path of one total from holder to holder."""
 
     stage: int
     version: int
     need: Sequence[int]
-    """The holders in the order in which they need it."""
+    """The holders in the order in which they need the total."""
     at: int
-    """The rank that hands it on next: first the one that completes it."""
+    """The rank that hands the total on next: at first the one that completes it."""
     ready: int | None
-    """The slot in which that rank completes it, or updates with it; None as long as it does not."""
+    """The slot in which that rank completed the total, or updated with it; None if it has not yet."""
     waiting: deque[int] = field(init=False)
-    """The holders that it has not reached, in the order in which it will."""
+    """The holders that the total has still to reach, in order."""
     updated: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.waiting = deque(rank for rank in self.need if rank != self.at)
 
     def is_ready(self, before: int) -> bool:
-        """Whether it could be handed on before the compute of a slot."""
+        """Whether the total could be handed on before the compute of slot `before`."""
         return self.ready is not None and self.ready < before
 
     def can_leave(self, slot: int) -> bool:
-        """Whether it could be handed on in a slot: at its end if it was completed there, not after an update there."""
+        """Whether the total can leave in a slot: ready before, or completed there; not if updated with there."""
         return self.is_ready(slot) or (self.ready == slot and self.at not in self.updated)
 
     @property
@@ -94,12 +94,12 @@ class _Total:
         return next(rank for rank in self.need if rank not in self.updated)
 
     def hand_on(self, schedule: Schedule) -> tuple[Action, Action]:
-        """Return the message that takes it to the next holder."""
+        """Return the message that takes the total to the next holder."""
         source, self.at, self.ready = self.at, self.waiting.popleft(), None
         return send(total_of(schedule, self.stage, self.version), source, self.at)
 
     def update(self, schedule: Schedule, rank: int, slot: int) -> Action:
-        """Return the update of `rank` with it in `slot`, after which the rank can hand it on."""
+        """Return the update of `rank` with the total in `slot`, after which the rank can hand it on."""
         self.updated.add(rank)
         if rank == self.at and self.waiting:
             self.ready = slot
@@ -111,10 +111,10 @@ _Totals = dict[tuple[int, int], _Total]
 
 
 def _relay_totals(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
-    """Hand the totals on and update with them, each holder at the end of the slot before its first read.
+    """Hand the totals on; each holder updates at the end of the slot before its first read.
 
-    A rank sends one total a slot, and takes one, unless the next slot needs more; those that can wait give way. After
-    the last slot the totals reach the remaining holders.
+    Per slot, a rank sends and receives at most one total, unless the next slot needs more; totals that can wait give
+    way. After the last slot, the totals reach the remaining holders.
     """
     totals: _Totals = {}
     open_sums: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -130,7 +130,7 @@ def _relay_totals(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> S
         early, late = _handed_on(totals, schedule, due(following, open_sums), number)
         found.append([*early, *actions, *late])
     while totals:
-        oldest = dict(sorted(totals, reverse=True))  # by stage: the last entry of each is its oldest version
+        oldest = dict(sorted(totals, reverse=True))  # by stage: the last entry wins, its oldest version
         reads = [(stage, version, totals[stage, version].next_in_need) for stage, version in sorted(oldest.items())]
         early, late = _handed_on(totals, schedule, reads, len(found))
         found.append([*early, *late])
@@ -140,7 +140,7 @@ def _relay_totals(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> S
 def _handed_on(
     totals: _Totals, schedule: Schedule, reads: Iterable[tuple[int, int, int]], slot: int
 ) -> tuple[list[Action], list[Action]]:
-    """Return the actions of `slot` before and after its compute, and forget the totals that are done."""
+    """Return the actions of `slot` before and after its compute, and drop the totals that are done."""
     early: list[Action] = []
     late: list[Action] = []
 

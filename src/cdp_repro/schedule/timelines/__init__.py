@@ -1,4 +1,4 @@
-"""Timelines: one file for each family, with its grid."""
+"""Timelines: one file per family, with a picture of each."""
 
 from cdp_repro.schedule.by_name import ByName
 from cdp_repro.schedule.timelines.clocked import Clocked

@@ -10,17 +10,17 @@ from cdp_repro.schedule.virtual_clock import Turn
 
 
 class Clocked(Timeline):
-    """A virtual clock says when each worker starts; a training step is a round of it, and each micro-batch an update.
+    """A virtual clock says when each worker starts; a training step is one round, and each micro-batch is an update.
 
     A tick is 2S slots; a worker whose micro-batch takes d ticks takes d slots for each forward and backward.
-    Micro-batches are numbered as they push. N = S = 2, speeds = [1, 2]:
+    Micro-batches are numbered in the order of their pushes. N = S = 2, speeds = [1, 2]:
 
         slot      0  1  2  3  4  5  6  7
         worker 0  F0    F1       B1    B0
         worker 1  F0 F1 B1 B0 F0 F1 B1 B0
 
-    Where messages take time, a worker is idle before each micro-batch for as long as its pull and its push take: all
-    computing is drawn later by one message, so that it ends as its push arrives.
+    If messages take time, a worker idles before each micro-batch for as long as its pull and its push take together.
+    The slots have all compute later by the time of one message, so that it ends when its push arrives.
     """
 
     name = "clocked"
@@ -33,12 +33,12 @@ class Clocked(Timeline):
         return self._tick * self.sizes.round.ticks
 
     def forward(self, i: int, j: int) -> int:
-        """Return the first of the slots that it takes."""
+        """Return the first of the slots that the forward takes."""
         turn = self._turn(i)
         return self._tick * turn.end - turn.computing * (2 * self.sizes.stages - j)
 
     def backward(self, i: int, j: int) -> int:
-        """Return the last of the slots that it takes."""
+        """Return the last of the slots that the backward takes."""
         turn = self._turn(i)
         return self._tick * turn.end - turn.computing * j - 1
 

@@ -8,7 +8,7 @@ from cdp_repro.schedule.timelines.timeline import Timeline
 class Cyclic(Timeline):
     """Micro-batch i starts in slot 2c i, with S = cN stages: no two micro-batches use a stage in the same slot.
 
-    It never drains while batches come. It ties S to a multiple of N. N = S = 3, k = 1, two training steps:
+    It never drains while mini-batches come. S must be a multiple of N. N = S = 3, k = 1, two training steps:
 
         slot      0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15
         worker 0  F0 F1 F2 B2 B1 B0 F0 F1 F2 B2 B1 B0
@@ -20,12 +20,12 @@ class Cyclic(Timeline):
 
     @property
     def distance(self) -> int:
-        """2c: slots from the start of a micro-batch to that of the next."""
+        """2c: slots from the start of one micro-batch to that of the next."""
         return 2 * (self.sizes.stages // self.sizes.workers)
 
     @property
     def period(self) -> int:
-        """2c k N."""
+        """2c M / R."""
         return self.distance * self.sizes.turns
 
     def forward(self, i: int, j: int) -> int:
@@ -39,9 +39,9 @@ class Cyclic(Timeline):
     def check(self, placement: str) -> None:
         """Raise ValueError unless N divides S and, on a pipeline, D.
 
-        A rank with the stages from j on computes at most one of them in a slot if no multiple of c lies inside of them:
-        forwards of two of its stages are less than 2c slots apart, and a forward and a backward of stages j and j' meet
-        only where j + j' + 1 is a multiple of 2c. So S/D must divide c = S/N.
+        Take a rank with consecutive stages and no multiple of c inside their range. It computes at most one of them in
+        a slot: their forwards are less than 2c slots apart, and a forward of stage j meets a backward of stage j' only
+        where j + j' + 1 is a multiple of 2c. So S/D must divide c = S/N.
         """
         stages, workers, ranks = self.sizes.stages, self.sizes.workers, self.sizes.pipeline_ranks
         if stages % workers:

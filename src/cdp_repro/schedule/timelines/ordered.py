@@ -1,9 +1,9 @@
-"""Pipelines, whose ranks each have an order of their own, with a flush at the end of each training step.
+"""Pipelines: each rank has an order of its own, and each training step ends with a flush.
 
-A rank begins what comes next in its order as soon as it can. The order says all; the slots follow from it. D ranks have
-S/D stages each. Where these are consecutive a micro-batch runs them one after the other: what the literature draws for
-one stage a rank holds for such chunks, and a chunk takes S/D slots. So no rank computes two things in a slot, whatever
-M and D are: M = kNL micro-batches, all of which may be under way at once.
+A rank begins the next task of its order as soon as it can, so the slots follow from the orders alone. D ranks have S/D
+stages each. A micro-batch runs consecutive stages of a rank one after the other, as a chunk of S/D slots. So the
+pictures of the literature, which have one stage per rank, hold for chunks, too. No rank computes two things in a slot,
+whatever M and D are, and all M micro-batches may be under way at once.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from cdp_repro.schedule.actions import Op
 from cdp_repro.schedule.timelines.timeline import Timeline
 
 Task = tuple[Op, int, int]
-"""What is computed: its kind, the micro-batch i of the training step, and the stage j."""
+"""A forward, a backward or a part of one: its kind, the micro-batch i of the training step, and the stage j."""
 
 _Item = TypeVar("_Item")
 
 
 class Ordered(Timeline):
-    """A subclass gives `order`. With a flush at the end of each training step."""
+    """A timeline that follows from the order of each rank, with a flush. A subclass gives `order`."""
 
     placements = ("single_device", "pipeline")
 
     @abstractmethod
     def order(self, rank: int) -> Iterable[Task]:
-        """Return what a rank computes in a training step, in its order."""
+        """Return what a rank computes in a training step, in order."""
 
     @property
     def ranks(self) -> int:
-        """Ranks that have an order."""
+        """Number of ranks that have an order."""
         return self.sizes.pipeline_ranks
 
     @cached_property
@@ -56,7 +56,7 @@ class Ordered(Timeline):
 
     @cached_property
     def _slots(self) -> dict[Task, int]:
-        """The slot of each task: after the one before it in the order of its rank, and after what it needs."""
+        """The slot of each task: after the task before it on its rank, and after the tasks that it needs."""
         orders: list[list[Task]] = [list(self.order(rank))[::-1] for rank in range(self.ranks)]
         free = [0] * self.ranks
         found: dict[Task, int] = {}
@@ -71,7 +71,7 @@ class Ordered(Timeline):
         return found
 
     def _needed(self, task: Task) -> list[Task]:
-        """Return the tasks whose results another one takes; none where it takes the data."""
+        """Return the tasks whose results `task` reads; none if it reads the data."""
         op, i, j = task
         if op is Op.FORWARD:
             return [(op, i, source) for source in self.sizes.sources[j]]
@@ -81,13 +81,13 @@ class Ordered(Timeline):
         return [(Op.FORWARD, i, j) if reader < 0 else (op, i, reader)]
 
     def _of_rank(self, op: Op, rank: int) -> list[list[Task]]:
-        """Return of each micro-batch what a rank with consecutive stages does: backwards from the last stage on."""
+        """Return each micro-batch's tasks on a rank with consecutive stages; backwards begin with the last stage."""
         chunk = self.sizes.stages // self.ranks
         stages = range(rank * chunk, (rank + 1) * chunk)[:: 1 if op is Op.FORWARD else -1]
         return [[(op, i, j) for j in stages] for i in range(self.sizes.turns)]
 
     def check(self, placement: str) -> None:
-        """Raise ValueError if the stages of a pipeline's rank are not one behind the other."""
+        """Raise ValueError if the stages on a rank of a pipeline are not a chain."""
 
         def fits(ranks: int) -> bool:
             chunk = sizes.stages // ranks
@@ -102,7 +102,7 @@ class Ordered(Timeline):
             )
 
     def _refuse_branches(self) -> None:
-        """Raise ValueError, with modes that work, if the stages are no chain."""
+        """Raise ValueError, with modes that work, if the stages are not a chain."""
         if self.sizes.branches:
             raise ValueError(
                 f"mode={self.name} passes a chain of stages to and fro, not branches that join: use "
@@ -118,22 +118,23 @@ class GPipe(Ordered):
     rank 1     F  F  F        B  B  B
     rank 2        F  F  F  B  B  B
 
-    A unit is S/D slots. Branches that join run side by side: a micro-batch passes E < D ranks one after the other, and
-    E takes the place of D, here and in 1F1B.
+    A unit is S/D slots. Branches that join run side by side: a micro-batch passes only E < D ranks one after the other,
+    and E replaces D, here and in 1F1B.
     """
 
     name = "gpipe"
 
     def order(self, rank: int) -> Iterable[Task]:
-        """Return the forwards, of the slices of a sequence from its first tokens on, and the backwards."""
+        """Return the forwards, each sequence's slices from the first tokens to the last, then the backwards."""
         forwards, slices = self._of_rank(Op.FORWARD, rank), self.sizes.slices
         sequences = [forwards[first : first + slices][::-1] for first in range(0, len(forwards), slices)]
         return chain(*chain(*sequences), *self._of_rank(Op.BACKWARD, rank))
 
 
 class TeraPipe(GPipe):
-    """GPipe with micro-batches cut along the tokens, too (Li et al. 2021): forwards from the first tokens of a sequence
-    to the last, backwards the other way. Micro-batches have the numbers of their backwards (`Sizes.place`). L = D = 3:
+    """GPipe with micro-batches cut along the tokens, too (Li et al. 2021). Forwards go from the first tokens of a
+    sequence to the last, backwards the other way. Micro-batches are numbered by their backwards (`Sizes.place`).
+    L = D = 3:
 
         unit    0  1  2  3  4  5  6  7  8  9
         rank 0  F2 F1 F0             B0 B1 B2
@@ -145,21 +146,21 @@ class TeraPipe(GPipe):
 
 
 class OneForwardOneBackward(Ordered):
-    """A backward as soon as one is due, one forward after each (Narayanan et al. 2019). M = D = 3:
+    """Each backward as soon as it is due, with one forward after it (Narayanan et al. 2019). M = D = 3:
 
         unit    0  1  2  3  4  5  6  7  8  9
         rank 0  F  F  F        B     B     B
         rank 1     F  F     B  F  B     B
         rank 2        F  B  F  B  F  B
 
-    Rank r runs its first D-r forwards at once, then one forward after each backward: no rank holds more than D-r
+    Rank r runs its first D-r forwards at once, then one forward after each backward. So rank r holds at most D-r
     micro-batches. The idle share is that of GPipe.
     """
 
     name = "one_f_one_b"
 
     def order(self, rank: int) -> Iterable[Task]:
-        """Return as many forwards as ranks follow, then one forward and one backward in turn."""
+        """Return a forward for each rank that follows, then one forward and one backward in turn."""
         forwards, backwards = self._of_rank(Op.FORWARD, rank), self._of_rank(Op.BACKWARD, rank)
         return chain(*_one_of_each(forwards, backwards, self.sizes.behind[rank]))
 
@@ -168,8 +169,8 @@ class Interleaved(Ordered):
     """Stage j on rank j mod D: a micro-batch passes each rank v = S/D times (Narayanan et al. 2021).
 
     D micro-batches at a time go through a rank's first stage, then through its second, and so on. Rank r runs
-    2(D-1-r) + (v-1)D forwards before its first backward, then one after each. A chunk of the pipeline is 1/v of one
-    without interleaving, and so is the bubble: the idle share is (D-1)/(vM + D-1). D = v = M = 2 (stage.micro-batch):
+    2(D-1-r) + (v-1)D forwards, then one forward and one backward in turn. A chunk is 1/v of one without interleaving,
+    and so is the bubble: the idle share is (D-1)/(vM + D-1). D = v = M = 2 (stage.micro-batch):
 
         slot    0    1    2    3    4    5    6    7    8    9
         rank 0  F0.0 F0.1 F2.0 F2.1      B2.0      B2.1 B0.0 B0.1
@@ -180,7 +181,7 @@ class Interleaved(Ordered):
     layout = "looped"
 
     def check(self, placement: str) -> None:  # noqa: ARG002 - the same for all
-        """Raise ValueError unless D divides M and the stages are a chain."""
+        """Raise ValueError unless D divides M / R and the stages are a chain."""
         self._refuse_branches()
         ranks, turns = self.ranks, self.sizes.turns
         if turns % ranks:
@@ -193,7 +194,7 @@ class Interleaved(Ordered):
             )
 
     def order(self, rank: int) -> Iterable[Task]:
-        """Return first the forwards that fill the pipeline, then backwards and forwards in turn."""
+        """Return the forwards that fill the pipeline, then one forward and one backward in turn."""
         chunks = self.sizes.stages // self.ranks
         forwards = [(Op.FORWARD, i, chunk * self.ranks + rank) for i, chunk in self._passes(range(chunks))]
         backwards = [(Op.BACKWARD, i, chunk * self.ranks + rank) for i, chunk in self._passes(range(chunks)[::-1])]
@@ -208,10 +209,10 @@ class Interleaved(Ordered):
 
 
 class ZeroBubble(Ordered):
-    """1F1B with each backward in two: first the gradient of the input, which others wait for, then of the weights.
+    """1F1B with each backward split: first the gradient of the input, which others wait for, then those of the weights.
 
-    Rank r puts the latter off by r micro-batches, so that they fill what was idle at the end (ZB-H1 of Qi et al. 2023);
-    no rank keeps more than D micro-batches. With three equal parts the idle share is (D-1)/(3M + D-1) for M >= D.
+    Rank r puts the latter off by r micro-batches, to fill the idle slots at the end (ZB-H1 of Qi et al. 2023). No rank
+    keeps more than D micro-batches. If F, I and W take the same time, the idle share is (D-1)/(3M + D-1) for M >= D.
     D = M = 3 (I: gradient of the input, W: of the weights):
 
         slot    0  1  2  3  4  5  6  7  8  9  10
@@ -224,9 +225,9 @@ class ZeroBubble(Ordered):
     splits_backward = True
 
     def order(self, rank: int) -> Iterable[Task]:
-        """Return the order of 1F1B with the gradients of weights behind; a rank's stages run as one."""
+        """Return the order of 1F1B with the gradients of weights put off; a rank's stages run as one."""
         behind = self.sizes.behind[rank]
-        level = self.sizes.depth - 1 - behind  # of a chain the rank itself
+        level = self.sizes.depth - 1 - behind  # for a chain, the rank itself
         forwards, inputs, weights = (
             self._of_rank(op, rank) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHTS)
         )
@@ -237,9 +238,9 @@ class ZeroBubble(Ordered):
 class Chimera(Ordered):
     """Two pipelines over the same ranks: even micro-batches go from rank 0 to D-1, odd ones back (Li and Hoefler 2021).
 
-    Each rank takes what is due first if either direction ran alone on the cyclic timeline, without waiting for its
-    slot. One direction computes where the other would idle: the idle share is (D-2)/(2M + D-2) for M >= D. Each rank
-    holds two stages. D = M = 4, micro-batches 0 to 3:
+    A rank orders its tasks by the slots they would have if each direction ran alone on the cyclic timeline; it does not
+    wait for these slots. One direction computes where the other would idle: the idle share is (D-2)/(2M + D-2) for
+    M >= D. Each rank holds two stages. D = M = 4, micro-batches 0 to 3:
 
         slot    0  1  2  3  4  5  6  7  8  9
         rank 0  F0 F2    F1 B1 F3 B3 B0    B2
@@ -254,7 +255,7 @@ class Chimera(Ordered):
 
     @property
     def ranks(self) -> int:
-        """A rank a stage, on one device, too."""
+        """One rank per stage, on a single device, too."""
         return self.sizes.stages
 
     def check(self, placement: str) -> None:
@@ -275,7 +276,7 @@ class Chimera(Ordered):
                              "use replicas=1")  # fmt: skip
 
     def order(self, rank: int) -> Iterable[Task]:
-        """Return what is due first: forwards in slot 2q + p, backwards in 2q + 2D-1-p, q micro-batches in each way."""
+        """Return tasks as they are due: stage p of a direction's q-th micro-batch in slots 2q + p and 2q + 2D-1-p."""
         last = self.sizes.stages - 1
         tasks = []
         for i in range(self.sizes.turns):
@@ -286,7 +287,7 @@ class Chimera(Ordered):
 
 
 def _one_of_each(forwards: Sequence[_Item], backwards: Sequence[_Item], ahead: int) -> list[_Item]:
-    """Return forwards and backwards in turn, with so many forwards more before the first backward."""
+    """Return `ahead` forwards, then one forward and one backward in turn."""
     found = list(forwards[:ahead])
     for place, backward in enumerate(backwards):
         found += [*forwards[ahead + place : ahead + place + 1], backward]

@@ -1,4 +1,4 @@
-"""One micro-batch at a time: gradient accumulation on a device, naive model parallelism on several."""
+"""One micro-batch at a time: gradient accumulation on one device, naive model parallelism on several."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from cdp_repro.schedule.timelines.timeline import Timeline
 
 
 class Sequential(Timeline):
-    """A micro-batch begins when the one before has finished, in slot 2S i. On D ranks all but one idle: (D-1)/D.
+    """A micro-batch begins when the one before has finished, in slot 2S i. On D ranks the idle share is (D-1)/D.
 
     N = S = 2:
 
@@ -20,7 +20,7 @@ class Sequential(Timeline):
 
     @property
     def period(self) -> int:
-        """2 S k N."""
+        """2S M / R."""
         return 2 * self.sizes.stages * self.sizes.turns
 
     def forward(self, i: int, j: int) -> int:

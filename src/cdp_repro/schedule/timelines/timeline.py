@@ -1,4 +1,4 @@
-"""What a timeline says: in which slot each micro-batch computes each stage."""
+"""The interface of a timeline: the slot in which each micro-batch computes each stage."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ class Timeline(ABC):
     """The slots of forwards and backwards; training step t is t periods later than step 0.
 
     A subclass gives `period`, `forward` and `backward`; `add_timeline` enters it under its name. Replicas compute in
-    the same slots, so that a timeline knows nothing of them: i counts the k N micro-batches of a step without replicas.
+    the same slots, so a timeline ignores them: i counts the turns of a step, its micro-batches without replicas.
     """
 
     sizes: Sizes
     name: ClassVar[str]
     has_exclusive_stages: ClassVar[bool] = True
-    """Whether a stage has one user in each slot (and replica)."""
+    """Whether a stage computes at most one micro-batch in each slot (per replica)."""
     splits_backward: ClassVar[bool] = False
-    """Whether a backward is two actions: the gradient of the stage's input, and those of its weights."""
+    """Whether a backward is two actions: one for the gradient of the stage's input, one for those of its weights."""
     placements: ClassVar[tuple[str, ...] | None] = None
-    """The placements that it is for, by name; None for all."""
+    """The names of the placements that the timeline supports; None for all."""
     layout: ClassVar[str] = "consecutive"
     """How a pipeline spreads the stages over its ranks: `consecutive`, `looped` or `both_ways`."""
 
     @property
     @abstractmethod
     def period(self) -> int:
-        """Slots from the start of a training step to that of the next."""
+        """Slots from the start of one training step to that of the next."""
 
     @abstractmethod
     def forward(self, i: int, j: int) -> int:
-        """Return the slot of the forward of stage j on micro-batch i, from the start of its training step."""
+        """Return the slot of the forward of stage j on micro-batch i, counted from the start of its training step."""
 
     @abstractmethod
     def backward(self, i: int, j: int) -> int:
-        """Return the slot of its backward; of its first part, if it has two."""
+        """Return the slot of the backward, or of its first part if it has two."""
 
     def backward_weights(self, i: int, j: int) -> int:
-        """Return the slot of the second part, which gives the gradients of the weights, if it has two."""
+        """Return the slot of the part of the backward that gives the gradients of the weights."""
         return self.backward(i, j)
 
     @cached_property
     def lanes(self) -> Lanes:
-        """Which worker computes which micro-batch, replicas counted."""
+        """The lane of each micro-batch."""
         return Lanes(self.sizes.lanes)
 
-    def check(self, placement: str) -> None:  # noqa: B027 - most have nothing to check
+    def check(self, placement: str) -> None:  # noqa: B027 - most timelines have nothing to check
         """Raise ValueError, with values that work, if the timeline cannot have these sizes on this placement."""
