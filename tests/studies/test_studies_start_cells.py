@@ -23,6 +23,7 @@ from cdp_repro.config.compose import OURS
 from cdp_repro.observe.run_directory import COMMAND, RunDirectory
 from cdp_repro.studies.cells import cells_of, read_list
 from cdp_repro.studies.sweep_status import sweep_text
+from cdp_repro.training import weights
 
 SLURM = ("launcher=slurm", "launcher.partition=gpu")
 
@@ -144,11 +145,14 @@ def test_a_failure_of_one_after_another_is_told_too(tiny, capfd):
 
 
 @pytest.mark.parametrize("launcher", [[], ["launcher.jobs=2"], ["launcher=slurm"]])
-def test_weights_of_another_model_are_told_once_and_nothing_starts(tiny, capfd, slurm, launcher):
+def test_weights_of_another_model_are_told_once_and_nothing_starts(tiny, capfd, slurm, launcher, monkeypatch):
     torch.save({"weight": torch.zeros(2)}, "other.pt")
+    check_weights, checked = weights.check_weights, []
+    monkeypatch.setattr(weights, "check_weights", lambda config: checked.append(config) or check_weights(config))
     assert sweep(*tiny, "seed=0,1", "model.depth=4,5", "model.weights=other.pt", *launcher) == 2
     said = capfd.readouterr().err
     assert said.count("is of another model than model=mlp") == 2, "once for each depth, not for each seed"
+    assert len(checked) == 2, "building a model takes seconds"
     assert not Path("sweep").exists() and not (slurm / "asked").exists()
 
 

@@ -35,7 +35,8 @@ def advice(standings: Sequence[Standing], finals: Sequence[Study], groups: Mappi
         if study.network not in done:
             choosing = [each for each in standings if each.study.chooses and each.study.network == study.network]
             best = [*best_of_each_mode(choosing).values()]
-            said.append(_chosen(study.network, best) if best else _tuned(study, groups))
+            so_far = _chosen(best) if best else _tuned(study, groups)
+            said.append(f"{study.network} is not judged on fresh seeds yet; {so_far}.")
     return " ".join(said) or "Not measured yet."
 
 
@@ -45,12 +46,12 @@ def _judged(each: Standing) -> str:
     return f"{beginning} `{overrides(each.group)}` ({each.study.network}, fresh seeds: {each.difference} {unit})."
 
 
-def _chosen(network: str, best: Sequence[Standing]) -> str:
+def _chosen(best: Sequence[Standing]) -> str:
     """Say how the best of each mode stands on the seeds by which it was chosen, which flatter it."""
     told = [f"`{overrides(each.group)}` {each.difference}" for each in best]
     return (
-        f"{network} is not judged on fresh seeds yet; the best of each mode so far, on the seeds on which it is the "
-        f"best, minus data parallelism with its optimizer, in {best[0].task.difference_unit}: {', '.join(told)}."
+        "the best of each mode so far, on the seeds on which it is the best, minus data parallelism with its "
+        f"optimizer, in {best[0].task.difference_unit}: {', '.join(told)}"
     )
 
 
@@ -64,10 +65,7 @@ def _tuned(finals: Study, groups: Mapping[str, Sequence[Group]]) -> str:
         f"`{overrides(group)}` {loss_of(group):.3f}" + (" (tuning goes on)" if untuned(group, tuned) else "")
         for group in sorted(best.values(), key=lambda group: group.mode != "dp")
     ]
-    return (
-        f"{finals.network} is not judged on fresh seeds yet; the lowest training loss of each mode so far in runs of "
-        f"full length, one seed: {', '.join(told)}."
-    )
+    return f"the lowest training loss of each mode so far in runs of full length, one seed: {', '.join(told)}"
 
 
 def overrides(group: Group) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from cdp_repro.config import ConfigError
+from cdp_repro.config.errors import refuse
 from cdp_repro.config.keys import changeable
 from cdp_repro.config.sweep_launcher import SlurmLauncher
 from cdp_repro.launch.signals import StopRequest
@@ -86,8 +87,7 @@ def array_script(root: Path, cells: Sequence[Cell], launcher: SlurmLauncher) -> 
         for name, ranks in processes.items()
         if ranks % launcher.nodes
     ]
-    if uneven:
-        raise ConfigError(uneven)
+    refuse(uneven)
     by_srun = launcher.nodes > 1
     train = '"${PYTHON:-python}" -m cdp_repro.cli.train "${arguments[@]}"'
     return ArrayScript(
