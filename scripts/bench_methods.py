@@ -14,8 +14,8 @@ from bench_timing import Batch, alternating_rounds, ratio_spread, steady_step_se
 
 from cdp_repro import Engine
 from cdp_repro.config import RunConfig
-from cdp_repro.config.compose import compose_known
 from cdp_repro.config.keys import settings_of
+from cdp_repro.config.known import compose_known
 from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.predict.cutting import cut_model, sample
 from cdp_repro.report.tuning import setting_of

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cdp_repro.config.compose import compose_config, expand_sweep
+from cdp_repro.config.compose import compose_config
+from cdp_repro.config.sweep_cells import expand_sweep
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("train", "plan", "verify", "export")

@@ -17,7 +17,9 @@ import cdp_repro
 from cdp_repro.cli import plan as plan_command
 from cdp_repro.cli import train as command
 from cdp_repro.config import ConfigError
-from cdp_repro.config.compose import Source, compose_config, expand_sweep, output_folder
+from cdp_repro.config.compose import compose_config, output_folder
+from cdp_repro.config.source import Source
+from cdp_repro.config.sweep_cells import expand_sweep
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from cdp_repro.config import RunConfig, compose
+from cdp_repro.config import RunConfig, compose, known, source
 from cdp_repro.studies.catalog import STUDIES
 
 GIVEN = {
@@ -17,12 +17,12 @@ GIVEN = {
 }
 """Values that a choice leaves to the user."""
 
-CHOICES = {group: [f"{group}={name}" for name in compose.OURS.choices(group)] for group in compose.GROUPS}
+CHOICES = {group: [f"{group}={name}" for name in source.OURS.choices(group)] for group in source.GROUPS}
 TOGETHER = [tuple(choice for choice in each if choice) for each in zip_longest(*CHOICES.values())]
 
 
 def by_hydra(overrides):
-    with hydra.initialize_config_module(compose.TREE, version_base="1.3"):
+    with hydra.initialize_config_module(source.TREE, version_base="1.3"):
         tree = hydra.compose("config", overrides)
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), tree))
 
@@ -33,7 +33,7 @@ def by_hydra(overrides):
 def test_the_configuration_is_hydras(choices):
     values = [value for choice in choices for value in GIVEN.get(choice, ())]
     overrides = (*choices, *values, "optim.lr=1", "batch_size=24", "stages=null")
-    assert repr(compose.compose_known(overrides)) == repr(by_hydra([*overrides])), "repr tells 1 from 1.0"
+    assert repr(known.compose_known(overrides)) == repr(by_hydra([*overrides])), "repr tells 1 from 1.0"
 
 
 def test_every_choice_is_among_them():
@@ -46,7 +46,7 @@ def test_hydra_composes_once_for_the_cells_of_all_studies(monkeypatch):
     monkeypatch.setattr(
         compose, "compose", lambda *args, **options: calls.append(args) or hydra.compose(*args, **options)
     )
-    for cached in (compose.compose_known, compose._of_choices, compose._composed_of_ours):
+    for cached in (known.compose_known, known._of_choices, compose.composed_of_ours):
         cached.cache_clear()
     assert len({repr(cell.config) for study in STUDIES.values() for cell in study.cells}) > 100
     assert len(calls) == 1

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from cdp_repro.config import ConfigError
-from cdp_repro.config.compose import compose_config, compose_known, expand_sweep, output_folder
+from cdp_repro.config.compose import compose_config, output_folder
+from cdp_repro.config.known import compose_known
 from cdp_repro.config.paths import PATH_KEYS, quoted_for_hydra, shortened, typed_path
+from cdp_repro.config.sweep_cells import expand_sweep
 
 NAMES = (
     "runs/mine", "früße", "two words", "it's", "a,b", "a=b", "(x)", "{x}", "[x]",

@@ -11,7 +11,7 @@ import pytest
 from conftest import TINY
 
 from cdp_repro.cli import report as command
-from cdp_repro.config.compose import Source
+from cdp_repro.config.source import Source
 from cdp_repro.observe.metrics import MetricsLog
 from cdp_repro.observe.run_directory import RunDirectory
 from cdp_repro.studies.cells import cells_of, write_list

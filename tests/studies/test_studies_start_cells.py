@@ -19,7 +19,7 @@ import torch
 from cdp_repro.cli import plan as plan_command
 from cdp_repro.cli import train as command
 from cdp_repro.config import ConfigError
-from cdp_repro.config.compose import OURS
+from cdp_repro.config.source import OURS
 from cdp_repro.observe.run_directory import COMMAND, RunDirectory
 from cdp_repro.studies.cells import cells_of, read_list
 from cdp_repro.studies.sweep_status import sweep_text

@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 from cdp_repro.cli.console import exit_code_of, help_text
 from cdp_repro.cli.streams import write_error, write_out
 from cdp_repro.config import ConfigError
-from cdp_repro.config.compose import Source, written_out
+from cdp_repro.config.compose import written_out
 from cdp_repro.config.errors import nearest
 from cdp_repro.config.paths import typed_path
+from cdp_repro.config.source import Source
 
 HYDRA_USAGE = """
 Hydra's own options:

@@ -16,8 +16,9 @@ from typing import Any
 
 from cdp_repro.cli.streams import command, write_error, write_out
 from cdp_repro.config import ConfigError
-from cdp_repro.config.compose import GROUPS, OURS, compose_config
+from cdp_repro.config.compose import compose_config
 from cdp_repro.config.paths import typed_path
+from cdp_repro.config.source import GROUPS, OURS
 from cdp_repro.launch import LaunchError, RankFailedError, StalledError
 from cdp_repro.observe.run_directory import RunDirectoryError
 from cdp_repro.schedule import ScheduleError

@@ -9,7 +9,7 @@ from typing import Any
 
 import hydra
 
-from cdp_repro.config.compose import TREE
+from cdp_repro.config.source import TREE
 
 
 def ask_hydra(command: str, arguments: Sequence[str]) -> int:

@@ -17,11 +17,12 @@ from cdp_repro.cli.command_line import Command, CommandLine
 from cdp_repro.cli.console import console_logging, values_text
 from cdp_repro.cli.streams import OutputError, command, write_error, write_out
 from cdp_repro.config import ConfigError, RunConfig, load_config
-from cdp_repro.config.compose import Source, compose_config, output_folder
+from cdp_repro.config.compose import compose_config, output_folder
 from cdp_repro.config.errors import collecting, refuse
 from cdp_repro.config.keys import RESUME_KEYS
 from cdp_repro.config.paths import PATH_KEYS, typed_path
 from cdp_repro.config.program_file import with_absolute_program
+from cdp_repro.config.source import Source
 from cdp_repro.config.sweep_launcher import LAUNCHERS, Launcher, LocalLauncher, SlurmLauncher, launcher_of, of_runs
 from cdp_repro.config.task import task_of
 from cdp_repro.launch import RankFailedError, StalledError, is_rank_0, launch

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from cdp_repro.config import ConfigError
-from cdp_repro.config.compose import GROUPS
 from cdp_repro.config.errors import collecting, nearest, refuse
 from cdp_repro.config.keys import settings_of
+from cdp_repro.config.source import GROUPS
 from cdp_repro.observe.json_values import from_json
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import RunDirectory

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cdp_repro.config import ConfigError, RunConfig
-from cdp_repro.config.compose import Source, compose_config, expand_sweep
+from cdp_repro.config.compose import compose_config
 from cdp_repro.config.errors import refuse
 from cdp_repro.config.keys import changeable, is_changeable, settings_of
 from cdp_repro.config.paths import LONGEST_NAME, shortened
 from cdp_repro.config.program_file import with_absolute_program
+from cdp_repro.config.source import Source
+from cdp_repro.config.sweep_cells import expand_sweep
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.run_directory import CONFIG, RunDirectory, arguments_to_go_on
 

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from cdp_repro.config import RunConfig
-from cdp_repro.config.compose import compose_known
 from cdp_repro.config.keys import settings_of
+from cdp_repro.config.known import compose_known
 from cdp_repro.studies.rows import cell_hash
 
 
