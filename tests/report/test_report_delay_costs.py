@@ -93,7 +93,7 @@ class World:
             loss = (0, *lost)[number]
             if loss is None:
                 return None if seed % 4 == 3 else 90.0
-            return 90 + 0.1 * (seed % 3) - loss + 0.01 * ((seed + number) % 2)
+            return 90 + 0.1 * (seed % 3) - loss + 0.01 * (number and (seed + number) % 2)
 
         self.have("verdict", compared(self.studies["verdict"], top1, keep, **changed))
         return self.standings("verdict")
@@ -423,15 +423,15 @@ def test_a_text_study_is_judged_by_nats_of_which_fewer_are_better(monkeypatch):
     rows = [
         row_of(cell, seed, study.name, **STATE, **{
             "eval/nats_per_token": nats[cell.settings["optim.name"]] + 0.001 * (seed % 2)
-            + (change[cell.settings["optim.name"]] if cell.settings["mode.name"] == "cdp_v1" else 0.0) + 0.0001 * seed
+            + (change[cell.settings["optim.name"]] + 1e-4 * seed if cell.settings["mode.name"] == "cdp_v1" else 0.0)
         })
         for cell in study.cells for seed in cell.seeds
     ]  # fmt: skip
     world.have("verdict", grouped(rows, study.varied))
     found = {each.group.config["optim.name"]: each for each in world.standings("verdict")}
-    assert found["nadamw"].found.difference.mean == pytest.approx(0.2), "against data parallelism with nadamw"
+    assert found["nadamw"].found.difference.mean == pytest.approx(0.2, abs=0.01), "against dp with nadamw"
     assert found["nadamw"].verdict == "worse"
-    assert found["muon"].found.difference.mean == pytest.approx(-0.1), "against data parallelism with muon"
+    assert found["muon"].found.difference.mean == pytest.approx(-0.1, abs=0.01), "against dp with muon"
     assert found["muon"].verdict == "better"
     without = [row for row in rows if (row.config["mode.name"], row.config["optim.name"]) != ("dp", "nadamw")]
     world.have("verdict", grouped(without, study.varied))

@@ -74,7 +74,6 @@ def test_one_seed_has_no_spread_and_no_common_seed_no_difference():
     assert Difference.paired({0: 1.0}, {1: 1.0}) is None
     infinite = Difference.paired({0: 3.0, 1: math.inf}, {0: 1.0, 1: 5.0})
     assert infinite.text() == "+inf (2)" and math.isnan(infinite.p_value)
-    assert Difference.paired({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}).p_value == 1
 
 
 def test_groups_that_differ_in_more_than_mode_and_rate_are_not_compared():
@@ -93,7 +92,7 @@ def test_groups_on_other_data_are_not_compared_and_of_other_code_not_silently():
         compared(other_data, dp, "eval/top1_percent")
     one, two = (grouped([row_of(V1, seed, **code) for seed in (0, 1)])[0] for code in ({}, {"version/code": "d"}))
     said = [compared(each, dp, "eval/top1_percent").text() for each in (one, two)]
-    assert said == ["+0.00 [+0.00, +0.00] (2)", "+0.00 [+0.00, +0.00] (2, of two versions)"]
+    assert said == ["+0.00 (2)", "+0.00 (2, of two versions)"]
 
 
 def test_text_is_compared_by_its_loss_and_only_one_learning_rate_is_untuned():

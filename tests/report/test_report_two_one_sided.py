@@ -27,15 +27,22 @@ ZERO = by_seed([90.0] * 5)
         ([-1.0, -1.1, -0.9, -1.0, -1.05], WORSE, BETTER),
         ([1.0, 1.1, 0.9, 1.0, 1.05], BETTER, WORSE),
         ([-1.0, 1.0, -0.9, 0.8, 0.2], NOT_SETTLED, NOT_SETTLED),
-        ([0.0, 0.0, 0.0, 0.0, 0.0], EQUIVALENT, EQUIVALENT),
-        ([0.3, 0.3, 0.3, 0.3, 0.3], BETTER, WORSE),  # at the margin is not inside
+        ([0.3, 0.301, 0.299, 0.3001, 0.2999], BETTER, WORSE),  # at the margin is not inside
     ],
 )
 def test_verdicts(differences, more, less):
     ours = {seed: ZERO[seed] + each for seed, each in enumerate(differences)}
     for more_is_better, verdict in ((True, more), (False, less)):
-        margin = 0.29999 if differences[0] == 0.3 else 0.3
-        assert equivalence(Difference.paired(ours, ZERO), margin, more_is_better).verdict == verdict
+        assert equivalence(Difference.paired(ours, ZERO), 0.3, more_is_better).verdict == verdict
+
+
+@pytest.mark.parametrize("each", [-1.0, 0.0, 0.1])
+def test_equal_differences_show_no_spread_and_settle_nothing(each):
+    """Coarse numbers give them by chance; an interval of width 0 would be sure of them."""
+    theirs = {0: 80.1, 1: 79.9, 2: 81.3}
+    found = equivalence(Difference.paired({seed: value + each for seed, value in theirs.items()}, theirs), 0.3, True)
+    assert found.verdict == NOT_SETTLED and math.isnan(found.p_value)
+    assert found.difference.text() == f"{each:+.2f} (3)"
 
 
 def test_p_is_the_larger_of_the_two_one_sided_t_tests():

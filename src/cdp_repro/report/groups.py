@@ -126,19 +126,26 @@ class Difference:
     def paired(cls, ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
         """Return ours - theirs, both by seed; None without a common seed.
 
-        Interval, p and error are NaN for one seed, and where a value is not finite.
+        Interval, p and error are NaN where nothing shows how far seeds differ: with one seed, or equal differences
+        (which coarse numbers give by chance, and whose interval of width 0 would be sure of them). So they are where a
+        value is not finite.
         """
         differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
         n = len(differences)
         if not n:
             return None
         mean = statistics.fmean(differences)
-        if n == 1 or not math.isfinite(mean):
+        if n == 1 or not math.isfinite(mean) or _are_equal(differences):
             return cls(mean, math.nan, math.nan, math.nan, n)
         error = statistics.stdev(differences) / math.sqrt(n)
         half = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * error
-        p_value = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
+        p_value = 2 * float(stdtr(n - 1, -abs(mean) / error))
         return cls(mean, mean - half, mean + half, p_value, n, error)
+
+
+def _are_equal(values: Sequence[float]) -> bool:
+    """Return whether values differ by no more than rounding."""
+    return max(values) - min(values) <= 1e-9 * max(map(abs, values))
 
 
 def grouped(rows: Iterable[Row], varied: Sequence[str] = ()) -> list[Group]:

@@ -24,7 +24,7 @@ class Equivalence:
 
     difference: Difference
     p_value: float
-    """The larger of the two one-sided tests; NaN for one seed."""
+    """The larger of the two one-sided tests; NaN where the difference has no interval."""
     verdict: str
     """`equivalent`: surely less than the margin apart. Else `worse` or `better`: the 95 % interval lies on one side of
     0. Else `not settled`: more seeds would be needed."""
@@ -39,8 +39,6 @@ def equivalence(difference: Difference, margin: float, more_is_better: bool) -> 
 def _p_value(difference: Difference, margin: float) -> float:
     """Return the larger p of the tests that the mean is at most -margin, and at least +margin."""
     inside = margin - abs(difference.mean)
-    if difference.error == 0:
-        return float(inside <= 0)
     return float(stdtr(difference.n - 1, -inside / difference.error))
 
 
