@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,11 @@ def empty_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "STUDIES", {study.name: study for study in (SCORES, RATES)})
 
 
-def write_run(status: str) -> None:
-    """Write the run directory `run`, of a run of one epoch that has ended so."""
-    run = RunDirectory.create(Path("run"), CELL.config.to_dict(), ["cdp-train", *CELL.overrides])
-    numbers = {"version/code": "c", "dataset/fingerprint": "f", "eval/top1_percent": 50, "ranks": 1, "workers": 4}
+def write_run(status: str, name: str = "run", seed: int = 0, top1: float = 50) -> None:
+    """Write a run directory, of a run of one epoch that has ended so."""
+    config = replace(CELL.config, seed=seed)
+    run = RunDirectory.create(Path(name), config.to_dict(), ["cdp-train", *CELL.overrides])
+    numbers = {"version/code": "c", "dataset/fingerprint": "f", "eval/top1_percent": top1, "ranks": 1, "workers": 4}
     run.write_summary({"status": status, **numbers})
     run.metrics_path.write_text('{"step": 1, "epoch": 1, "train/epoch_loss": 1.0}\n')
 
@@ -37,6 +39,18 @@ def test_a_run_goes_to_the_first_study_of_which_it_is_a_result(status, study):
     (row,) = read_rows(Path("results/rows"))
     assert (row.study, row.has_diverged) == (study, status == "diverged")
     assert report.main(["collect", "run", f"--study={study}"]) == 0, "the same row again"
+
+
+def test_other_runs_of_present_rows_are_all_named_before_any_row_is_written(capsys):
+    for seed in (0, 1, 2):
+        write_run("finished", f"run{seed}", seed)
+        write_run("finished", f"again{seed}", seed, top1=51)
+    assert report.main(["collect", "run0", "run2"]) == 0
+    before = read_rows(Path("results/rows"))
+    assert report.main(["collect", "again0", "again1", "again2"]) == 2
+    refused = [line for line in capsys.readouterr().err.splitlines() if "already holds a run of this cell" in line]
+    assert len(refused) == 2 and "seed0" in refused[0] and "seed2" in refused[1]
+    assert read_rows(Path("results/rows")) == before, "nor that of again1, which is fine"
 
 
 def test_a_run_that_diverged_is_a_result_of_no_study_of_accuracy(monkeypatch, capsys):

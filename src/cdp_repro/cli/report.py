@@ -17,7 +17,7 @@ from cdp_repro.observe.text import table as text_table
 from cdp_repro.schedule.garbage import without_collection
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.collecting import collect
-from cdp_repro.studies.rows import DIVERGED, ROWS, Row, RowError, cell_hash, write_row
+from cdp_repro.studies.rows import DIVERGED, ROWS, Row, RowError, cell_hash, refuse_another, write_row
 from cdp_repro.studies.status import status_text
 
 USAGE = f"""usage: cdp-report build   [--results=results] [--root=.]
@@ -131,7 +131,9 @@ def _collect(options: dict[str, str], words: list[str]) -> int:
         problems.append(f"--study={study}: use letters, digits, - and _, as it names a folder")
     for word in words:
         try:
-            rows.append(_with_study(Path(typed_path(word)), study))
+            row = _with_study(Path(typed_path(word)), study)
+            refuse_another(row, folder)
+            rows.append(row)
         except (ConfigError, RunDirectoryError, RowError) as error:
             problems.append(str(error))
     refuse(problems)  # before anything is written

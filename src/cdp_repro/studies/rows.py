@@ -126,13 +126,7 @@ def write_row(row: Row, folder: Path) -> Path:
     """
     path = folder / row.study / row.file_name
     if path.exists():
-        present = read_row(path)
-        if present != row:
-            raise RowError(
-                f"{path} already holds a run of this cell and seed with other numbers "
-                f"({_first_difference(present, row)}): "
-                "remove that file first if the new run shall replace it"
-            )
+        refuse_another(row, folder)
         return path
     lines = {"format": FORMAT, **_content(row), "digest": row.digest}.items()
     text = "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in lines) + "\n}\n"
@@ -142,6 +136,16 @@ def write_row(row: Row, folder: Path) -> Path:
     except OSError as error:
         raise RowError(f"cannot write {path}: {error.strerror or error}; pass another --results=") from error
     return path
+
+
+def refuse_another(row: Row, folder: Path) -> None:
+    """Raise RowError if the file that `write_row` would write holds another row."""
+    path = folder / row.study / row.file_name
+    if path.exists() and (present := read_row(path)) != row:
+        raise RowError(
+            f"{path} already holds a run of this cell and seed with other numbers "
+            f"({_first_difference(present, row)}): remove that file first if the new run shall replace it"
+        )
 
 
 def read_row(path: Path) -> Row:
