@@ -1,3 +1,3 @@
-"""The commands."""
+"""The console commands."""
 
-import cdp_repro.launch.in_rank  # noqa: F401 - it notes the parent before torch is imported
+import cdp_repro.launch.in_rank  # noqa: F401 - notes the parent process before torch is imported

@@ -1,4 +1,4 @@
-"""A command line: options of the command, those that every application of Hydra has, and overrides, in any order."""
+"""A command line: options of the command, options of every Hydra application, and overrides, in any order."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ _OF_HYDRA: dict[tuple[str, ...], dict[str, Any]] = {
     ("--shell-completion", "-sc"): _FLAG,
     ("--config-dir", "-cd"): {},
     ("--config-name", "-cn"): {"default": "config"},
-    ("--run", "-r"): _FLAG,  # what happens without it, too
+    ("--run", "-r"): _FLAG,  # no effect: a command runs in any case
 }
-"""How the options of Hydra that have a meaning here are read, by their names."""
+"""By their names: how the options of Hydra that have a meaning here are parsed."""
 _SHELLS = ("bash", "zsh", "fish")
 _COMPLETION_ACTIONS = ("install", "uninstall", "query")
-"""What Hydra knows of completion."""
+"""What Hydra can do with shell completion."""
 
 _QUESTIONS = ("cfg", "info", "shell-completion", "hydra-help")
-"""Those that Hydra answers itself; nothing runs."""
+"""Options that Hydra answers itself, in place of a run."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was asked of a command."""
+    """The parsed command line of a command."""
 
     overrides: Sequence[str]
     """As typed, `key=value`."""
     options: Mapping[str, str]
-    """Of the command's own options those given, by name without dashes."""
+    """The command's own options that were given: their values by name, without dashes."""
     flags: frozenset[str]
-    """Of the command's own flags those given, as in `Command.flags`."""
+    """The command's own flags that were given: their long names, with dashes."""
     source: Source
 
 
@@ -69,16 +69,16 @@ class Command:
     name: str
     usage: str
     run: Callable[[CommandLine], int]
-    """Returns the exit code; may raise the user's mistakes."""
+    """Returns the exit code; may raise errors that `exit_code_of` reports."""
     options: tuple[str, ...] = ()
-    """Names of its own options, each with a value."""
+    """Names of its own options, without dashes; each takes a value."""
     flags: tuple[tuple[str, ...], ...] = ()
     """Names of its own flags, with dashes, the long one first."""
     more_help: Callable[[], str] = str
-    """Returns what `--help` says of settings that are no part of a run's configuration."""
+    """Returns the part of `--help` on settings that are not in the configuration of a run."""
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
-        """Run the command, or answer in its place; return the exit code, 2 for the user's mistakes."""
+        """Run the command, show its help or let Hydra answer; return the exit code, 2 for the user's mistakes."""
         with exit_code_of() as result:
             known = self._arguments()
             given, unknown = _parser(known).parse_known_intermixed_args(arguments)
@@ -103,7 +103,7 @@ class Command:
         source = _source(given)
         flags = frozenset(name for name, *_ in self.flags if getattr(given, name[2:].replace("-", "_")))
         if words := _for_hydra(given, flags, source):
-            from cdp_repro.cli.hydra_main import ask_hydra  # here: a run needs none of it
+            from cdp_repro.cli.hydra_main import ask_hydra  # here: a run does not need it
 
             return ask_hydra(self.name, [*words, *source.arguments()])
         options = {name: value for name in self.options if (value := getattr(given, name)) is not None}
@@ -111,7 +111,7 @@ class Command:
 
 
 class _Parser(ArgumentParser):
-    """Refuses as the rest of the package does: by an exception."""
+    """Raises ConfigError for a mistake, as the rest of the package does, where `argparse` would exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError([re.sub("ignored explicit argument (.*)", r"takes no value, not \1", message)])
@@ -131,10 +131,10 @@ def _source(given: Namespace) -> Source:
 
 
 def _for_hydra(given: Namespace, flags: Collection[str], source: Source) -> list[str]:
-    """Return the arguments by which Hydra answers itself; none if the command is to run.
+    """Return the arguments with which Hydra answers in place of the command; [] if the command is to run.
 
     Raises:
-        ConfigError: options that exclude each other; keys and choices that Hydra would not find.
+        ConfigError: options that exclude each other, or overrides with unknown keys or choices.
     """
     asked = [f"--{name}" for name in _QUESTIONS if getattr(given, name.replace("-", "_"))]
     if asked and len([*asked, *flags]) > 1:
@@ -156,7 +156,7 @@ def _for_hydra(given: Namespace, flags: Collection[str], source: Source) -> list
 
 
 def _completion(words: Sequence[str]) -> str:
-    """Return what Hydra is asked about completion: `bash` installs it, `query=bash` is what a shell calls."""
+    """Return the request to Hydra's shell completion: `bash` asks to install it, `query=bash` is what a shell calls."""
     action, _, shell = (
         (words[0] if "=" in words[0] else f"install={words[0]}").partition("=") if words else ("", "", "")
     )
@@ -167,6 +167,6 @@ def _completion(words: Sequence[str]) -> str:
 
 
 def _checked(overrides: Sequence[str], source: Source) -> list[str]:
-    """Return overrides for Hydra; those of its own settings as they are, because it shows what becomes of them."""
+    """Return checked overrides for Hydra. Its own settings are not checked, because its answer shows their effect."""
     own = [text for text in overrides if text.lstrip("+~").startswith(("hydra.", "hydra/"))]
     return [*written_out([text for text in overrides if text not in own], source), *own]

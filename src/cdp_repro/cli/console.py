@@ -26,7 +26,7 @@ from cdp_repro.schedule.by_name import EntryError
 from cdp_repro.studies.rows import RowError
 
 _LIGHT_MISTAKES = (ConfigError, ScheduleError, EntryError, RunDirectoryError, LaunchError, RowError)
-"""The errors that refuse what the user asked and whose modules import no torch."""
+"""Errors for the user's mistakes whose modules do not import torch."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class ExitCode:
 
 @contextmanager
 def exit_code_of() -> Iterator[ExitCode]:
-    """Turn an exception of the body into a message and an exit code; defects keep their traceback."""
+    """Turn an expected exception of the body into a message and an exit code; raise all others, which are defects."""
     result = ExitCode()
     try:
         yield result
@@ -64,9 +64,9 @@ def _refuse(error: Exception) -> int:
 
 
 def _code_of(error: Exception) -> int | None:
-    """Tell the user of an error that a run or a model ends with; return its exit code, None for a defect.
+    """Report an error with which a run or a model ends; return its exit code, None for a defect.
 
-    The classes are imported only now: with torch, which takes seconds, unless the error came from there.
+    To import the error classes is to import torch, which takes seconds unless the command has done so already.
     """
     from cdp_repro.data import DatasetError
     from cdp_repro.models import ModelError
@@ -91,9 +91,9 @@ def console_logging() -> None:
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(message)s"))
-        handler.setLevel(logging.INFO)  # what is below goes to the log files only
+        handler.setLevel(logging.INFO)  # lower levels go to the log files only
         logger.addHandler(handler)
-    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # tells of a cache that it makes once
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # it would report that it builds its cache
 
 
 _LABEL_WIDTH = 37
@@ -112,9 +112,9 @@ def help_text(usage: str) -> str:
 
 
 def values_text(config: Any, prefix: str = "") -> str:
-    """Return a line for every value of a configuration, nested ones below their key: default and meaning.
+    """Return lines for every value of a configuration: key, value and meaning. Nested values have dotted keys.
 
-    `config` is a dataclass with the meaning of each field in a string below it.
+    `config` is a dataclass; a string below each field gives its meaning. `prefix` is put before all keys.
     """
     explained = _field_docs(type(config))
     text = ""
@@ -135,7 +135,7 @@ def values_text(config: Any, prefix: str = "") -> str:
 
 
 def _field_docs(kind: type) -> dict[str, str]:
-    """Return the string below each field of a class, which documents it."""
+    """Return, by field of a class, the string below it in the source; blanks and newlines become one blank."""
     tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
     found = {}
@@ -148,7 +148,7 @@ def _field_docs(kind: type) -> dict[str, str]:
 
 @command
 def run_script(documentation: str, main: Callable[[list[str]], None], arguments: Sequence[str]) -> int:
-    """Run a script as the commands run: `--help` shows its documentation, a user's mistake is a message and code 2."""
+    """Run a script as commands run: `--help` shows its documentation; the user's mistakes give a message and code 2."""
     if {"--help", "-h"} & set(arguments):
         write_out(documentation.lstrip())
         return 0
@@ -162,7 +162,7 @@ def run_script(documentation: str, main: Callable[[list[str]], None], arguments:
 
 
 def only_folder(arguments: Sequence[str]) -> Path | None:
-    """Return the folder that is a script's only argument, None if there is none."""
+    """Return the folder that is a script's only argument, if there is one; raise ConfigError for anything else."""
     if len(arguments) > 1:
         raise ConfigError([f"one folder is wanted, not {len(arguments)}: {' '.join(arguments)}"])
     folder = Path(typed_path(arguments[0])) if arguments else None

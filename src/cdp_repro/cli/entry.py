@@ -1,4 +1,4 @@
-"""The console commands: import what they need only when they run, so that Ctrl-C in between ends them quietly."""
+"""The console commands. They import what they need only when they run, so that Ctrl-C meanwhile ends them quietly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def train() -> int:
 
 
 def plan() -> NoReturn:
-    """Run `cdp-plan`, and end at once: a plan leaves nothing open, and Python takes torch apart for another second."""
+    """Run `cdp-plan`, then exit without cleanup: a plan leaves nothing open, and unloading torch takes a second."""
     os._exit(_run("cdp_repro.cli.plan"))
 
 

@@ -1,4 +1,4 @@
-"""`cdp-export`: the weights of a run as a file that torchvision's, timm's and transformers' own code loads."""
+"""`cdp-export`: writes the weights of a run to a file that torchvision, timm or transformers can load."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from cdp_repro.config.source import TREE
 def ask_hydra(command: str, arguments: Sequence[str]) -> int:
     """Let Hydra answer a command line that asks it to show something; return its exit code.
 
-    `hydra.main` is its public interface for that, and reads the arguments of the process.
+    Hydra's public interface for this is `hydra.main`, which reads the arguments of the process, so these are replaced.
     """
     with _arguments_of_process([command, *arguments]):
         try:

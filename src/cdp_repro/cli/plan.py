@@ -1,4 +1,4 @@
-"""`cdp-plan`: what a run will do, before anything is spent."""
+"""`cdp-plan`: shows what a run will do, without running it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,11 @@ def _run(line: CommandLine) -> int:
 
 
 def _output(line: CommandLine, option: str) -> Path | None:
-    """Return what an option names, if it is given; refuse what cannot be written before seconds are spent on a plan."""
+    """Return the path that an option names, if it is given.
+
+    Raises:
+        ConfigError: it names nothing, or nothing can be written there; checked before the plan takes seconds.
+    """
     text = line.options.get(option)
     if text is None:
         return None
@@ -101,7 +105,7 @@ def _output(line: CommandLine, option: str) -> Path | None:
 
 
 def _write_page(config: RunConfig, path: Path) -> None:
-    """Write the explorer of the run, of data parallelism, and of all systems that can have its sizes."""
+    """Write the explorer: a page with the run, data parallelism, and all systems that can have the run's sizes."""
     from cdp_repro.predict.systems import explored  # here: torch takes seconds
     from cdp_repro.report.explorer import explorer
 
@@ -121,7 +125,7 @@ def _write(option: str, path: Path, text: str) -> None:
 
 
 Answer = tuple[str, Callable[[Path], list[Path]], Program | None]
-"""The text to show, a function that writes the same as files into a folder, and the program of the run."""
+"""The text to show, a function that writes the same as files into a folder, and the program if only one is shown."""
 
 
 def _plan(config: RunConfig) -> Answer:

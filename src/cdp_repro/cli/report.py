@@ -83,7 +83,7 @@ def _unknown(command: str, options: dict[str, str], words: Sequence[str]) -> Ite
 
 
 def _wrong_words(command: str, given: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence if the words, apart from options, are none that the command can use."""
+    """Yield a sentence for words, i.e. arguments that are not options, that the command cannot use."""
     words = [word for word in given if not word.startswith("-")]
     if command == "collect" and not words:
         yield "cdp-report collect needs the directory of a finished run"
@@ -97,14 +97,14 @@ def _files(options: dict[str, str], draws: bool) -> dict[Path, bytes]:
     results = Path(typed_path(options.get("results", "results")))
     if not results.is_dir():
         raise ConfigError([f"there is no folder {results}: go to the project's folder, or pass --results="])
-    from cdp_repro.report.build import build, drawn, marked, undrawn  # here: libraries that draw and test take seconds
+    from cdp_repro.report.build import build, drawn, marked, undrawn  # here: matplotlib and scipy take seconds
 
     root = Path(typed_path(options["root"])) if "root" in options else results.resolve().parent
     with without_collection():
         return build(results, marked(root), drawn if draws else undrawn)
 
 
-def _build(options: dict[str, str], words: list[str]) -> int:  # noqa: ARG001 - commands have one form
+def _build(options: dict[str, str], words: list[str]) -> int:  # noqa: ARG001 - as all commands
     files = _files(options, draws=True)
     from cdp_repro.report.build import write
 
@@ -113,7 +113,7 @@ def _build(options: dict[str, str], words: list[str]) -> int:  # noqa: ARG001 - 
     return 0
 
 
-def _check(options: dict[str, str], words: list[str]) -> int:  # noqa: ARG001 - commands have one form
+def _check(options: dict[str, str], words: list[str]) -> int:  # noqa: ARG001 - as all commands
     files = _files(options, draws=False)
     from cdp_repro.report.build import stale
 
@@ -136,16 +136,16 @@ def _collect(options: dict[str, str], words: list[str]) -> int:
             rows.append(row)
         except (ConfigError, RunDirectoryError, RowError) as error:
             problems.append(str(error))
-    refuse(problems)  # before anything is written
+    refuse(problems)  # before any row is written
     for row in rows:
         write_out(f"{write_row(row, folder)}\n")
     return 0
 
 
 def _with_study(run_dir: Path, study: str | None) -> Row:
-    """Return the row of a run, for the given study or else for the first that lists it.
+    """Return the row of a run, for the given study or else for the first study that lists the run.
 
-    A run that has diverged is a row of those studies only that count divergence, so that these come first.
+    Only studies that count divergence have rows of a run that has diverged, so these come first then.
     """
     if study is not None:
         return collect(run_dir, study, study in STUDIES and STUDIES[study].counts_divergence)
@@ -153,7 +153,7 @@ def _with_study(run_dir: Path, study: str | None) -> Row:
     own = cell_hash(settings_of(run.config()))
     its = [each for each in STUDIES.values() if any(cell.hash == own for cell in each.cells)]
     if run.summary().get("status") == DIVERGED:
-        its.sort(key=lambda study: not study.counts_divergence)  # stable
+        its.sort(key=lambda study: not study.counts_divergence)  # keeps the order otherwise
     if not its:
         raise ConfigError(
             [f"{run_dir} belongs to none of the studies {', '.join(STUDIES)}: name one of yours by --study=NAME"]
@@ -177,7 +177,7 @@ def _sweep(options: dict[str, str], words: list[str]) -> int:
     root = Path(typed_path(words[0]))
     folder = Path(typed_path(options["out"])) if options.get("out") else root
     group = [key for key in options["group"].split(",") if key] if "group" in options else None
-    from cdp_repro.report.sweep_results import sweep_results  # here: a library that tests takes a second
+    from cdp_repro.report.sweep_results import sweep_results  # here: scipy takes a second
 
     results = sweep_results(root, options.get("x"), options.get("y"), group)
     table = results.table()

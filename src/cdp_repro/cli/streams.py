@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or nobody's: what a command prints may be lost, what it does goes on."""
+"""Standard streams that are closed, full or not read: what a command prints may be lost, what it does goes on."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ _P = ParamSpec("_P")
 
 
 def open_standard_streams() -> None:
-    """Open on nothing what the shell has closed (`>&-`): else the next file that is opened gets what is printed."""
+    """Open standard streams that the shell has closed (`>&-`) on /dev/null.
+
+    Otherwise the next file that is opened would get the file descriptor of a closed stream, and with it its text.
+    """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 class OutputError(Exception):
-    """What a command prints cannot be written."""
+    """The output of a command cannot be written."""
 
 
 def write_out(text: str) -> None:
-    """Write to standard output; that nobody reads on (`| head`) is no error.
+    """Write to standard output. A reader that stops reading (`| head`) is no error.
 
     Raises:
-        OutputError: it cannot be written, e.g. to a full disk.
+        OutputError: the text cannot be written, e.g. to a full disk.
     """
     try:
         sys.stdout.write(text)
@@ -45,7 +48,7 @@ def write_out(text: str) -> None:
 
 
 def write_error(text: str) -> None:
-    """Write to standard error, if it can be."""
+    """Write to standard error; if that fails, go on."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -54,13 +57,13 @@ def write_error(text: str) -> None:
 
 
 def _give_up(stream: TextIO) -> None:
-    """Send the rest of a stream, and what it still holds when Python ends, to nothing."""
-    with suppress(OSError, ValueError):  # a stream without a number is no file
+    """Send the rest of a stream to /dev/null, with what its buffer still holds when Python ends."""
+    with suppress(OSError, ValueError):  # a stream without a file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def command(main: Callable[_P, int]) -> Callable[_P, int]:
-    """Make a function the main function of a command: its exit code is 1 where its output is lost."""
+    """Make a function the main function of a command, with exit code 1 if its output cannot be written."""
 
     @wraps(main)
     def run(*arguments: _P.args, **named: _P.kwargs) -> int:

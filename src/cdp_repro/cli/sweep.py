@@ -47,9 +47,9 @@ def main(study_names: Sequence[str], arguments: Sequence[str], script: str) -> i
     """Train the missing runs of these studies, or of the studies that the arguments name.
 
     Args:
-        study_names: Unless the arguments name others.
+        study_names: The studies to train if the arguments name none.
         arguments: As `USAGE` says.
-        script: The file that was called, for the help and for jobs.
+        script: The file that was called, named in the help and in scripts for SLURM.
 
     Returns:
         The exit code: 0; 1 if a run failed; 2 for the user's mistakes; 128 + k after signal k.
@@ -89,7 +89,7 @@ def _write_script(options: Options, path: Path, script: str) -> int:
 
 
 def parsed(arguments: Sequence[str], study_names: Sequence[str]) -> Options:
-    """Return the options; raise ConfigError with all mistakes."""
+    """Return the options; raise ConfigError that lists all mistakes."""
     given = dict(text.removeprefix("--").partition("=")[::2] for text in arguments if text.startswith("-"))
     overrides = tuple(text for text in arguments if not text.startswith("-") and "=" in text)
     names = [text for text in arguments if not text.startswith("-") and "=" not in text]
@@ -118,7 +118,7 @@ def parsed(arguments: Sequence[str], study_names: Sequence[str]) -> Options:
 
 
 def _value(name: str, value: str) -> int | Path:
-    """Return the value of an option; raise ValueError with a value that works."""
+    """Return the value of an option; raise ValueError, with advice, if the option or its value is wrong."""
     minima = {"jobs": 1, "seeds": 1, "run": 0}
     if name in ("runs", "results", "slurm"):
         if not value:
@@ -145,7 +145,7 @@ def _inconsistent(options: Options) -> Iterator[str]:
 
 
 def _passed_on(studies: Sequence[str], overrides: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Return, by study, the overrides that its data set knows, and the mistakes in those that none knows."""
+    """Return, by study, the overrides that its data set has, and the mistakes in overrides that no data set has."""
     found: dict[str, tuple[str, ...]] = {}
     mistakes: dict[str, ConfigError] = {}
     for name in studies:

@@ -89,19 +89,23 @@ def _single(overrides: Sequence[str], source: Source) -> int:
     except (RankFailedError, StalledError) as error:
         if (run_dir / CONFIG).exists():
             error.add_note(_how_to_go_on(run_dir))
-        elif is_rank_0():  # others do not know under which name it may have begun
+        elif is_rank_0():  # other ranks may have given the run another name
             error.add_note("the run had not begun: nothing is written")
         raise
     if summary:
         try:
             write_out(_summary_text(summary, run_dir))
-        except OutputError as error:  # the run has ended well
+        except OutputError as error:  # the run itself has ended well
             write_error(f"{error}; {run_dir / SUMMARY} has the numbers\n")
     return 0
 
 
 def _new_config(overrides: Sequence[str], source: Source) -> RunConfig:
-    """Return the configuration of a new run; raise ConfigError with all mistakes, of its folder, too."""
+    """Return the configuration of a new run.
+
+    Raises:
+        ConfigError: lists all mistakes, among them two names for the folder of the run.
+    """
     problems = _two_folders("run", overrides)
     config = RunConfig()
     with collecting(problems):
@@ -116,13 +120,13 @@ def _train_rank(
     """Train in one rank; only rank 0 logs to the console."""
     if is_rank_0():
         console_logging()
-    from cdp_repro.training.run import train  # here: torch takes seconds, and what is wrong is told before
+    from cdp_repro.training.run import train  # here: torch takes seconds, and mistakes are reported before
 
     return train(config, run_dir, command, resume, restart)
 
 
 def _how_to_go_on(run_dir: Path) -> str:
-    """Return the newest checkpoint of a run that has ended by an error, the command that goes on, and its logs."""
+    """Return, as text, the newest checkpoint of a run that failed, the command that resumes it, and its logs."""
     newest = newest_checkpoint(run_dir)
     return (
         f"newest checkpoint: {newest or 'none was due yet'}\n"
@@ -132,7 +136,12 @@ def _how_to_go_on(run_dir: Path) -> str:
 
 
 def _run_to_resume(overrides: Sequence[str]) -> RunDirectory | None:
-    """Return the run that `resume=` names, if it is given; only `RESUME_KEYS` and `placement=` may stand beside it."""
+    """Return the run that `resume=` names, if it is given.
+
+    Raises:
+        ConfigError: it names nothing, or anything but `placement=`, `RESUME_KEYS` and a valid `restart=` is beside it.
+        RunDirectoryError: it does not name a run directory.
+    """
     resume = [text.partition("=")[2] for text in overrides if text.startswith("resume=")]
     if not resume:
         return None
@@ -146,7 +155,7 @@ def _run_to_resume(overrides: Sequence[str]) -> RunDirectory | None:
             f"(only restart, placement, {', '.join(RESUME_KEYS)} may be given)"
         )
     with collecting(problems):
-        _restarts(overrides)  # refuses other values
+        _restarts(overrides)  # refuses values other than true and false
     refuse(problems)
     return RunDirectory.open(Path(typed_path(resume[-1])))
 
@@ -160,7 +169,7 @@ def _restarts(overrides: Sequence[str]) -> bool:
 
 
 def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
-    """Return the run's own configuration with the overrides that may be given beside `resume=`."""
+    """Return the run's own configuration, changed by the overrides that stand beside `resume=`."""
     given = [
         f"{key.replace('placement', 'placement.name')}={typed_path(value) if key in PATH_KEYS else value}"
         for key, _, value in (text.partition("=") for text in overrides)
@@ -178,9 +187,9 @@ def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
             problems.append(f"{shlex.quote(text)}: {str(error).splitlines()[0]}")
     for name, placement in PLACEMENT_SIZES.items():
         if config.placement.name != placement and not any(text.startswith(f"{name}=") for text in given):
-            config[name] = None  # that of the placement that it was
+            config[name] = None  # it was for the placement before
     if config.placement.name != was and not any(text.startswith("program=") for text in given):
-        config.program = None  # for the same reason
+        config.program = None  # it was for the placement before, too
     with collecting(problems):
         found = load_config(config)
     where = "" if given else f"{run.path / CONFIG}: "
@@ -189,14 +198,14 @@ def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
 
 
 def _two_folders(kind: str, overrides: Sequence[str]) -> list[str]:
-    """Return a sentence if `run_dir=` and Hydra's own setting both name a folder."""
+    """Return a sentence if `run_dir=` and Hydra's own `hydra.<kind>.dir=` both name a folder."""
     given = [text for text in overrides if text.startswith(("run_dir=", f"hydra.{kind}.dir="))]
     twice = len({text.partition("=")[0] for text in given}) > 1
     return [f"{shlex.join(given)} name two folders: give one of them"] if twice else []
 
 
 def _new(folder: Path) -> Path:
-    """Return a folder that does not exist yet: this one, or its name with a number."""
+    """Return a folder that does not exist yet: this one, or one with a number after its name."""
     if not folder.name:
         raise ConfigError([f"hydra.run.dir={folder} names no new folder: give one, e.g. run_dir=runs/my-run"])
     names = (folder.name if number == 1 else f"{folder.name}-{number}" for number in range(1, 1000))
@@ -204,7 +213,7 @@ def _new(folder: Path) -> Path:
 
 
 def _sweep(line: CommandLine) -> int:
-    """Start every cell of a sweep as `launcher=` says; here, list at the end those that failed."""
+    """Start every cell of a sweep as `launcher=` says. If they run here, list those that failed at the end."""
     console_logging()
     dry = "--dry-run" in line.flags
     launcher, root, cells = _asked_for(line, dry)
@@ -225,13 +234,13 @@ def _sweep(line: CommandLine) -> int:
 
 
 def _asked_for(line: CommandLine, dry: bool) -> tuple[Launcher, Path, list[Cell]]:
-    """Return how the runs of a sweep start, its folder, and its cells; raise ConfigError with all mistakes."""
+    """Return how the runs of a sweep start, its folder, and its cells; raise ConfigError that lists all mistakes."""
     overrides, cells = of_runs(line.overrides), list[Cell]()
     problems = _two_folders("sweep", overrides)
     launcher: Launcher | None = None
     with collecting(problems):
         launcher = launcher_of(line.overrides)
-    root = Path("runs")  # for the mistakes of the cells, where it cannot be told
+    root = Path("runs")  # in its place, to find the mistakes of cells if the folder is wrong
     with collecting(problems):
         given = [text.partition("=")[2] for text in overrides if text.startswith("run_dir=")]
         root = Path(typed_path(given[-1])) if given else output_folder("sweep", overrides, line.source)
@@ -245,7 +254,7 @@ def _asked_for(line: CommandLine, dry: bool) -> tuple[Launcher, Path, list[Cell]
 
 
 def _check_weights(cells: Sequence[Cell]) -> None:
-    """Refuse files of weights that do not fit, once for each model and file, before the first run starts."""
+    """Refuse files of weights that do not fit, before the first run starts; check each model with each file once."""
     configs = [cell.config for cell in cells if cell.config.model.weights is not None]
     different = {repr((config.model, config.dataset.classes, config.input_shape)): config for config in configs}
     problems: list[str] = []
@@ -258,7 +267,7 @@ def _check_weights(cells: Sequence[Cell]) -> None:
 
 
 def _queue(root: Path, cells: Sequence[Cell], launcher: SlurmLauncher, dry: bool) -> int:
-    """Queue the cells as an array of SLURM, or show its script."""
+    """Queue the cells as a SLURM array; with `dry`, only print its script."""
     problems, script = list[str](), ""
     with collecting(problems):
         script = array_script(root, cells, launcher)
@@ -311,12 +320,12 @@ def _told(summary: dict[str, Any], run_dir: Path) -> str:
         lines.append(f"  sent per device       {format_bytes(sent)} a training step")
     if reads := summary["ledger/reads"]:
         lines.append(f"  reads in the ledger   {reads}, all at the version that the rule asks for")
-    lines.append(f"  run directory         {run_dir}")  # not that of the summary: it may have been moved
+    lines.append(f"  run directory         {run_dir}")  # not that in the summary: the run may have been moved
     return "\n".join(lines) + "\n"
 
 
 def _launcher_help() -> str:
-    """Return how the runs of a sweep may be started, with the values of each way."""
+    """Return the part of `--help` on launchers, with the values of each."""
     ways = (f"  launcher={name}\n{values_text(kind(), 'launcher.')}" for name, kind in LAUNCHERS.items())
     return "\nHow the runs of a sweep start (with --multirun):\n" + "".join(ways)
 

@@ -1,4 +1,4 @@
-"""`cdp-verify`: prove on this machine that a placement computes what one device computes."""
+"""`cdp-verify`: checks on this machine that a placement computes what one device computes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ parameters of every version, optimizer state and buffers. Exit code 0 if they ag
 
 
 def _run(line: CommandLine) -> int:
-    """Return 0 if all agrees, 1 if not."""
+    """Return the exit code: 0 if everything agrees, 1 if not."""
     console_logging()
     config = compose_config(["precision=fp64", *with_header_of_program(line.overrides)], source=line.source)
     steps = _number(line.options.get("steps", "8"))
-    from cdp_repro.training.equivalence import verify  # here: torch takes seconds, and what is wrong is told before
+    from cdp_repro.training.equivalence import verify  # here: torch takes seconds, and mistakes are reported before
 
     comparison = verify(config, steps)
     write_out(_text(config, comparison))

@@ -1,4 +1,4 @@
-"""From the command line to a `RunConfig`: Hydra composes, every mistake is reported at once."""
+"""From the command line to a `RunConfig`: Hydra composes the values, and all mistakes are reported together."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from cdp_repro.config.unknown_names import unknown_choice, unknown_key
 
 
 def compose_config(overrides: Sequence[str], check_device: bool = True, source: Source = OURS) -> RunConfig:
-    """Return the configuration that the overrides (`key=value`) stand for; `check_device` as in `load_config`.
+    """Return the configuration that the overrides (`key=value`) give; for `check_device` see `load_config`.
 
     Raises:
-        ConfigError: with all mistakes that were found: unknown keys and choices with the nearest name that exists,
+        ConfigError: lists all mistakes that were found: unknown keys and choices with the nearest name that exists,
             values of a wrong type or out of range, values that do not fit together, a broken YAML file.
     """
     composable, problems, tree = _examined(overrides, source)
@@ -44,7 +44,10 @@ def compose_config(overrides: Sequence[str], check_device: bool = True, source: 
 
 
 def _missing_weights(tree: DictConfig) -> list[str]:
-    """Return a sentence if the file to start from is not there: said here, before torch takes its seconds."""
+    """Return a sentence if the file `model.weights` does not exist.
+
+    The run would find that out, too, but only after the import of torch, which takes seconds.
+    """
     path = OmegaConf.select(tree, "model.weights", throw_on_resolution_failure=False)
     return [] if path is None or Path(str(path)).exists() else [
         f"model.weights={path} cannot be read: there is no such file"
@@ -52,10 +55,10 @@ def _missing_weights(tree: DictConfig) -> list[str]:
 
 
 def written_out(overrides: Sequence[str], source: Source = OURS) -> list[str]:
-    """Return the overrides as Hydra itself reads them, without our short forms; values are not checked.
+    """Return the overrides in the form that Hydra reads, with our short forms written out; values are not checked.
 
     Raises:
-        ConfigError: with all unknown keys and choices.
+        ConfigError: lists all overrides that cannot be read; if there are none, all unknown keys and choices.
     """
     composable, problems, _ = _examined(overrides, source)
     refuse(problems)
@@ -63,13 +66,13 @@ def written_out(overrides: Sequence[str], source: Source = OURS) -> list[str]:
 
 
 def output_folder(kind: str, overrides: Sequence[str], source: Source = OURS) -> Path:
-    """Return the folder that Hydra's setting `hydra.run.dir` (kind `run`) or `hydra.sweep.dir` (`sweep`) stands for.
+    """Return the folder in Hydra's setting `hydra.run.dir` (`kind` is `run`) or `hydra.sweep.dir` (`sweep`).
 
     Raises:
-        ConfigError: it cannot be resolved, or a name in it is too long.
+        ConfigError: the overrides cannot be read or composed, the setting cannot be resolved, or its path is too long.
     """
     single = [text_of(each) for each in parse_long_forms(overrides, source) if not each.is_sweep_override()]
-    composable, *_ = _examined(single, source)  # what is wrong is told with the cells
+    composable, *_ = _examined(single, source)  # the caller reports their problems
     tree = _composed(composable, source, with_hydra=True)
     try:
         folder = str(tree.hydra[kind].dir)
@@ -80,9 +83,10 @@ def output_folder(kind: str, overrides: Sequence[str], source: Source = OURS) ->
 
 
 def _examined(overrides: Sequence[str], source: Source) -> tuple[list[str], list[str], DictConfig | None]:
-    """Return the overrides that Hydra can compose, a sentence for each other, and what is composed already.
+    """Return the overrides that Hydra can compose, a sentence for each problem, and the tree if it is complete.
 
-    Choices of groups say which keys there are. So they are composed first; often that is all.
+    The choices of groups decide which keys exist, so they are composed first. If no other override is left for Hydra,
+    this tree is complete; otherwise None stands in its place.
     """
     parsed = parse_long_forms(overrides, source)
     problems = {id(override): problem for override in parsed if (problem := unknown_choice(override, source))}
@@ -101,7 +105,10 @@ def _examined(overrides: Sequence[str], source: Source) -> tuple[list[str], list
 
 
 def _placement_of_baseline(parsed: Sequence[Override]) -> list[str]:
-    """Return a sentence if a baseline is asked for, and a single device as well; as the default it is no problem."""
+    """Return a sentence if a baseline and `placement=single_device` are both given.
+
+    As the mere default, that placement is allowed. `limits` refuses all others.
+    """
     chosen = {override.key_or_group: override.value() for override in parsed}
     if chosen.get("baseline") is None or chosen.get("placement") != "single_device":
         return []
@@ -110,18 +117,18 @@ def _placement_of_baseline(parsed: Sequence[Override]) -> list[str]:
 
 @cache
 def composed_of_ours(choices: tuple[str, ...]) -> DictConfig:
-    """Let Hydra compose choices of our tree, which does not change; cells of a sweep often have the same ones.
+    """Return what Hydra composes for choices in our tree; cached, as the tree is fixed and cells often share choices.
 
-    Copy it before anything is put into it.
+    Copy the result before you change it.
     """
     return _composed(choices, OURS)
 
 
 def _composed(overrides: Sequence[str], source: Source, with_hydra: bool = False) -> DictConfig:
-    """Let Hydra compose; `with_hydra` keeps its own settings.
+    """Return what Hydra composes; `with_hydra` keeps Hydra's own settings.
 
     Raises:
-        ConfigError: it cannot; with its reason.
+        ConfigError: Hydra cannot compose the overrides; says why.
     """
     try:
         with _initialized(source) as searched:
@@ -137,10 +144,10 @@ def _composed(overrides: Sequence[str], source: Source, with_hydra: bool = False
 
 @contextmanager
 def _initialized(source: Source) -> Iterator[list[str]]:
-    """Set Hydra up; give the override by which it searches the other folder, too.
+    """Initialise Hydra with one folder for the body; yield the override that makes it search the other one, too.
 
-    It looks for the file named by `--config-name` in the first folder only. Which is first has no other effect, as no
-    file of the user's has the name of one of ours.
+    Hydra looks for the file of `--config-name` in its first folder only, so the folder that has this file comes first.
+    The order has no other effect, because no file of the user's has the name of one of ours.
     """
     if source.folder is None:
         with initialize_config_module(TREE, job_name="cdp-train", version_base="1.3"):

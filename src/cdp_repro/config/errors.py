@@ -1,4 +1,4 @@
-"""The user's mistakes, all of them in one message, with the nearest name that exists."""
+"""The user's mistakes: collected over several steps, and reported in one message."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
-    """The user's mistake(s) in the configuration: one message with all of them, each once.
+    """The user's mistakes in the configuration: one message that lists each of them once.
 
-    Two steps may find the same one: what cannot be read is found for the folder of a sweep and for each of its cells.
+    Two steps may find the same mistake: an override that cannot be read is found when the folder of a sweep is composed
+    and again when its cells are.
     """
 
     def __init__(self, problems: Iterable[str]) -> None:
@@ -21,7 +22,7 @@ class ConfigError(ValueError):
 
 @contextmanager
 def collecting(problems: list[str]) -> Iterator[None]:
-    """Add the mistakes that the body finds to `problems`, so that `refuse` tells them with those of other steps."""
+    """Add the mistakes that the body raises to `problems`, to report them together with those of other steps."""
     try:
         yield
     except ConfigError as error:
@@ -38,11 +39,11 @@ OTHER_NAMES = {
     "learning_rate": "optim.lr", "optimizer": "optim", "max_epochs": "epochs",  "num_micro_batches": "micro_batches",
     "gradient_accumulation_steps": "accumulate", "data": "dataset", "arch": "model",
 }  # fmt: skip
-"""What other trainers call ours."""
+"""By the name of a setting in other trainers: its name here."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" for the most similar choice, or nothing if none is similar."""
+    """Return "; did you mean 'x'?" for the most similar choice, or "" if none is similar."""
     by_lower = {choice.lower(): choice for choice in choices}
     if (ours := OTHER_NAMES.get(name.lower())) in by_lower:
         return f"; did you mean {ours!r}?"

@@ -1,4 +1,4 @@
-"""Sizes near those of a configuration that fit together: advice where several limits meet in one run."""
+"""Advice on sizes: finds sizes near those of a configuration that satisfy all limits of a run together."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from cdp_repro.config.schema import RunConfig
 from cdp_repro.schedule import Schedule
 
 _REACH = 4
-"""How far from a given number others are tried."""
+"""How far above and below a given number to search."""
 
 _SIZES = ("workers", "stages", "micro_batches", "batch_size")
 
 
 def fits(config: RunConfig) -> bool:
-    """Whether there is a schedule of these sizes, and the mini-batch is cut into equal parts."""
+    """Whether a schedule with these sizes exists, and the mini-batch can be cut into its equal parts."""
     try:
         Schedule.of(config.spec())
         return config.batch_size % config.sample_parts == 0
@@ -27,8 +27,8 @@ def fits(config: RunConfig) -> bool:
 def sizes_that_fit(config: RunConfig, most_stages: int | None = None) -> str | None:
     """Return overrides (`workers=3 batch_size=63`) with which all sizes of a run fit together.
 
-    As few as possible differ from the given ones, and by as little as possible. `most_stages` is the largest S that the
-    model allows. None: they fit as they are, or nothing near them does.
+    As few sizes as possible change, and by as little as possible. `most_stages` is the largest S that the model allows.
+    The result is None if the sizes fit as they are, or if no sizes near them fit.
     """
     for near in sorted(_near(config), key=lambda near: _distance(near, config)):
         if (most_stages is None or near.stage_count <= most_stages) and fits(near):
@@ -37,9 +37,9 @@ def sizes_that_fit(config: RunConfig, most_stages: int | None = None) -> str | N
 
 
 def _near(config: RunConfig) -> Iterator[RunConfig]:
-    """Yield the configuration with other workers, stages and micro-batches, and a mini-batch that they cut equally.
+    """Yield the configuration with workers, stages and micro-batches near its own, and a mini-batch they can share.
 
-    What is not set stays so, and several do not become one.
+    A size that is not set stays unset, and a size above 1 does not become 1.
     """
     ranges = [
         [None] if value is None else range(max(min(2, value), value - _REACH), value + _REACH + 1)
@@ -50,7 +50,7 @@ def _near(config: RunConfig) -> Iterator[RunConfig]:
         near = replace(config, workers=workers, stages=stages, micro_batches=micro_batches)
         try:
             parts = near.sample_parts
-        except ValueError:  # speeds of which there is no round
+        except ValueError:  # M is that of a schedule, and these sizes have none
             continue
         yield replace(near, batch_size=max(1, round(config.batch_size / parts)) * parts)
 

@@ -1,6 +1,6 @@
-"""Settings by dotted key (`optim.lr`), and the sets of keys by which a run, a resume and a sweep treat them.
+"""Settings by dotted key (`optim.lr`), and the sets of keys that a run, a resume and a sweep treat in a special way.
 
-A new setting belongs to none of the sets unless it is added: it then counts as one that changes the numbers.
+A new setting is in none of these sets until someone adds it: by default it counts as one that changes the numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCHEDULE_KEYS = frozenset({
     "speeds", "jitter", "message_time", "slack", "slices", "micro_batches", "mode.name", "mode.staleness",
     "placement.name", "pipeline_schedule", "collectives",
 })  # fmt: skip
-"""Settings that the schedule is built from: it can be checked only if each of them is in range."""
+"""Settings of the schedule, and the batch size. Whether they fit together is checked only if each is in range."""
 
 PLACEMENT_KEYS = ("placement.name", "ranks", "servers", "pipeline_schedule", "collectives")
 """Settings that say where and how the same numbers are computed."""
@@ -30,20 +30,20 @@ NEUTRAL_KEYS = (
     "dataset.download", "dataset.loader_workers", "price", "program",
     *(f"cluster.{each.name}" for each in fields(ClusterConfig)),
 )  # fmt: skip
-"""Settings that change no parameter (`collectives` changes the last bits), so that they may differ between a checkpoint
-and the run that resumes it."""
+"""Settings that do not change the parameters (`collectives` changes only their last bits). They may differ between a
+checkpoint and the run that resumes from it."""
 
 RESUME_KEYS = (
     "ranks", "servers", "pipeline_schedule", "collectives", "program", "dataset.root", "dataset.loader_workers",
     "timeout_seconds", "grace_seconds", "wandb", "checkpoint_every_steps", "log_every_steps",
 )  # fmt: skip
-"""Settings that the command line may change beside `resume=`; `placement=`, a group, may be given as well."""
+"""Settings that may be given beside `resume=`; the group `placement=` may, too."""
 
 SWEEP_KEYS = (
     "dataset.root", "dataset.download", "dataset.loader_workers", "wandb", "wandb_project", "keep_checkpoints",
     "checkpoint_every_steps", "log_every_steps", "timeout_seconds", "grace_seconds",
 )  # fmt: skip
-"""Settings that a sweep over studies may change: they change neither a number nor a record of a run."""
+"""Settings that may be given to a sweep over studies: they change no number in the row of a run."""
 
 RUN_KEYS = frozenset(NEUTRAL_KEYS) - {*PLACEMENT_KEYS} | {"seed"}
 """Settings in which the runs of one cell may differ. Placement is not among them: it changes bytes and seconds."""
@@ -68,13 +68,13 @@ EXAMPLES = {
     "cluster.backward_seconds": "cluster.backward_seconds=[0.02,0.02]",
     "cluster.update_seconds": "cluster.update_seconds=[0.001,0.001]",
 }
-"""What to type for a setting that has no default."""
+"""Overrides to suggest for settings whose default is not a useful example."""
 
 
 def changeable(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that may differ when a sweep goes on with a run, as they change neither number nor record.
+    """Return the overrides that may differ when a sweep goes on with a run.
 
-    A run takes them beside `resume=`, and a sweep over studies takes them, too.
+    These are the ones that may be given both beside `resume=` and to a sweep over studies.
     """
     return [text for text in overrides if is_changeable(text.partition("=")[0])]
 
@@ -85,12 +85,12 @@ def is_changeable(key: str) -> bool:
 
 
 def example_of(key: str) -> str:
-    """Return a value of a setting that has the right type, as it is typed."""
+    """Return an override of `key` to suggest: one from `EXAMPLES`, or else the default."""
     return EXAMPLES.get(key, f"{key}={defaults()[key]}")
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested settings by dotted key; a setting that an older version lacks has its default."""
+    """Return nested settings by dotted key; settings that an older version lacks get their defaults."""
     return {**defaults(), **flat(config)}
 
 
@@ -109,7 +109,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def leaves(node: DictConfig, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return every value of a configuration with its dotted key; interpolations resolved, lists whole."""
+    """Return every value with its dotted key: interpolations resolved, lists whole, missing values as MISSING."""
     found: list[tuple[str, Any]] = []
     for key in map(str, node):
         if OmegaConf.is_missing(node, key):

@@ -1,7 +1,7 @@
-"""Composes overrides that are known to be right, such as those of our studies, in a fraction of Hydra's time.
+"""Composes overrides that are known to be valid, such as those of our studies, in a fraction of Hydra's time.
 
-Hydra and OmegaConf take most of the time. So Hydra composes our tree once, and choices and values, each given its type
-once, are put into what it gave.
+Most of the time goes into Hydra and OmegaConf. So Hydra composes our tree only once. Each combination of choices is
+merged into a copy of this tree once, each value is converted to its type once, and the results are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from cdp_repro.config.source import OURS, TREE
 
 @cache
 def compose_known(overrides: tuple[str, ...]) -> RunConfig:
-    """Return what `compose_config` returns for overrides that are known to be right."""
+    """Return what `compose_config` returns for overrides that are known to be valid.
+
+    Do not change the result: all calls with the same overrides share it.
+    """
     forms = [form for override in overrides for form in _known_forms(override)]
     config = deepcopy(_of_choices(tuple(text_of(form) for form in forms if OURS.is_group(form.key_or_group))))
     for form in forms:
@@ -47,10 +50,10 @@ def _typed_value(override: str) -> Any:
 
 @cache
 def _of_choices(choices: tuple[str, ...]) -> RunConfig:
-    """Return the configuration of some choices (`mode=dp`).
+    """Return the configuration for choices of groups (`mode=dp`), composed as Hydra does it.
 
-    A file stands at its group, as Hydra puts it: none of ours names others, but an experiment's, whose choices give way
-    to those beside it and whose values count more.
+    The content of a choice's file becomes the value of its group. Only files of experiments choose other files; choices
+    given beside an experiment replace its own. The values of an experiment override those of the chosen files.
     """
     chosen = dict(choice.split("=") for choice in choices)
     experiment = _file("experiment", chosen.pop("experiment")) if "experiment" in chosen else OmegaConf.create()
@@ -59,8 +62,8 @@ def _of_choices(choices: tuple[str, ...]) -> RunConfig:
     }
     tree = deepcopy(composed_of_ours(()))
     tree.update({group: _file(group, name) for group, name in {**beside, **chosen}.items()})
-    OmegaConf.set_struct(tree, False)  # an experiment may name values that a choice beside it lacks
-    return _typed_tree(OmegaConf.unsafe_merge(tree, experiment))  # the tree is a copy already
+    OmegaConf.set_struct(tree, False)  # an experiment may set values that the chosen files lack
+    return _typed_tree(OmegaConf.unsafe_merge(tree, experiment))  # it changes the tree, which is a copy
 
 
 def _typed_tree(values: Any) -> RunConfig:

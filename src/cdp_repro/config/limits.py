@@ -21,7 +21,7 @@ _CHOICES: dict[str, Collection[str | None]] = {
     "mode.name": MODES,
     "placement.name": PLACEMENTS,
     "optim.name": ("sgd", "adamw", "nadamw", "muon"),
-    "delay.name": ("none", "error_feedback", "prediction", "compensation"),  # engine.delay.DELAYS, which needs torch
+    "delay.name": ("none", "error_feedback", "prediction", "compensation"),  # as engine.delay.DELAYS, which needs torch
     "dataset.tokens": ("bytes", "characters"),
     "optim.schedule": ("constant", "step", "cosine"),
     "baseline": (None, *BASELINES),
@@ -57,12 +57,12 @@ _SIZES = (
 _LARGEST_SIZE = 2**31 - 1
 _LARGEST_RATE = 1e38
 _LARGEST_DEPTH = 1000
-"""Blocks: a model of so many takes seconds to make and to measure."""
+"""Blocks; a model with this many takes seconds to build and to measure."""
 _LARGEST_PROGRAM = 2_000_000
-"""Forwards and backwards: a program of so many takes about a minute to make and check."""
+"""Forwards and backwards; a program with this many takes about a minute to make and check."""
 
 _LARGEST_INPUT = 2**31
-"""Values of a mini-batch: 8 GiB in fp32."""
+"""Values in a mini-batch; in fp32, this many take 8 GiB."""
 
 _OPTIONAL_MINIMA = {
     "stages": 1, "ranks": 1, "servers": 1, "jitter": 0, "message_time": 0, "slack": 0, "slices": 1, "micro_batches": 1,
@@ -119,13 +119,14 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
 
 
 def inconsistent_in_schedule(config: RunConfig) -> Iterable[str]:
-    """Yield a sentence for each pair of settings that exclude each other, among them one of `SCHEDULE_KEYS`.
+    """Yield a sentence for settings that do not fit together, if some of them are in `SCHEDULE_KEYS`.
 
-    All of those are in range, as the schedule is made from them.
+    Every setting in `SCHEDULE_KEYS` must be in range, because the schedule is made from them. A problem that makes the
+    later checks impossible or slow is reported alone.
     """
     if config.pushes:
         try:
-            config.schedule()  # of which the micro-batches of a training step follow
+            config.schedule()  # gives the micro-batches of a training step
         except ValueError as error:
             yield str(error)
             return
@@ -148,7 +149,7 @@ def inconsistent_in_schedule(config: RunConfig) -> Iterable[str]:
 
 
 def inconsistent_elsewhere(config: RunConfig) -> Iterable[str]:
-    """Yield a sentence for each other pair of settings that exclude each other, whatever values others have."""
+    """Yield a sentence for other settings that do not fit together; settings may be out of range."""
     yield from _wrong_with_dataset(config)
     yield from _wrong_with_optimizer(config)
     yield from _wrong_with_delay(config)
@@ -156,7 +157,7 @@ def inconsistent_elsewhere(config: RunConfig) -> Iterable[str]:
 
 
 def _too_large_input(config: RunConfig) -> str | None:
-    """Return a sentence if a mini-batch would not fit into memory."""
+    """Return a sentence if a mini-batch has too many values for memory."""
     values = config.batch_size * math.prod(config.input_shape)
     if values <= _LARGEST_INPUT:
         return None
@@ -168,7 +169,7 @@ def _too_large_input(config: RunConfig) -> str | None:
 
 
 def _too_large_program(config: RunConfig) -> str | None:
-    """Return a sentence if the program would take minutes or more to make, without making it."""
+    """Return a sentence if making the program would take minutes or more; estimated without making it."""
     matrix = config.mode.staleness
     longest = 1 if matrix is None else max((max(row, default=0) for row in matrix), default=0)
     forwards, steps = config.step_micro_batches * config.stage_count, longest + 2  # steps until the pattern repeats
@@ -210,9 +211,9 @@ def _check_batch_size(config: RunConfig) -> None:
 
 
 def _check_schedule(config: RunConfig) -> None:
-    """Raise ValueError for a schedule that cannot be made, or a matrix that the timeline cannot serve."""
+    """Raise ValueError if the schedule cannot be made, or its timeline cannot serve the staleness matrix."""
     schedule = config.schedule()
-    if config.mode.staleness is not None:  # named modes can be served on every placement
+    if config.mode.staleness is not None:  # a timeline can always serve the rule of a named mode
         Program(schedule)
 
 
@@ -256,7 +257,7 @@ def _wrong_with_optimizer(config: RunConfig) -> Iterable[str]:
 def _wrong_with_clipping(config: RunConfig) -> Iterable[str]:
     if config.optim.clip_norm is None or config.baseline is not None:
         return
-    with suppress(ValueError):  # of the schedule, which is reported by itself
+    with suppress(ValueError):  # no schedule: `_check_schedule` reports it
         schedule = config.schedule()
         if clips_globally(schedule) and not knows_norms_in_time(Program(schedule)):
             yield f"optim.{refusal(schedule)}"
@@ -325,7 +326,7 @@ def _wrong_with_slices(config: RunConfig) -> Iterable[str]:
 
 
 def _divisor(number: int, wanted: int) -> int:
-    """Return the divisor of a number that is nearest to what was wanted, from 2 on if there is one."""
+    """Return the divisor of `number` that is nearest to `wanted`; 1 only if there is no other."""
     divisors = [each for each in range(2, number + 1) if number % each == 0] or [1]
     return min(divisors, key=lambda each: abs(each - wanted))
 

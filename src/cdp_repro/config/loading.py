@@ -18,9 +18,10 @@ from cdp_repro.config.schema import OptimConfig, RunConfig
 
 
 def load_config(composed: DictConfig, check_device: bool = True) -> RunConfig:
-    """Return the typed configuration; raise ConfigError with every value of a wrong type or out of range.
+    """Return the typed configuration. Without `check_device`, `device=cuda` is accepted on a machine without CUDA.
 
-    Without `check_device` a device that this machine lacks is accepted, as in a plan for another machine.
+    Raises:
+        ConfigError: lists all values that are missing, of a wrong type or out of range, or do not fit together.
     """
     config, wrong = _typed(composed)
     problems = [*wrong.values()]
@@ -36,7 +37,7 @@ def load_config(composed: DictConfig, check_device: bool = True) -> RunConfig:
 
 
 def _with_sizes_that_fit(config: RunConfig, problems: list[str]) -> list[str]:
-    """Return the problems; the last with sizes that fit together, unless the problems name them or sizes are right."""
+    """Return the problems; if sizes do not fit together, the last one also names sizes that do, unless any does."""
     works = sizes_that_fit(config) if problems else None
     if works is None or any(works in problem for problem in problems):
         return problems
@@ -50,7 +51,7 @@ def _finds_cuda() -> bool:
 
 
 def without_effect(config: RunConfig) -> list[str]:
-    """Return a sentence for each setting that will have no effect, or another one than its name says."""
+    """Return a sentence for each setting that has no effect in this run, or not the effect that its name promises."""
     found = [*_of_learning_rate(config)]
     if config.dataset.classes == 1:
         found.append("dataset.classes=1 leaves nothing to learn: every prediction is right")
@@ -100,10 +101,13 @@ def _of_delay(config: RunConfig) -> Iterator[str]:
 
 
 def _typed(composed: DictConfig) -> tuple[RunConfig, dict[str, str]]:
-    """Return the values of the right type, with defaults in place of others, and a sentence for each other, by key.
+    """Return the configuration, and a sentence for each key that is unknown or whose value is missing or mistyped.
 
-    OmegaConf stops at the first value of a wrong type. So all values are merged at once, and only if that fails one by
-    one, which takes fifty times as long.
+    Such values are replaced by their defaults. OmegaConf stops at the first value of a wrong type. So all values are
+    merged at once first; only if that fails they are merged one by one, which takes fifty times as long.
+
+    Raises:
+        ConfigError: an interpolation in the tree cannot be resolved.
     """
     schema = OmegaConf.structured(RunConfig)
     try:
@@ -127,7 +131,7 @@ def _typed(composed: DictConfig) -> tuple[RunConfig, dict[str, str]]:
 
 
 def _mistyped(schema: DictConfig, given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield each key whose value has a wrong type, with a sentence that says so."""
+    """Yield each key that is unknown, or whose value has a wrong type, with a sentence that says so."""
     known = defaults()
     for key, value in given:
         if key not in known:
@@ -136,5 +140,5 @@ def _mistyped(schema: DictConfig, given: Iterable[tuple[str, Any]]) -> Iterator[
         try:
             OmegaConf.merge(schema, nested(key, value))
         except OmegaConfBaseException as error:
-            why = re.sub(r" of type '\w+'", "", str(error).splitlines()[0])  # OmegaConf's names for lists and numbers
+            why = re.sub(r" of type '\w+'", "", str(error).splitlines()[0])  # OmegaConf's internal names of types
             yield key, f"{key}={value}: {why}; use e.g. {example_of(key)}"

@@ -1,4 +1,4 @@
-"""How a run computes: number types, loss, and what makes up for stale reads."""
+"""How a run computes: number types, loss, and the method against delay."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def parameter_dtype(config: RunConfig) -> torch.dtype:
-    """Return the type of parameters and images; with bf16 autocast that is fp32."""
+    """Return the type of parameters and images; for `bf16` it is fp32, as only autocast uses bf16."""
     return torch.float64 if config.precision == "fp64" else torch.float32
 
 
 def autocast(config: RunConfig, device_type: str) -> Callable[[], AbstractContextManager[object]]:
-    """Return a factory of the context in which forwards run: autocast for bf16, else an empty one."""
+    """Return a function that makes the context in which forwards run: autocast for `bf16`, else an empty one."""
     if config.precision == "bf16":
         return lambda: torch.autocast(device_type, torch.bfloat16)
     return nullcontext
 
 
 def delay_factory(config: DelayConfig) -> DelayFactory:
-    """Return what makes, for a stage, the method against stale reads."""
+    """Return the function that makes a stage's method against delay."""
     method = DELAYS[config.name]
     return method if config.strength is None else partial(method, strength=config.strength)

@@ -1,4 +1,4 @@
-"""Reads overrides (`key=value`) as Hydra does, and writes out our short forms of them."""
+"""Reads overrides (`key=value`) as Hydra does, and writes out our short forms."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cdp_repro.config.source import GROUPS, Source
 from cdp_repro.schedule.by_name import is_entered
 
 INSTALLED = {"mode": "modes", "placement": "placements", "model": "models", "dataset": "datasets"}
-"""By group the entry points in which packages enter more choices."""
+"""By group: the name of the entry points under which installed packages enter more choices."""
 
 
 def parse_long_forms(overrides: Sequence[str], source: Source) -> list[Override]:
-    """Return the overrides as Hydra reads them, without our short forms; raise ConfigError as `parse` does."""
+    """Return the overrides as Hydra reads them, with our short forms written out; raise ConfigError as `parse` does."""
     return [form for override in parse(overrides) for form in _forms(override, source)]
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """Return the overrides as Hydra reads them; raise ConfigError with all that it cannot read."""
+    """Return the overrides as Hydra reads them; raise ConfigError that lists all that cannot be read."""
     parser = OverridesParser.create()
     parsed, problems = [], []
     for text in overrides:
@@ -45,14 +45,14 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def _forms(override: Override, source: Source) -> list[Override]:
-    """Write out the short forms.
+    """Return an override with our short forms written out.
 
-    `mode=[[1,1],[1,0]]` gives a matrix, `model=NAME` may name one of timm's models, and what is chosen may be of an
-    installed package.
+    `mode=[[1,1],[1,0]]` gives a staleness matrix, and `model=NAME` may name one of timm's models. In the groups of
+    `INSTALLED`, the name may be one that an installed package has entered.
     """
     key, value = override.key_or_group, override.value()
     if override.is_add() and key in GROUPS:
-        (chosen,) = parse([text_of(override).removeprefix("+")])  # it has a place already, so that `+` chooses, too
+        (chosen,) = parse([text_of(override).removeprefix("+")])  # Hydra would refuse `+` for groups in our defaults
         return _forms(chosen, source)
     if key == "mode" and isinstance(value, list):
         return parse(["mode=matrix", f"mode.staleness={override.get_value_string()}"])
@@ -72,6 +72,6 @@ def _is_timm_model(name: str) -> bool:
 
 
 def text_of(override: Override) -> str:
-    """Return an override as it was typed."""
+    """Return the text of an override that Hydra parsed; its path, if it has one, is in quotes."""
     assert override.input_line is not None
     return override.input_line

@@ -1,4 +1,4 @@
-"""Paths as people type them on a command line: spaces, commas, umlauts and all, ~ for their own folder."""
+"""Paths as people type them on a command line: with spaces, commas and umlauts, and ~ for the home folder."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from hydra.errors import HydraException
 from cdp_repro.config.errors import ConfigError
 
 LONGEST_NAME = 255
-"""Bytes: file systems take no longer name of a file or folder."""
+"""Bytes; the longest name of a file or folder that file systems accept."""
 _LONGEST_PATH = 4095
-"""Bytes: Linux takes no longer path in one call."""
+"""Bytes; the longest path that Linux accepts in a call."""
 PATH_KEYS = ("run_dir", "dataset.root", "program", "model.weights")
 """Settings whose values are paths."""
 
 
 def typed_path(text: str) -> str:
-    """Return the path that `text` stands for: `~` written out, and taken out of the quotes that Hydra would need.
+    """Return the path that `text` stands for: with `~` expanded, and without quotes that were typed for Hydra.
 
     Raises:
-        ConfigError: a name in it is longer than file systems take.
+        ConfigError: the path, or a name in it, is longer than the system accepts.
     """
     path = text
     if len(text) > 1 and text[0] in "'\"" and text[0] == text[-1]:
-        with suppress(HydraException):  # else the quotes belong to the name
+        with suppress(HydraException):  # no quoted string: the quotes belong to the name
             path = str(OverridesParser.create().parse_override(f"path={text}").value())
     if path.startswith("~"):
-        with suppress(RuntimeError):  # nobody of that name: a folder that is called so
+        with suppress(RuntimeError):  # no user of that name: the name of the folder begins with ~
             path = str(Path(path).expanduser())
     refuse_long_names(path)
     return path
 
 
 def refuse_long_names(path: str) -> None:
-    """Raise ConfigError if a path, or a name in it, is longer than the system takes."""
+    """Raise ConfigError if a path, or a name in it, is longer than the system accepts."""
     names = [(name, "name", LONGEST_NAME) for name in path.split("/")]
     for text, kind, longest in (*names, (path, "path", _LONGEST_PATH)):
         if (length := len(os.fsencode(text))) > longest:
@@ -48,7 +48,7 @@ def refuse_long_names(path: str) -> None:
 
 
 def shortened(name: str, longest: int) -> str:
-    """Return a name of at most so many bytes: a longer one ends in a digest, which tells it from others."""
+    """Return a name of at most `longest` bytes: a longer one is cut, and a digest at its end keeps it unique."""
     if len(os.fsencode(name)) <= longest:
         return name
     digest = hashlib.blake2b(os.fsencode(name), digest_size=6).hexdigest()
@@ -56,9 +56,9 @@ def shortened(name: str, longest: int) -> str:
 
 
 def quoted_for_hydra(override: str) -> str:
-    """Return an override with its path in quotes, so that Hydra takes it as it stands; others as they are.
+    """Return an override with its path in quotes, so that Hydra takes the path literally; others are unchanged.
 
-    A comma is a part of the path. So a sweep over several is written as Hydra's function: `choice(a,b)`.
+    A comma is part of the path. So a sweep over several paths is written with Hydra's function `choice(a,b)`.
     """
     key, _, text = override.partition("=")
     if key not in PATH_KEYS or text in ("", "null") or re.fullmatch(r"choice\(.*\)", text):

@@ -1,4 +1,4 @@
-"""A program file among the settings: its header gives those that the schedule is built from."""
+"""A program file among the settings: its header gives the settings from which the schedule is made."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from cdp_repro.schedule.program_text import read_program
 
 _KEY = "program="
 _PLAIN = re.compile(r"[a-z_0-9]+")
-"""A value as there is only one way to type it."""
+"""Matches values that are typed in one way only, so that they can be compared as text."""
 
 
 def read_program_file(path: str) -> Program:
-    """Return the checked program of a file.
+    """Return the program of a file, checked.
 
     Raises:
         ConfigError: the file cannot be read.
-        ScheduleError: it is broken; says in which line and why.
+        ScheduleError: the program is broken; the message says in which line and why.
     """
-    if Path(path).exists() and not Path(path).is_file():  # every rank reads it, and a pipe can be read once
+    if Path(path).exists() and not Path(path).is_file():  # a pipe can be read only once, but every rank reads
         raise ConfigError([f"program={path} is {'a folder' if Path(path).is_dir() else 'no regular file'}"])
     try:
         text = Path(path).read_bytes().decode()
@@ -37,7 +37,7 @@ def read_program_file(path: str) -> Program:
 
 
 def refuse_other_values(path: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the header of a program file says other values than `ours`, of those that both have."""
+    """Raise ConfigError if the header `theirs` of a program file and `ours` differ in a value that both have."""
     both = [name for name in theirs if name in ours]
     differing = [f"{name}={theirs[name]} there, {ours[name]} here" for name in both if theirs[name] != ours[name]]
     if differing:
@@ -45,22 +45,27 @@ def refuse_other_values(path: str, theirs: Mapping[str, Any], ours: Mapping[str,
 
 
 def with_absolute_program(config: RunConfig) -> RunConfig:
-    """Return a run's configuration with the path of its program absolute: it may go on from another folder."""
+    """Return the configuration with an absolute path of its program: the run may be resumed from another folder."""
     return config if config.program is None else replace(config, program=str(Path(config.program).absolute()))
 
 
 def with_header_of_program(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides, with those of a program's header before them where `program=` names a file."""
+    """Return the overrides; if `program=` names a file, the settings of its header come before them.
+
+    Raises:
+        ConfigError: the file cannot be read, or a given value differs from its header.
+        ScheduleError: the program is broken.
+    """
     paths = [text.removeprefix(_KEY) for text in overrides if text.startswith(_KEY)]
     if not paths:
         return [*overrides]
     header = {
         name: json.dumps(value) if isinstance(value, (bool, list, tuple)) else str(value)
         for name, value in asdict(read_program_file(typed_path(paths[-1])).schedule.spec).items()
-        if value is not None and name != "sources"  # which the model has, not the user
+        if value is not None and name != "sources"  # the model gives them
     }
     given = dict(text.split("=", 1) for text in overrides if "=" in text)
-    plain = {name: text for name, text in given.items() if _PLAIN.fullmatch(text)}  # others may be spelled in many ways
+    plain = {name: text for name, text in given.items() if _PLAIN.fullmatch(text)}  # others have several spellings
     refuse_other_values(paths[-1], header, plain)
     return [
         *(f"{name}={text}" for name, text in header.items()),

@@ -1,4 +1,4 @@
-"""Where configurations are read: our own tree of YAML files, and a folder of the user's beside it."""
+"""Finds YAML files: in our own tree, and in a folder of the user's beside it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ GROUPS = ("mode", "dataset", "model", "placement", "optim", "delay", "experiment
 
 @dataclass(frozen=True)
 class Source:
-    """Where configurations are read: in our tree, and in a folder of the user's.
+    """Where configurations are read: in our tree, and in a folder of the user's if there is one.
 
     Raises:
-        ConfigError: there is no such folder or file, or one of the files has the name of one of ours.
+        ConfigError: the folder or the file does not exist, or the folder has a file with the name of one of ours.
     """
 
     folder: Path | None = None
     """`--config-dir`: a folder laid out like our tree."""
     name: str = "config"
-    """`--config-name`: the file that lists what is composed."""
+    """`--config-name`: the top file, whose `defaults` list the files to compose."""
 
     def __post_init__(self) -> None:
         if self.folder is not None:
@@ -61,11 +61,11 @@ class Source:
         return sorted({name for root in self._roots() for name in _yaml_names(root.joinpath(group))})
 
     def is_group(self, key: str) -> bool:
-        """Return whether a key names a group: one of ours, or a folder of the user's."""
+        """Whether a key names a group: one of ours, or a folder inside the user's."""
         return key in GROUPS or (self.folder is not None and key.isidentifier() and (self.folder / key).is_dir())
 
     def arguments(self) -> list[str]:
-        """Return the options by which another command reads the same."""
+        """Return the options with which another command reads the same files."""
         folder = [] if self.folder is None else [f"--config-dir={self.folder.absolute()}"]
         return folder if self.name == "config" else [*folder, f"--config-name={self.name}"]
 
@@ -79,7 +79,7 @@ OURS = Source()
 
 
 def _yaml_names(folder: Traversable, prefix: str = "") -> Iterator[str]:
-    """Yield the names of all YAML files in a folder, those of folders in it as `folder/name`."""
+    """Yield the names of all YAML files in a folder, without `.yaml`; in subfolders as `folder/name`."""
     for entry in folder.iterdir() if folder.is_dir() else ():
         if entry.is_dir():
             yield from _yaml_names(entry, f"{prefix}{entry.name}/")

@@ -15,12 +15,13 @@ from cdp_repro.config.unknown_names import hydra_without_effect
 
 
 def expand_sweep(overrides: Sequence[str], source: Source = OURS) -> list[list[str]]:
-    """Return the overrides of every cell of a sweep: `seed=0,1,2` stands for three, products over all sweeps.
+    """Return the overrides of every cell of a sweep.
 
-    Of two overrides of one key the later counts. Hydra's own settings are of the sweep, not of its cells.
+    `seed=0,1,2` gives three cells, and several such overrides give all combinations. Of two overrides with the same
+    key, the later counts. Hydra's own settings apply to the sweep, so cells do not have them.
 
     Raises:
-        ConfigError: overrides that cannot be read, or a sweep without an end or without any value; settings of Hydra's
+        ConfigError: overrides that cannot be read, a sweep over endlessly many values or none, or settings of Hydra's
             own that have no effect.
     """
     parsed = parse(overrides)
@@ -31,13 +32,13 @@ def expand_sweep(overrides: Sequence[str], source: Source = OURS) -> list[list[s
 
 
 def _alternatives(override: Override, source: Source) -> list[str]:
-    """Return an override for each value that a sweep goes through."""
+    """Return one override for each value that an override sweeps over."""
     if not override.is_sweep_override():
         return [text_of(override)]
     if not override.is_discrete_sweep():
         raise ConfigError([f"{text_of(override)} has no end: list its values, or use range(start,stop,step)"])
     key, value = override.key_or_group, override.value()
-    if key in PATH_KEYS and isinstance(value, ChoiceSweep):  # as they are typed, without Hydra's escapes
+    if key in PATH_KEYS and isinstance(value, ChoiceSweep):  # as typed, but without quotes for Hydra
         return [f"{key}={each.text if isinstance(each, QuotedString) else each}" for each in value.list]
     names = value.filter(source.choices(key)) if isinstance(value, Glob) else [*override.sweep_string_iterator()]
     if not names:

@@ -1,4 +1,4 @@
-"""`launcher=`: how the runs of a sweep are started. It is about the sweep, so a run's own configuration lacks it."""
+"""`launcher=`: how the runs of a sweep are started. It belongs to the sweep, not to the configuration of a run."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class LocalLauncher:
 
 @dataclass
 class SlurmLauncher:
-    """Queues the runs as one array of jobs; what is not set is the cluster's default."""
+    """Queues the runs as one array of jobs. Options that are not set are left to the cluster."""
 
     partition: str | None = None
     """`--partition` of sbatch."""
     account: str | None = None
     """`--account`."""
     time: str | None = None
-    """`--time`; a run that comes to its end queues again and goes on."""
+    """`--time`; a run that reaches this limit is queued again and goes on."""
     nodes: int = 1
-    """`--nodes` of each run; its ranks are shared equally among them."""
+    """`--nodes` of each run, which share its ranks equally."""
     gpus_per_node: int = 0
     """`--gpus-per-node`."""
     cpus_per_task: int = 4
-    """`--cpus-per-task`, of each rank on several nodes, else of all."""
+    """`--cpus-per-task`: on one node for the whole run, on several for each rank."""
     mem: str | None = None
     """`--mem` of each node."""
     at_once: int | None = None
@@ -50,14 +50,15 @@ Launcher = LocalLauncher | SlurmLauncher
 LAUNCHERS: dict[str, type[LocalLauncher] | type[SlurmLauncher]] = {"local": LocalLauncher, "slurm": SlurmLauncher}
 
 _OWN = re.compile(r"(\+{0,2}|~)launcher(\.|=|$)")
-"""How an override of the launcher begins: with Hydra's signs, too, which are told of."""
+"""Matches how an override of the launcher begins, also with Hydra's signs `+`, `++` and `~`, which are refused."""
 
 
 def launcher_of(overrides: Sequence[str]) -> Launcher:
-    """Return the launcher that the overrides ask for.
+    """Return the launcher that the overrides choose, by default `local`.
 
     Raises:
-        ConfigError: with all mistakes: an unknown launcher or key, a value of a wrong type or out of range.
+        ConfigError: lists all mistakes: an unknown launcher or key, a sign of Hydra's, a value of a wrong type or out
+            of range.
     """
     own = [text for text in overrides if _OWN.match(text)]
     problems = [
@@ -75,12 +76,12 @@ def launcher_of(overrides: Sequence[str]) -> Launcher:
 
 
 def of_runs(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that are not of the launcher."""
+    """Return the overrides that belong to the runs, not to the launcher."""
     return [text for text in overrides if not _OWN.match(text)]
 
 
 def _without_sign(text: str) -> str:
-    """Return what to do in place of an override with a sign of Hydra's."""
+    """Return what to write in place of an override that has one of Hydra's signs."""
     return "leave it out for its default" if text.startswith("~") else f"write {text.lstrip('+')}"
 
 
@@ -95,7 +96,7 @@ def _filled(name: str, overrides: Sequence[str], problems: list[str]) -> Launche
     """Return the launcher with these values.
 
     Raises:
-        ConfigError: with `problems` and all mistakes in the values.
+        ConfigError: lists `problems` and all mistakes in the values.
     """
     kind = LAUNCHERS[name]
     known = [field.name for field in fields(kind)]
@@ -115,12 +116,12 @@ def _filled(name: str, overrides: Sequence[str], problems: list[str]) -> Launche
 
 
 def _with_value(launcher: Any, key: str, text: str) -> Any:
-    """Return the launcher with one value more; raise ConfigError if it is of a wrong type, or several."""
+    """Return the launcher with one more value set; raise ConfigError if the value has a wrong type."""
     several = False
     try:
         override = OverridesParser.create().parse_override(text)
         value, several = override.value(), override.is_sweep_override()
-        if several or isinstance(value, float):  # text for sbatch stands as it was typed: `1e3`, or partitions `a,b`
+        if several or isinstance(value, float):  # texts for sbatch stay as typed: `1e3`, or two partitions `a,b`
             value = override.get_value_string()
         return OmegaConf.merge(launcher, nested(key, value))
     except (HydraException, OmegaConfBaseException) as error:

@@ -1,4 +1,4 @@
-"""What differs between images and text, in one place: what a sample is, and how a model is judged."""
+"""What differs between images and text: what a sample is, and which number judges a model."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """What the samples of a data set are, and the number of the summary that decides which run is better."""
+    """What the samples of a data set are, and which number of the summary decides which run is better."""
 
     sample: str
-    """One of what a mini-batch is counted in."""
+    """The word for a sample, in the singular."""
     unit: str
-    """What throughput is counted in: `throughput/<unit>_per_second`."""
+    """What throughput counts, in the plural: `throughput/<unit>_per_second`."""
     metric: str
-    """Key of the number that decides."""
+    """Key, in the summary, of the number that decides."""
     name: str
-    """The number in words."""
+    """The name of this number, for people."""
     metric_unit: str
     difference_unit: str
     """Unit of a difference of two such numbers."""
     is_text: bool = False
     more_is_better: bool = True
     digits: int = 2
-    """Digits of the number behind the point that are shown."""
+    """Digits of the number that are shown after the decimal point."""
 
     @property
     def label(self) -> str:
-        """The number in words, with its unit."""
+        """The name of the number with its unit: `test top-1 [%]`."""
         return f"{self.name} [{self.metric_unit}]"
 
     def input_dtype(self, parameters: torch.dtype) -> torch.dtype:
-        """Return the type of what the model is given: that of its parameters, or token numbers."""
-        import torch  # here: it takes seconds, and most of what reads a configuration needs none of it
+        """Return the type of the model's inputs: int64 for tokens, else the type of its parameters."""
+        import torch  # here: it takes seconds, and most readers of a configuration do not need it
 
         return torch.int64 if self.is_text else parameters
 
     def units(self, input_shape: tuple[int, ...]) -> int:
-        """Return how many units a sample has."""
+        """Return how many units a sample of this shape has: its tokens, or one image."""
         return input_shape[0] if self.is_text else 1
 
     def shape_text(self, input_shape: tuple[int, ...]) -> str:
-        """Return samples of a shape in words."""
+        """Return samples of this shape in words: `images 3x32x32`, `sequences of 128 tokens`."""
         sizes = "x".join(map(str, input_shape))
         return f"{self.sample}s of {sizes} {self.unit}" if self.is_text else f"{self.sample}s {sizes}"
 
@@ -68,7 +68,7 @@ FIXED_SHAPES: Mapping[str, Mapping[str, int]] = {
     "imagenet": {"channels": 3},
     "synthetic": {"channels": 3},
 }
-"""What cannot be chosen of the images of a data set, by the names of its settings."""
+"""By data set: the settings of its images that cannot be chosen, with their only value."""
 
 
 def task_of(dataset: str) -> Task:

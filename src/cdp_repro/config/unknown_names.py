@@ -1,4 +1,4 @@
-"""Says what is wrong with the names in overrides: keys and choices that do not exist, or have no effect."""
+"""Finds the keys and choices in overrides that do not exist or have no effect, and says what to write instead."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from cdp_repro.config.schema import RunConfig
 from cdp_repro.config.source import GROUPS, Source
 
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
-"""Hydra's own settings that have an effect here. Its others are about starting jobs, which `launch` does."""
+"""Hydra's own settings that have an effect here. Most others are about starting jobs, which `launch` does."""
 
 
 def unknown_choice(override: Override, source: Source) -> str | None:
-    """Return the problem with the choice of a group, if it has one."""
+    """Return the problem with an override that has several values or chooses wrongly in a group, if there is one."""
     if override.is_sweep_override():
         return f"{text_of(override)} has several values: add --multirun, which cdp-train has"
     group, choice = override.key_or_group, override.value()
     if not source.is_group(group):
         return None
     known = source.choices(group)
-    choices = [each for each in known if each != "installed"]  # which its names are short for
+    choices = [each for each in known if each != "installed"]  # people type the name of what is installed
     if override.is_delete() or choice is None:
         if group in GROUPS and group != "experiment":
             return f"{text_of(override)}: every run has one: choose {', '.join(choices)}"
@@ -43,9 +43,10 @@ def _timm_model_names() -> list[str]:
 
 
 def unknown_key(override: Override, source: Source, known: Sequence[str], missing: Sequence[str]) -> str | None:
-    """Return the problem with a key, if it has one.
+    """Return the problem with the key of an override, if there is one.
 
-    `missing` are keys that a choice leaves to the user, such as `model.name` with `model=timm`.
+    `known` are the keys that the choices of groups give. `missing` are those among them that have no value yet, such as
+    `model.name` with `model=timm`.
     """
     key = override.key_or_group
     group, _, rest = key.partition(".")
@@ -68,11 +69,11 @@ def unknown_key(override: Override, source: Source, known: Sequence[str], missin
     if group in GROUPS:
         given = f", or give {EXAMPLES[key]}" if key in EXAMPLES else ""
         return f"{key} has no effect with this {group}{_own_values(group, known)}{given}"
-    return None  # a file of the user's lacks it: Hydra says that +key= adds it
+    return None  # the user's top file lacks it: Hydra says that +key= adds it
 
 
 def hydra_without_effect(override: Override) -> str | None:
-    """Return a sentence for a setting of Hydra's own that we do not follow."""
+    """Return a sentence if an override is a setting of Hydra's own that has no effect here."""
     key = override.key_or_group
     if not override.is_hydra_override() or key in HYDRA_KEYS:
         return None
@@ -81,6 +82,6 @@ def hydra_without_effect(override: Override) -> str | None:
 
 
 def _own_values(group: str, known: Sequence[str]) -> str:
-    """Return the values that the choice of a group has, as the end of a sentence."""
+    """Return the keys that the choice of a group has, as the end of a sentence."""
     found = [leaf for leaf in known if leaf.startswith(f"{group}.") and not leaf.endswith(".name")]
     return f"; those that have are {', '.join(found)}" if found else ", which has no values of its own: leave it out"
