@@ -77,6 +77,7 @@ def test_an_explorer_on_request(capsys, tmp_path):
         ([f"--program={tmp_path}"], "is a folder: give the name of a file"),
         ([f"--out={page}"], "is a file: give the name of a folder"),
         (["cluster.flops_per_second=1e9"], "cluster.* describes the machines of a price: add price=true"),
+        (["--systems", "cluster.flops_per_second=1e9"], "cluster.* describes the machines of a price: add price=true"),
         (["--html=x", "price=true", "cluster.flops_per_second=1e9"], "price=true how long it takes: leave one out"),
     ):
         assert command.main([*small, *arguments]) == 2

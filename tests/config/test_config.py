@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.resources
+import shlex
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from omegaconf import OmegaConf
 import cdp_repro
 from cdp_repro.config import ConfigError, RunConfig, load_config
 from cdp_repro.config.compose import compose_config
-from cdp_repro.config.keys import leaves, settings_of
+from cdp_repro.config.keys import defaults, example_of, leaves, nested, settings_of
+from cdp_repro.config.overrides import parse_long_forms
+from cdp_repro.config.source import OURS
 from cdp_repro.studies.rows import cell_hash
 
 SOURCES = Path(cdp_repro.__file__).parent
@@ -248,6 +251,15 @@ def test_each_mistake_is_explained(overrides, message):
     with pytest.raises(ConfigError) as caught:
         compose_config(overrides)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("key", defaults())
+def test_the_example_of_a_setting_is_a_value_of_its_type(key):
+    """Messages suggest it; a setting that is unset unless chosen needs one of its own, as `=None` is text."""
+    example = shlex.split(example_of(key))
+    (own,) = (form for form in parse_long_forms(example, OURS) if form.key_or_group == key)
+    assert own.value() != "None"
+    OmegaConf.merge(OmegaConf.structured(RunConfig), nested(key, own.value()))
 
 
 def test_all_mistakes_are_reported_at_once():

@@ -49,8 +49,8 @@ every placement that can run them, for accumulation on one device, and for the b
 def _run(line: CommandLine) -> int:
     folder, program, page = (_output(line, name) for name in ("out", "program", "html"))
     config = compose_config(line.overrides, check_device=False, source=line.source)
-    if config.cluster != ClusterConfig() and not (config.price or line.flags):
-        raise ConfigError(["cluster.* describes the machines of a price: add price=true, or --systems"])
+    if config.cluster != ClusterConfig() and not config.price:
+        raise ConfigError(["cluster.* describes the machines of a price: add price=true"])
     if program and config.price:
         raise ConfigError(["--program=FILE writes the program of one run, price=true prices many: leave one out"])
     if page and config.price:

@@ -51,7 +51,11 @@ RUN_KEYS = frozenset(NEUTRAL_KEYS) - {*PLACEMENT_KEYS} | {"seed"}
 
 EXAMPLES = {
     "mode.staleness": "mode='[[1,1],[1,0]]' workers=2",
+    "dataset.root": "dataset=cifar10 dataset.root=data",
     "model.name": "model.name=resnet50",
+    "model.weights": "model.weights=weights.safetensors",
+    "optim.clip_norm": "optim.clip_norm=1.0",
+    "delay.strength": "delay=compensation delay.strength=0.5",
     "stages": "stages=4",
     "ranks": "ranks=2",
     "servers": "servers=2",
@@ -61,6 +65,10 @@ EXAMPLES = {
     "slack": "slack=3",
     "slices": "slices=2",
     "micro_batches": "micro_batches=6",
+    "baseline": "baseline=ddp mode=dp",
+    "run_dir": "run_dir=runs/first",
+    "traced_steps": "traced_steps=10",
+    "program": "program=program.txt",
     "cluster.between_hosts_latency_seconds": "cluster.between_hosts_latency_seconds=1e-5",
     "cluster.between_hosts_bandwidth_bytes_per_second": "cluster.between_hosts_bandwidth_bytes_per_second=1e9",
     "cluster.flops_per_second": "cluster.flops_per_second=1e13",
