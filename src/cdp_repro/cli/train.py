@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ def _new(folder: Path) -> Path:
     """Return a folder that does not exist yet: this one, or one with a number after its name."""
     if not folder.name:
         raise ConfigError([f"hydra.run.dir={folder} names no new folder: give one, e.g. run_dir=runs/my-run"])
-    names = (folder.name if number == 1 else f"{folder.name}-{number}" for number in range(1, 1000))
+    names = (folder.name if number == 1 else f"{folder.name}-{number}" for number in count(1))
     return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
