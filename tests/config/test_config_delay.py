@@ -36,6 +36,8 @@ def test_strength_arrives():
         (["delay=predicton"], "unknown delay 'predicton': choose .*; did you mean 'prediction'?"),
         (["delay=prediction", "delay.strength=1"], "delay.strength has no effect with this delay"),
         (["delay=prediction", "optim.momentum=0"], "optim.momentum=0: use optim.momentum=0.9, or delay=error_feedback"),
+        (["delay=prediction", "optim=muon", "optim.momentum=0"], "optim.momentum=0: use optim.momentum=0.9"),
+        (["delay=prediction", "optim=adamw", "optim.beta1=0"], "optim.beta1=0: use optim.beta1=0.9"),
         (["delay=error_feedback", "delay.strength=-1"], "delay.strength=-1.0: must be a finite number, 0 or more"),
         (
             ["delay=prediction", "mode=dp", "placement=zero", "collectives=true"],

@@ -66,7 +66,7 @@ def test_steps_are_taken_lazily() -> None:
     [
         (30, 4, "batch_size=30 is not divisible by workers=4: use batch_size=28 or batch_size=32"),
         (3, 4, "batch_size=3 is not divisible by workers=4: use batch_size=4$"),
-        (200, 4, "batch_size=200 is larger than the training set of 100 images; use batch_size=100 or less"),
+        (200, 4, "batch_size=200 is larger than the training set of 100 samples; use batch_size=100 or less"),
         (0, 4, "batch_size=0 must be at least 1"),
         (4, 0, "workers=0 must be at least 1"),
     ],

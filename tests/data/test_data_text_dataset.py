@@ -103,6 +103,8 @@ def test_the_fingerprint_depends_on_the_text_and_on_its_cut(file):
         (b"", "is empty: give a file with text"),
         (b"abc\xff", "is not UTF-8 text: byte 3 is 0xff"),
         (b"abc\0" * 100, "is binary: it holds the byte 0 at 3"),
+        (b"\x89PNG\r\n\x1a\n\0\0", "is binary: it holds the byte 0 at 8"),
+        ("a text".encode("utf-16"), "is not UTF-8 text: byte 0 is 0xff; convert it, e.g. by iconv -t utf-8, or leave"),
         (b"a" * 50, "has 45 bytes for training and 5 for validation, but model.context=8 needs at least 9 of each: use "
                     "model.context=4 or less"),
         (b"a", "use a longer text"),
@@ -118,5 +120,13 @@ def test_what_is_no_text_is_refused(tmp_path, content, words):
 def test_missing_files_and_empty_folders_are_refused(tmp_path):
     with pytest.raises(DatasetError, match="nowhere does not exist: give a UTF-8 file"):
         load(tmp_path / "nowhere")
+    with pytest.raises(DatasetError, match="/dev/null is no file: give a UTF-8 file"):
+        load("/dev/null")
     with pytest.raises(DatasetError, match="is a folder without text: give a UTF-8 file"):
         load(tmp_path)
+
+
+def test_an_empty_root_is_an_unset_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text(TEXT)
+    assert load("").fingerprint() == load_dataset("text", context=8, tokens="bytes").fingerprint()

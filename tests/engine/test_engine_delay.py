@@ -176,16 +176,17 @@ def test_stale_reads_of_one_version_share_one_copy_that_dies_with_them():
 
 
 @each_method
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("mode", ["cdp_v1", "cdp_v2", MATRIX], ids=str)
-def test_a_saved_run_goes_on_bitwise(method, mode):
+def test_a_saved_run_goes_on_bitwise(method, mode, optimizer):
     delay, batches = METHODS[method][1], make_batches()
-    whole = make_engine(mode, "adamw", delay=delay)
+    whole = make_engine(mode, optimizer, delay=delay)
     expected = trained(whole, batches)
-    first = make_engine(mode, "adamw", delay=delay)
+    first = make_engine(mode, optimizer, delay=delay)
     losses = trained(first, batches[:5])
     torch.save(first.state_dict(), file := io.BytesIO())
     file.seek(0)
-    second = make_engine(mode, "adamw", delay=delay)
+    second = make_engine(mode, optimizer, delay=delay)
     second.load_state_dict(torch.load(file))
     assert losses + trained(second, batches[5:]) == expected
     small_runs.same(small_runs.flat(second.state_dict()), small_runs.flat(whole.state_dict()))

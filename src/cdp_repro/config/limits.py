@@ -295,10 +295,11 @@ def _wrong_with_delay(config: RunConfig) -> Iterable[str]:
             f"delay={delay.name} counts training steps, but mode={config.mode.name} has many updates in each: use "
             "delay=none"
         )
-    if delay.name == "prediction" and config.optim.name == "sgd" and not config.optim.momentum:
+    decay = "momentum" if config.optim.name in ("sgd", "muon") else "beta1"
+    if delay.name == "prediction" and not getattr(config.optim, decay):
         yield (
-            "delay=prediction expects the next step to be like the last, as momentum makes it, but optim.momentum=0: "
-            "use optim.momentum=0.9, or delay=error_feedback"
+            f"delay=prediction expects the next step to be like the last, as momentum makes it, but optim.{decay}=0: "
+            f"use optim.{decay}=0.9, or delay=error_feedback"
         )
 
 

@@ -78,7 +78,7 @@ def load_dataset(
     if name == "text":
         from cdp_repro.data.text_dataset import load_text
 
-        return load_text(None if root is None else Path(root), context=context, tokens=tokens)
+        return load_text(Path(root) if root else None, context=context, tokens=tokens)
     if name in _ENTERED:
         return _ENTERED[name](root)
     nearest = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.0)[0]

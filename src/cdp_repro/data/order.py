@@ -21,7 +21,7 @@ def steps_per_epoch(train_size: int, batch_size: int) -> int:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
     if train_size < batch_size:
         raise ValueError(
-            f"batch_size={batch_size} is larger than the training set of {train_size} images; "
+            f"batch_size={batch_size} is larger than the training set of {train_size} samples; "
             f"use batch_size={max(train_size, 1)} or less"
         )
     return train_size // batch_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import math
 import sysconfig
@@ -74,7 +75,8 @@ def _files(root: Path) -> list[Path]:
         and not any(part.startswith(".") for part in path.relative_to(root).parts)
     )
     if not found:
-        state = "is a folder without text" if root.is_dir() else "does not exist"
+        state = "is no file" if root.exists() else "does not exist"
+        state = "is a folder without text" if root.is_dir() else state
         raise DatasetError(f"dataset.root={root} {state}: give a UTF-8 file, or a folder of them")
     return found
 
@@ -86,16 +88,16 @@ def _read(path: Path) -> str:
         raise DatasetError(f"{path} cannot be read: {error.strerror or error}; give another dataset.root=") from error
     if not raw:
         raise DatasetError(f"{path} is empty: give a file with text")
+    if b"\0" in raw and not raw.startswith((codecs.BOM_UTF16_BE, codecs.BOM_UTF16_LE)):
+        where = raw.index(b"\0")
+        raise DatasetError(f"{path} is binary: it holds the byte 0 at {where}; leave it out, or give a file with text")
     try:
-        text = raw.decode()
+        return raw.decode()
     except UnicodeDecodeError as error:
         raise DatasetError(
             f"{path} is not UTF-8 text: byte {error.start} is {raw[error.start]:#04x}; convert it, e.g. by iconv -t "
-            "utf-8, or remove it from the folder"
+            "utf-8, or leave it out"
         ) from error
-    if "\0" in text:
-        raise DatasetError(f"{path} is binary: it holds the byte 0 at {text.index(chr(0))}; give a file with text")
-    return text
 
 
 class TextDataset(Dataset):

@@ -171,7 +171,7 @@ class StageState:
     def load_state_dict(self, state: dict[str, Any]) -> dict[int, Version]:
         """Load a copy of what `state_dict` returned and `check_state` accepts; return its versions by number."""
         if self._optimizer is not None:
-            self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]["state"]))
+            _load(self._optimizer, copy.deepcopy(state["optimizer"]["state"]))
         newest, found = max(state["versions"]), {}
         for number in sorted(state["versions"]):
             for name, parameter in self._parameters.items():
@@ -229,6 +229,22 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
         if isinstance(value, Tensor) and value.shape == parameter.shape
     )
     return sum(value.nbytes for value in kept)
+
+
+def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load the state of an optimizer, with scalars in the type in which they were saved.
+
+    torch gives all tensors but `step` the type of their parameter: NAdam's `mu_product`, a fp32 product over all steps,
+    would be rounded otherwise from there on.
+    """
+    optimizer.load_state_dict(state)
+    saved = (state["state"].get(index, {}) for group in state["param_groups"] for index in group["params"])
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for parameter, entry in zip(parameters, saved, strict=True):
+        loaded = optimizer.state[parameter]
+        for name, value in entry.items():
+            if isinstance(value, Tensor) and not value.ndim:
+                loaded[name] = value.to(loaded[name].device)
 
 
 def _made(optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
