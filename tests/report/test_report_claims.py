@@ -23,6 +23,8 @@ from cdp_repro.studies.cost_settings import SETTINGS
         ({"a": 0.56, "b": 0.59}, {}, 1.0, HOLDS),
         ({"a": 0.56, "b": 0.59}, {}, 1.2, PARTLY),  # low, but not constant
         ({"a": 0.56, "b": 0.85}, {}, 1.0, PARTLY),
+        ({"a": 0.56, "b": 0.85}, {}, 1.2, FAILS),  # neither
+        ({"a": 0.56, "b": 0.85}, {"a": 0.57, "b": 0.58}, 1.2, PARTLY),
         ({"a": 0.56, "b": 1.05}, {"a": 0.57, "b": 0.7}, 1.0, PARTLY),
         ({"a": 0.56, "b": 1.05}, {}, 1.0, FAILS),
         ({"a": 1.0}, {"a": 1.2}, 1.0, FAILS),

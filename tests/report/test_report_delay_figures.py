@@ -76,7 +76,7 @@ def test_differences_are_those_of_paired_seeds_with_their_interval():
     assert means == pytest.approx([-1.0, 0.0, 0.0], abs=1e-9)
     (low,), (high,) = (cap.get_xdata() for cap in axis.containers[1].lines[1])
     assert low == pytest.approx(-high) and low < -1, "Student's t with two degrees, of differences 0, 0.5, -0.5"
-    assert axis.get_xlabel() == "test top-1 [%] minus that of dp [points], right is better"
+    assert axis.get_xlabel() == "test top-1 [%] minus that of dp with the same optimizer [points], right is better"
     assert not axis.patches, "no margin was stated"
 
 

@@ -417,13 +417,14 @@ _ACCURACY = (
 )
 
 _DELAY = (
-    "Each mode with each method against data parallelism. Every setting has the same learning rates and trials in its "
-    "tuning, on a seed that no comparison uses; but data parallelism is one setting, and each delayed mode is the best "
-    "of several. So the best is judged on fresh seeds."
+    "Each mode with each method against data parallelism. Every setting is tuned on a seed that no comparison uses: by "
+    "the same short runs at the same learning rates, and by runs at full length until the best of them lies between "
+    "two worse, which takes three or four. But data parallelism is one setting, and each delayed mode is the best of "
+    "several. So the best is judged on fresh seeds."
 )
 _DIFFERENCES = (
-    "Difference of each setting from data parallelism, at the learning rates of the tables: mean over seeds with its "
-    "95 % interval. Circles give no verdict; where they stand beside diamonds, they have chosen the best of each mode, "
+    "Difference of each setting from data parallelism with the same optimizer, at the learning rates of the tables: "
+    "mean over seeds with its 95 % interval. Circles give no verdict; where they stand beside diamonds, they have chosen the best of each mode, "
     "which the diamonds judge on fresh seeds. The grey band is the margin of equivalence that was stated before."
 )
 

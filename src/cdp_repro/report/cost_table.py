@@ -26,7 +26,7 @@ _SHORT = {
     "most_sent_bytes": "sent a step, device with most",
     "messages_per_slot": "messages a slot, at most",
     "chain": "longest chain",
-    "idle_share": "idle slots",
+    "idle_share": "idle slots, mean over devices",
 }
 
 

@@ -176,7 +176,8 @@ def _notes(study: Study) -> list[str]:
     return [
         "Mean ± standard deviation over seeds, number of runs in brackets; differences are paired by seed, "
         f"{better} is better. Each setting is compared with dp of the same optimizer. What a device "
-        "keeps, at most: all versions of the parameters, the optimizer's state, the method's. Time: median and "
+        "keeps, at most: all versions of the parameters, the optimizer's state, the method's (without the copies of "
+        "parameters that stale reads see with prediction, which live only from forward to backward). Time: median and "
         "quartiles of alternating rounds (`python scripts/bench.py methods`).",
         OF_TWO_VERSIONS,
         rule,

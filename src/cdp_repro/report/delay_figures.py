@@ -46,7 +46,7 @@ def rate_curves(tunings: Groups) -> Figure | None:
     every = [group for groups in tunings.values() for group in groups]
     methods = {is_dp: list(dict.fromkeys(method_of(g.config) for g in every if (g.mode == "dp") is is_dp))
                for is_dp in (True, False)}  # fmt: skip
-    figure = Figure(figsize=(4.8 * len(modes), 3.6 * len(tunings) + 0.3), layout="constrained")
+    figure = Figure(figsize=(4.8 * len(modes), 4.2 * len(tunings) + 0.3), layout="constrained")
     panels = figure.subplots(len(tunings), len(modes), squeeze=False, sharey="row")
     for line, (title, groups) in zip(panels, tunings.items(), strict=True):
         curves = _curves(groups)
@@ -80,7 +80,7 @@ def _draw_rates(
     axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xlabel("learning rate")
-    axis.legend(frameon=False, fontsize="x-small")
+    axis.legend(frameon=False, fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
     plain_axes(axis)
 
 
@@ -148,7 +148,8 @@ def _draw_differences(axis: Axes, standings: Sequence[Standing]) -> None:
     axis.invert_yaxis()
     task = standings[0].task
     side = "right" if task.more_is_better else "left"
-    axis.set_xlabel(f"{task.label} minus that of dp [{task.difference_unit}], {side} is better", fontsize="small")
+    minus_dp = f"{task.label} minus that of dp with the same optimizer [{task.difference_unit}], {side} is better"
+    axis.set_xlabel(minus_dp, fontsize="small")
     axis.grid(axis="x", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
 

@@ -15,7 +15,7 @@ from cdp_repro.studies.rows import Row
 from cdp_repro.studies.study import Study
 
 COLUMNS = {
-    "idle_share": "idle slots",
+    "idle_share": "idle slots, mean rank",
     "activation_bytes": "activations, rank with most",
     "parameter_bytes": "parameters of all versions, rank with most",
     "versions": "versions of a stage, at most",
