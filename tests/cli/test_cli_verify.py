@@ -92,5 +92,7 @@ def test_a_program_file_that_is_not_there_is_refused(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     assert command.main([f"program={tmp_path}/pipe"]) == 2
     assert "pipe is no regular file" in capsys.readouterr().err
+    assert command.main(["program="]) == 2
+    assert "program= names no file: give one of cdp-plan --program=FILE" in capsys.readouterr().err
     assert command.main([f"program={tmp_path}/none"]) == 2
     assert "cannot be read" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from cdp_repro.predict.pricing import (
     price_fsdp2,
 )
 from cdp_repro.predict.pricing.calibration import measure_stages, network_of, time_messages
+from cdp_repro.predict.pricing.extrapolated import _busiest_rank_seconds
 from cdp_repro.predict.pricing.quote import cluster_of, prices_on_each
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import PLACEMENTS, Program, Schedule, Spec
@@ -292,6 +293,22 @@ def test_a_pipeline_of_a_number_of_ranks_that_no_smaller_job_has_is_simulated():
     costs, cluster = StageCosts.equal(33, 6, 3), linked(Cluster.equal(33), 0.05, 20.0)
     assert estimate(Spec("dp", 33, 33, "pipeline", ranks=3), costs, cluster, simulated=1).method == "simulated"
     assert estimate(Spec("dp", 33, 33, "pipeline"), costs, cluster, simulated=1).method == "extrapolated"
+
+
+@pytest.mark.parametrize("workers", [64, 256])
+def test_a_chosen_number_of_micro_batches_does_not_shrink_with_the_workers(workers):
+    """It is simulated: a smaller job would have as many, so that nothing could be extrapolated."""
+    job = Spec("dp", workers, 64, "pipeline", ranks=64, micro_batches=20)
+    costs, cluster = StageCosts.equal(64, 4), Cluster.equal(64)
+    found = estimate(job, costs, cluster)
+    assert found.method == "simulated"
+    assert found.step_seconds == 2 * (20 + 64 - 1) and found.activation_bytes == 20 * 4
+
+
+def test_the_busiest_rank_computes_the_micro_batches_that_are_chosen():
+    job = Spec("dp", 8, 8, "pipeline", ranks=8, micro_batches=20)
+    assert _busiest_rank_seconds(job, Cluster.equal(8)) == 20 * 2
+    assert _busiest_rank_seconds(replace(job, micro_batches=None, accumulate=2), Cluster.equal(8)) == 2 * 8 * 2
 
 
 def test_clusters_that_are_priced_together_have_hosts_of_one_size():

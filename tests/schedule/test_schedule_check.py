@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from written import CYCLIC, DISTRIBUTED, STALE, checked, kinds, lists, schedules
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Action, Op, Program, Schedule, ScheduleError, Slot, Value
 from cdp_repro.schedule.actions import send
 from cdp_repro.schedule.check import Checker
-from cdp_repro.schedule.passes.frees import held_after
+from cdp_repro.schedule.passes.frees import add_frees, held_after
 
 STEPS = 4
 MODES = {"dp": "dp", "cdp_v1": "cdp_v1", "cdp_v2": "cdp_v2", "matrix": STALE}
@@ -59,7 +60,7 @@ def mutated(draw, schedule, slots):
     k, p = draw(st.sampled_from(places(slots)))
     action = slots[k][p]
     how = draw(st.sampled_from(
-        ["drop", "repeat", "swap", "version", "value", "peer", "free", "keep", "slot", "rank", "write"]
+        ["drop", "repeat", "swap", "version", "value", "peer", "free", "keep", "slot", "rank", "write", "part"]
     ))  # fmt: skip
     if how == "drop":
         del slots[k][p]
@@ -92,6 +93,11 @@ def mutated(draw, schedule, slots):
         slots[target].insert(draw(st.integers(0, len(slots[target]))), slots[k].pop(p))
     elif how == "rank":
         slots[k][p] = action._replace(rank=draw(st.integers(-1, schedule.ranks)))
+    elif how == "part" and action.op in (Op.SEND, Op.RECEIVE, Op.ADD):
+        old = draw(st.sampled_from([*action.reads, *action.writes]))
+        part = old.whole.divided(draw(st.integers(1, 2)), draw(st.integers(2, 3)))
+        changed = [tuple(part if v == old else v for v in each) for each in action[7:]]
+        slots[k][p] = Action(*action[:6], part if action.value == old else action.value, *changed)
     elif how == "write":
         slots[k][p] = action._replace(writes=action.writes[1:] if action.writes else action.reads)
 
@@ -478,6 +484,26 @@ def test_a_receive_may_stand_a_training_step_before_its_send_and_no_more(ahead):
     said = refused(schedule, early)
     assert re.match(r"slot (\d+), rank 1, S d0.m\d>0: its receive stands 5 slots before it, in slot \d+: ", said)
     assert "at most a training step, 4 slots, is allowed" in said
+
+
+def test_a_receive_may_not_stand_so_late_that_its_sender_waits_for_it():
+    """All sums are received and added right before what needs them: symbolically right, but the ranks would hang."""
+    schedule, slots = program("cdp_v1", "replicated", n=2)
+    late, put_off = [], defaultdict(list)
+    for actions in slots:
+        late.append([])
+        for action in actions:
+            mine = put_off[action.rank]
+            if action.op is Op.ADD or (action.op is Op.RECEIVE and action.value.kind == "g"):
+                mine.append(action)
+                continue
+            needed = max((place + 1 for place, other in enumerate(mine) if other.writes[0] in action.reads), default=0)
+            late[-1] += [*mine[:needed], action]
+            del mine[:needed]
+    late = add_frees(late, held_after(schedule, STEPS))
+    prove(schedule, slots_of(late), STEPS)
+    said = refused(schedule, late)
+    assert re.search(r"R g\d\S+: its send stands [5-9] slots before it, in slot \d+: at most 4 slots, twice the", said)
 
 
 def test_a_message_that_nobody_needs_is_caught():

@@ -23,6 +23,20 @@ def test_no_action_of_a_program_has_a_fault(schedule):
         assert [fault_of(action, schedule) for action in slot.actions] == [None] * len(slot.actions)
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("A g1[0:2]: g1[0:1]#1/2! g1[0:1]#2/3! g1[1:2]! -> g1[0:2]", "does not read all parts of g1[0:1]"),
+        ("A g1[0:2]: g1[0:1]#1/2! g1[0:1]#1/2! g1[1:2]! -> g1[0:2]", "does not read all parts of g1[0:1]"),
+        ("A g1[0:2]: g1[0:1]! g1[0:1]#1/2! g1[1:2]! -> g1[0:2]", "does not read all parts of g1[0:1]"),
+        ("S g1[0:1]#1/2>1: g1[0:1]#1/2! ->", "it must read g1[0:1]"),
+    ],
+)
+def test_parts_are_sent_from_the_whole_and_added_together(text, fault):
+    """Else a buffer would be read that nobody has filled."""
+    assert fault in fault_of(Action.parse(text), Schedule.build("cdp_v2", 2, placement="replicated"))
+
+
 @given(schedule=schedules(workers=3, accumulate=2), data=st.data())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_any_value_too_few_or_too_many_is_a_fault(schedule, data):
@@ -50,9 +64,11 @@ def test_any_value_too_few_or_too_many_is_a_fault(schedule, data):
         (SINGLE, "F1.m0@v0: x1.m0 p1@v0 b1.w1 -> s1.m0 d1.m0 b1.w1",
          "it must read x1.m0, p1@v0, b1.w0, not x1.m0, p1@v0, b1.w1"),
         (SINGLE, "B1.m1@v0: s1.m1 d1.m1 p1@v0 -> d0.m1", "it must add its gradients to at most one sum, and write one"),
-        (SINGLE, "B1.m2@v0: s1.m2 d1.m2 p1@v0 g1[0:1] -> d0.m2 g1[0:3]", "would be of the micro-batches [0, 2]"),
+        (SINGLE, "B1.m2@v0: s1.m2 d1.m2 p1@v0 g1[0:1] -> d0.m2 g1[0:3]",
+         "it adds micro-batch 2 to g1[0:1], which does not make g1[0:3]"),
         (SINGLE, "B1.m4@v1: s1.m4 d1.m4 p1@v1 g1[2:4] -> d0.m4 g1[2:5]", "g1[2:5] would mix training steps"),
-        (SINGLE, "A g1[0:3]: g1[0:1] g1[2:3] -> g1[0:3]", "its sum would be of the micro-batches [0, 2]"),
+        (SINGLE, "A g1[0:3]: g1[0:1] g1[2:3] -> g1[0:3]",
+         "it adds g1[0:1] and g1[2:3], but a sum is of micro-batches in their order"),
         (SINGLE, "A g1[0:3]: g1[0:1] g1[1:3] -> g1[0:3]", "g1[1:3] holds more than one micro-batch"),
         (SINGLE, "A g1[0:2]: g1[0:1] g1[1:2]#1/2 -> g1[0:2]", "it does not read all parts of g1[1:2]"),
         (SINGLE, "A g1[0:2]: g1[0:1] g0[1:2] -> g1[0:2]", "it must add sums of gradients of its stage"),

@@ -101,6 +101,55 @@ def test_other_ranks_than_the_header_says_are_refused():
     assert "has runs from the steps [0, 1]: placement replicated with workers=1" in refused(text)
 
 
+@pytest.mark.parametrize(
+    ("slot", "action"), [("666666666", "U1@v1: p1@v0! g1[0:2]! -> p1@v1"), ("0", "F0.m0@v0: p0@v0 b0.w0! -> s0.m0")]
+)
+def test_a_drain_has_slots_of_its_own(slot, action):
+    """A slip of the pen must neither take all memory nor be passed over."""
+    text, line = edited("replicated", "\ndrain after 1\nrank 0\n", f"\ndrain after 1\nrank 0\n  {slot}  {action}\n")
+    assert refused(text) == f"line {line + 3}: drain after 1 has the slots 3 to 58"
+
+
+def test_the_line_is_that_of_the_piece_at_fault():
+    """A run that ends early has a text of its own for slots that a longer run has, too."""
+    text = write_program(program(placement="replicated"))
+    drain = text.index("\ndrain after 1\n")
+    lost = "  3  B0.m0@v0: s0.m0! d0.m0! p0@v0 -> g0[0:1]\n"
+    reads = text.index("  3  S g0[0:1]>1: g0[0:1] ->\n", drain)
+    at = text.index(lost, drain)
+    said = refused(text[:at] + text[at + len(lost) :])
+    assert said.startswith(f"line {text[:reads].count(chr(10))}: slot 3, rank 0, S g0[0:1]>1: ")
+
+
+@pytest.mark.parametrize(("run", "steps"), [(0, 1), (0, 2), (1, 1)])
+def test_what_a_drain_leaves_undone_names_the_drain(run, steps):
+    text = write_program(program(placement="replicated"))
+    drain = text.index(f"\ndrain after {steps}\n", text.index(f"run from step {run}\n"))
+    at = text.index("  U", drain)
+    begin = text.rindex("\n", 0, at) + 1
+    said = refused(text[:begin] + text[text.index("\n", at) + 1 :])
+    assert said.startswith(f"run from step {run}, drain after {steps}: the program ends with ")
+
+
+@pytest.mark.parametrize("stop", [2000, 222222222])
+def test_a_sum_of_many_micro_batches_is_refused_in_a_few_words(stop):
+    text, _ = edited("replicated", "A g1[0:2]: g1[0:1]! g1[1:2]! ->", f"A g1[0:2]: g1[0:1]! g1[2:{stop}]! ->")
+    assert f"it adds g1[0:1] and g1[2:{stop}], but a sum is of micro-batches in their order, without gaps" in refused(
+        text
+    )
+
+
+@pytest.mark.parametrize("staleness", [20000, 2000000000])
+def test_runs_that_a_great_staleness_would_need_are_not_listed(staleness):
+    text, _ = edited("single_device", 'mode = "cdp_v2"', f"mode = [[1, 1], [{staleness}, 0]]")
+    assert f"needs one from each of 0 to {staleness}" in refused(text) and len(refused(text)) < 400
+
+
+def test_a_mark_that_is_typed_twice_is_refused():
+    text, line = edited("replicated", "b0.w0! ->", "b0.w0!! ->")
+    assert refused(text).startswith(f"line {line}: not a value: 'b0.w0!'")
+
+
 def test_line_ends_of_windows_are_refused():
     assert "CR LF" in refused(write_program(program()).replace("\n", "\r\n"))
 
@@ -147,7 +196,7 @@ def test_a_file_that_lacks_runs_is_refused(kept, found):
     parts = text.split("run from step ")
     assert len(parts) == 3
     said = refused("run from step ".join(parts[: kept + 1]))
-    assert f"the file has runs from the steps {found}" in said and "needs those from [0, 1]" in said
+    assert f"the file has runs from the steps {found}" in said and "needs one from each of 0 to 1" in said
 
 
 def test_a_period_that_cannot_be_repeated_is_refused():

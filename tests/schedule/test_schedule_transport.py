@@ -11,6 +11,7 @@ from test_schedule_check import mutated
 from written import CYCLIC, DISTRIBUTED, checked, lists, schedules, slots_of, written
 
 from cdp_repro.schedule import Action, Op, Program, Schedule, ScheduleError
+from cdp_repro.schedule.program_text import read_program, write_program
 from cdp_repro.schedule.transport import blocked_on_nccl, directions, edges
 
 
@@ -42,6 +43,38 @@ def test_a_long_run_uses_the_edges_that_a_program_names_and_no_others(mode, n, k
     if (mode, n, k) == ("cdp_v2", 6, 1):
         assert len(program.edges) == 164
         assert len(edges(program.slots(4))) < 164
+
+
+def test_every_run_of_a_file_counts():
+    """A run from a later step may send elsewhere than the run from step 0."""
+    text = write_program(Program(Schedule.build("cdp_v1", 3, placement="pipeline")))
+    begin = text.index("run from step 1")
+    first, later = text[:begin], text[begin:]
+    for old, new in (
+        ("  0  S x1.m3>1: x1.m3! ->\n", "  0  S x1.m3>2: x1.m3! ->\n"),
+        ("  0  R x1.m3<0: -> x1.m3\n", "  0  R x1.m3<2: -> x1.m3\n"),
+        ("rank 2\n", "rank 2\n  0  R x1.m3<0: -> x1.m3\n  0  S x1.m3>1: x1.m3! ->\n"),
+    ):
+        assert old in later
+        later = later.replace(old, new, 1)
+    program = read_program(first + later)
+    assert {(0, 2), (2, 1)} <= {*program.edges} == {*edges(program.slots(2, 1)), *edges(program.slots(3))}
+    assert {edge for each in program.communicators for edge in each} == {*program.edges}
+
+
+def test_a_run_of_a_file_that_cannot_share_gives_each_edge_a_communicator():
+    text = write_program(Program(Schedule.build("cdp_v1", 3, placement="pipeline", accumulate=2)))
+    begin = text.index("run from step 1")
+    first, later = text[:begin], text[begin:]
+    early = ""
+    for m, slot in ((7, 2), (8, 4), (9, 6)):
+        (line,) = [each for each in later.split("\n") if each.split() == f"{slot} R x1.m{m}<0: -> x1.m{m}".split()]
+        later, early = later.replace(f"{line}\n", "", 1), f"{early}  1  R x1.m{m}<0: -> x1.m{m}\n"
+    (send,) = [each for each in later.split("\n") if each.split() == ["1", "S", "x2.m6>2:", "x2.m6!", "->"]]
+    program = read_program(first + later.replace(f"{send}\n", f"{early}{send}\n", 1))
+    assert blocked_on_nccl(program.complete_run, directions(program.edges)) is None, "the run from step 0 could share"
+    assert blocked_on_nccl(program.slots(3, 1), directions(program.edges)) is not None
+    assert [*program.communicators] == alone(program.edges)
 
 
 @given(schedules(placements=DISTRIBUTED), st.integers(0, 3), st.integers(1, 3))
@@ -105,6 +138,16 @@ def test_other_pipelines_need_two_communicators(mode, ranks):
     stages = 2 * ranks if mode == "interleaved" else ranks
     program = Program(Schedule.build(mode, ranks, stages, "pipeline", ranks=ranks))
     assert [*program.communicators] == [*directions(program.edges)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "placement", "n"),
+    [("cdp_v2", "replicated", 2), ("cdp_v2", "model_parallel", 2), ("cdp_v2", "pipeline", 2), ("gpipe", "pipeline", 2)],
+)
+def test_three_replicas_need_a_communicator_for_each_edge(mode, placement, n):
+    """Their sums are added in order around a ring, as those of three workers of data parallelism."""
+    program = Program(Schedule.build(mode, n, placement=placement, replicas=3))
+    assert [*program.communicators] == alone(program.edges) != [*directions(program.edges)]
 
 
 @pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2", "ssp", "async"])

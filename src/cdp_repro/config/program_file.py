@@ -27,6 +27,8 @@ def read_program_file(path: str) -> Program:
         ConfigError: the file cannot be read.
         ScheduleError: the program is broken; the message says in which line and why.
     """
+    if not path:
+        raise ConfigError(["program= names no file: give one of cdp-plan --program=FILE, or leave it out"])
     if Path(path).exists() and not Path(path).is_file():  # a pipe can be read only once, but every rank reads
         raise ConfigError([f"program={path} is {'a folder' if Path(path).is_dir() else 'no regular file'}"])
     try:

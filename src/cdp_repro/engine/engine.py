@@ -261,7 +261,7 @@ class Engine:
             self._size([layout[GRADIENTS].nbytes for layout in layouts])
             with self.team.positions.noting("connecting"):
                 groups = connect(self._program, self._device)
-            self._executor.mailbox = Mailbox(layouts, self._shards, groups, self._device, 2 * self.schedule.stages)
+            self._executor.mailbox = Mailbox(layouts, self._shards, groups, self._device, self.schedule.kept_slots)
         for number, stage in enumerate(self._stages):
             if not self._holds(number):
                 for parameter in stage.parameters():

@@ -62,8 +62,8 @@ class Mailbox:
     def let_go(self) -> None:
         """Begin a slot: let go of buffers whose send began more than `kept_slots` slots ago.
 
-        This only blocks if another rank is that far behind. It cannot cause a deadlock: everything that the rank
-        furthest behind needs is already under way.
+        This only blocks if another rank is that far behind. It cannot cause a deadlock: no receive stands more than
+        `kept_slots` slots after its send, so the rank furthest behind waits for receives that all ranks have posted.
         """
         self._slot += 1
         self._outgoing.let_go(before=self._slot - self._kept_slots)

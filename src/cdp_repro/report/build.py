@@ -424,8 +424,9 @@ _DELAY = (
 )
 _DIFFERENCES = (
     "Difference of each setting from data parallelism with the same optimizer, at the learning rates of the tables: "
-    "mean over seeds with its 95 % interval. Circles give no verdict; where they stand beside diamonds, they have chosen the best of each mode, "
-    "which the diamonds judge on fresh seeds. The grey band is the margin of equivalence that was stated before."
+    "mean over seeds with its 95 % interval. Circles give no verdict; where they stand beside diamonds, they have "
+    "chosen the best of each mode, which the diamonds judge on fresh seeds. The grey band is the margin of equivalence "
+    "that was stated before."
 )
 
 

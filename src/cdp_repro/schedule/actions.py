@@ -105,7 +105,7 @@ class Action(NamedTuple):
         if match is None:
             raise ValueError(f"not an action: {text!r}; actions look like {_EXAMPLES}")
         listed = match["reads"].split()
-        reads = tuple(Value.parse(each.rstrip("!")) for each in listed)
+        reads = tuple(Value.parse(each.removesuffix("!")) for each in listed)
         frees = tuple(value for value, each in zip(reads, listed, strict=True) if each.endswith("!"))
         writes = tuple(map(Value.parse, match["writes"].split()))
         op = Op(match["op"])

@@ -29,11 +29,18 @@ SHOWN_WIDTH = 240
 class ScheduleError(ValueError):
     """A program cannot run, or would compute something other than its rule; the message shows the grid at the fault."""
 
-    def __init__(self, message: str, slot: int | None = None, action: Action | None = None) -> None:
-        """`slot` and `action` locate the fault, if it has one location."""
+    def __init__(
+        self,
+        message: str,
+        slot: int | None = None,
+        action: Action | None = None,
+        run: tuple[int, int] | None = None,
+    ) -> None:
+        """`slot` and `action` locate the fault, if it has one location, in a `run`: its first step, and its length."""
         super().__init__(message)
         self.slot = slot
         self.action = action
+        self.run = run
 
 
 State = set[tuple[int, int, Value, int]]
@@ -212,11 +219,16 @@ class Checker:
         other = ends[0]
         if other.action.value != value:
             raise _Fault(f"its other end must come after that of {other.action.label} (rank {other.action.rank})")
-        early = slot - other.slot if is_send else 0
-        if early > self._schedule.slots_per_step:
+        apart, schedule = slot - other.slot, self._schedule
+        if is_send and apart > schedule.slots_per_step:
             raise _Fault(
-                f"its receive stands {early} slots before it, in slot {other.slot}: at most a training step, "
-                f"{self._schedule.slots_per_step} slots, is allowed, since its buffer is held from there on"
+                f"its receive stands {apart} slots before it, in slot {other.slot}: at most a training step, "
+                f"{schedule.slots_per_step} slots, is allowed, since its buffer is held from there on"
+            )
+        if not is_send and apart > schedule.kept_slots:
+            raise _Fault(
+                f"its send stands {apart} slots before it, in slot {other.slot}: at most {schedule.kept_slots} slots, "
+                "twice the stages, are allowed, since the sender then waits for it"
             )
         ends.popleft()
         self._announced[destination].remove(value)

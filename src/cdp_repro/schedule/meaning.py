@@ -97,8 +97,8 @@ def _order_fault(action: Action, schedule: Schedule, before: list[Value], after:
     if len(before) > 1 or len(after) != 1 or any((v.stage, v.parts) != (stage, 1) for v in before):
         return "it must add its gradients to at most one sum, and write one"
     if after[0] != (_followed_by(before[0], m) if before else gradient_sum(stage, (m,))):
-        members = [*(m for value in before for m in value.members), m]
-        return f"{after[0]} would be of the micro-batches {members}, which is not their order"
+        added = f"micro-batch {m} to {before[0] if before else 'no sum'}"
+        return f"it adds {added}, which does not make {after[0]}: sums are of micro-batches in their order"
     return _mixed(after[0], schedule)
 
 
@@ -115,14 +115,15 @@ def _add_fault(action: Action, schedule: Schedule) -> str | None:
     for value in action.reads:
         parts.setdefault(value.whole, []).append(value)
     for whole, found in parts.items():
-        if sorted(value.part for value in found) != ([0] if found[0].parts == 1 else [*range(1, found[0].parts + 1)]):
+        count = len(found)
+        if count != found[0].parts or {*found} != {whole.divided(part, count) for part in range(1, count + 1)}:
             return f"it does not read all parts of {whole}"
     if any(value.kind != GRADIENTS or value.stage != action.stage for value in (*parts, *action.writes)):
         return "it must add sums of gradients of its stage"
     operands = sorted(parts, key=lambda value: value.number)
     if len(operands) != 2 or operands[0].stride != 1 or operands[0].stop != operands[1].number:
-        members = [m for value in operands for m in value.members]
-        return f"its sum would be of the micro-batches {members}, which is not their order"
+        added = " and ".join(map(str, operands))
+        return f"it adds {added}, but a sum is of micro-batches in their order, without gaps"
     if len(operands[1].members) > 1:  # (a + b) + c and a + (b + c) differ in their last bits
         return f"{operands[1]} holds more than one micro-batch: a sum is added from the left, one by one"
     whole = gradient_sum(action.stage, range(operands[0].number, operands[1].stop))
@@ -145,7 +146,9 @@ def _send_fault(action: Action, _: Schedule) -> str | None:
     if value.kind not in (INPUT, OUTPUT_GRADIENT, GRADIENTS, BUFFERS, *LENT):
         return f"{value} cannot be sent"
     own = parameters(value.stage, value.version) if value.kind in LENT else value.whole
-    return None if action.reads[0] in (value, own) else f"it must read {own}"
+    # a part is sent from the whole: where only parts have arrived, the buffer of the others is not filled
+    allowed = (own,) if value.parts > 1 else (value, own)
+    return None if action.reads[0] in allowed else f"it must read {own}"
 
 
 def _receive_fault(action: Action, _: Schedule) -> str | None:

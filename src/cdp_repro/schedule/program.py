@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
+from itertools import chain, count
 
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.check import Checker, ScheduleError, State
@@ -70,7 +70,6 @@ class Program:
         self.schedule = schedule
         self.roles = Roles(schedule)
         self.is_given = runs is not None
-        self._overlap = overlap(schedule)
         self._runs = dict(runs or {})
         for run in self._runs.values():
             self._check_given(run)
@@ -85,7 +84,7 @@ class Program:
     @cached_property
     def edges(self) -> list[Edge]:
         """The directed edges over which ranks send, in all runs, whatever their length."""
-        return edges(self.complete_run, self.roles.after(1))
+        return edges(chain.from_iterable(self._samples()), self.roles.after(1))
 
     @cached_property
     def communicators(self) -> tuple[Communicator, ...]:
@@ -94,13 +93,27 @@ class Program:
         Raises:
             ScheduleError: the program hangs with one per edge, too; a program made by the passes never does.
         """
-        slots, shared, alone = self.complete_run, directions(self.edges), tuple((edge,) for edge in self.edges)
-        if blocked_on_nccl(slots, shared) is None:
+        shared, alone = directions(self.edges), tuple((edge,) for edge in self.edges)
+        if not any(blocked_on_nccl(slots, shared) for slots in self._samples()):
             return shared
-        stuck = blocked_on_nccl(slots, alone)
-        if stuck is not None:
-            raise ScheduleError(f"rank {stuck.rank}, {stuck.label}: it would wait for ever on NCCL", action=stuck)
+        for slots in self._samples():
+            stuck = blocked_on_nccl(slots, alone)
+            if stuck is not None:
+                raise ScheduleError(f"rank {stuck.rank}, {stuck.label}: it would wait for ever on NCCL", action=stuck)
         return alone
+
+    def _samples(self) -> Iterator[list[Slot]]:
+        """Yield runs that together show all edges and orders of messages.
+
+        Runs that the passes make differ in nothing of that, so that one with every piece is enough. In a file, each
+        piece may be of its own kind.
+        """
+        if not self.is_given:
+            yield self.complete_run
+            return
+        for first_step, run in self._runs.items():
+            for steps in range(1, len(run.fill) + 3):
+                yield self.slots(steps, first_step)
 
     @property
     def steady_step(self) -> int:
@@ -182,7 +195,7 @@ class Program:
 
     def begin(self, step: int) -> int:
         """Return the slot of a run in which the piece of its step `step` begins."""
-        return max(0, step * self.schedule.slots_per_step - self._overlap)
+        return begin_of(step, self.schedule)
 
     def _generated(self, first_step: int, steps: int) -> list[Slot]:
         slots = generate(self.schedule, first_step, steps)
@@ -214,7 +227,11 @@ class Program:
         """Check a run from a file, with each of its drains, and check that its period can repeat for ever."""
         repeating = len(run.fill)
         for steps in range(1, repeating + 2):
-            states = self._checked([*self._written_out(run, range(steps))], run.first_step, steps).states
+            slots = [*self._written_out(run, range(steps))]
+            try:
+                states = self._checked(slots, run.first_step, steps).states
+            except ScheduleError as error:
+                raise ScheduleError(str(error), error.slot, error.action, (run.first_step, steps)) from None
         if not self._repeats(states[repeating], states[repeating + 1]):
             raise ScheduleError(
                 f"the period of the run from step {run.first_step} does not end as it begins, one training step later: "
@@ -237,9 +254,10 @@ class Program:
         return checker
 
 
-def overlap(schedule: Schedule) -> int:
-    """Return how many slots before its step a piece begins: 1 if messages depend on the next slot, else 0."""
-    return int(any(strategy_of(schedule, stage) is not sum_locally for stage in range(schedule.stages)))
+def begin_of(step: int, schedule: Schedule) -> int:
+    """Return the slot in which the piece of a step begins: the step's first, or the one before if ranks send sums."""
+    sends_sums = any(strategy_of(schedule, stage) is not sum_locally for stage in range(schedule.stages))
+    return max(0, step * schedule.slots_per_step - int(sends_sums))
 
 
 class RankProgram:

@@ -24,14 +24,14 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, asdict, fields
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from cdp_repro.schedule.actions import Action, Slot
 from cdp_repro.schedule.check import ScheduleError
-from cdp_repro.schedule.program import Piece, Program, Run, overlap
+from cdp_repro.schedule.program import MAX_STEPS, Piece, Program, Run, begin_of
 from cdp_repro.schedule.schedule import Schedule, Spec, frozen
 
 FIRST_LINE = "cdp-repro program, format 1"
@@ -78,21 +78,19 @@ def read_program(text: str) -> Program:
     try:
         return Program(schedule, runs)
     except ScheduleError as error:
-        line = reader.line_of(error.action, error.slot, schedule)
-        raise ScheduleError(f"line {line}: {error}" if line else str(error)) from None
+        raise ScheduleError(f"{reader.place_of(error, schedule)}{error}") from None
 
 
 _Lines = list[tuple[int, int, Action]]
 """A piece as it is read: the number, slot and action of each line."""
 
 
-def _slots(lines: _Lines, first: int, last: int | None = None) -> list[Slot]:
-    """Return the slots from `first` to `last`, or to the last one with an action."""
+def _slots(lines: _Lines, slots: Iterable[int]) -> list[Slot]:
+    """Return these slots with the actions of a piece."""
     actions: dict[int, list[Action]] = defaultdict(list)
     for _, slot, action in lines:
         actions[slot].append(action)
-    end = max(actions, default=first - 1) if last is None else last
-    return [Slot(number, tuple(actions.get(number, ()))) for number in range(first, end + 1)]
+    return [Slot(number, tuple(actions.get(number, ()))) for number in slots]
 
 
 class _Reader:
@@ -138,9 +136,10 @@ class _Reader:
             else:
                 self._sections[place].append(_action(number, line, rank))
         schedule = _schedule(header)
-        found, needed = sorted({step for step, _, _ in self._sections}), [*range(schedule.rule.longest + 1)]
-        if found != needed:
-            raise ScheduleError(f"the file has runs from the steps {found}: {schedule} needs those from {needed}")
+        found, longest = sorted({step for step, _, _ in self._sections}), schedule.rule.longest
+        if len(found) != longest + 1 or found[-1] != longest:
+            needed = "one from 0" if longest == 0 else f"one from each of 0 to {longest}"
+            raise ScheduleError(f"the file has runs from the steps {found}: {schedule} needs {needed}")
         return schedule, {step: self._run(step, schedule) for step in found}
 
     def _meaningful(self) -> Iterator[tuple[int, str]]:
@@ -159,37 +158,39 @@ class _Reader:
         if sorted(named) != sorted(needed):
             found, wanted = (", ".join(f"{kind} {number}" for kind, number in each) for each in (named, needed))
             raise ScheduleError(f"the run from step {first_step} has the pieces {found}: it needs {wanted}")
-        period, early = schedule.slots_per_step, overlap(schedule)
+        most = (2 * schedule.rule.longest + MAX_STEPS) * schedule.slots_per_step
 
         def piece(kind: str, step: int) -> list[Slot]:
-            begin, end = max(0, step * period - early), (step + 1) * period - early - 1
-            outside = [line for line, slot, _ in named[kind, step] if not begin <= slot <= end]
+            lines, begin = named[kind, step], begin_of(step, schedule)
+            end = begin + most if kind == "drain after" else begin_of(step + 1, schedule)
+            outside = [line for line, slot, _ in lines if not begin <= slot < end]
             if outside:
-                raise _broken(outside[0], f"{kind} {step} has the slots {begin} to {end}")
-            return _slots(named[kind, step], begin, end)
+                raise _broken(outside[0], f"{kind} {step} has the slots {begin} to {end - 1}")
+            if kind == "drain after":  # ends with its last action
+                end = max((slot + 1 for _, slot, _ in lines), default=begin)
+            return _slots(lines, range(begin, end))
 
         return Run(
             first_step,
             [piece("fill", step) for step in range(repeating)],
             piece("period", repeating),
-            {after: _slots(named["drain after", after], after * period - early) for after in steps},
+            {after: piece("drain after", after) for after in steps},
         )
 
-    def line_of(self, action: Action | None, slot: int | None, schedule: Schedule) -> int | None:
-        """Return the line of an action of a run written out, in which its numbers may be shifted."""
-        if action is None or slot is None:
-            return None
-        found = None
-        for lines in self._sections.values():
-            for number, own_slot, own in lines:
-                steps, rest = divmod(slot - own_slot, schedule.slots_per_step)
-                if rest == 0 and own.op is action.op and own.stage == action.stage:
-                    shifted = own.shifted(*schedule.ahead(steps))
-                    if shifted._replace(rank=0, peer=0) == action._replace(rank=0, peer=0):
-                        if steps == 0 and own == action:
-                            return number
-                        found = found or number
-        return found
+    def place_of(self, error: ScheduleError, schedule: Schedule) -> str:
+        """Return how a message begins: the line of the fault in the run in which it was found, or else the piece."""
+        if error.run is None:
+            return ""
+        first_step, steps = error.run
+        if error.slot is None or error.slot >= begin_of(steps, schedule):
+            kind, number = "drain after", steps
+        else:
+            number = max(step for step in range(steps) if begin_of(step, schedule) <= error.slot)
+            kind = "fill" if (first_step, "fill", number) in self._sections else "period"
+        for line, slot, action in self._sections[first_step, kind, number]:
+            if (slot, action) == (error.slot, error.action):
+                return f"line {line}: "
+        return f"run from step {first_step}, {kind} {number}: "
 
 
 def _entry(number: int, line: str) -> dict[str, Any]:

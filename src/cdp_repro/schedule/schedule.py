@@ -370,6 +370,11 @@ class Schedule:
         """Slots from the start of one training step to that of the next."""
         return self.timeline.period
 
+    @property
+    def kept_slots(self) -> int:
+        """Slots for which a rank keeps a buffer that it sends, and within which the receive must stand: 2S."""
+        return 2 * self.stages
+
     @cached_property
     def lent(self) -> frozenset[int]:
         """The stages whose parameters are brought to ranks that compute with them but do not hold all of them."""

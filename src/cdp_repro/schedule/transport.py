@@ -1,10 +1,11 @@
-"""Transport: the edges of a program, the fewest communicators that carry them, and whether NCCL could hang.
+"""Transport: the edges of a program, communicators that carry them, and whether NCCL could hang.
 
 NCCL's order: the messages of a rank on one communicator run one after the other, in the order in which they were
 issued. Each starts only when the compute issued before it is done. A message runs when both of its ends can start.
 Compute waits for the messages that it reads. gloo has no such order, so a program that runs on gloo may hang on NCCL.
-With one communicator per direction, data parallelism by ordered messages hangs with three or more workers (replicas
-counted), and `chimera` with four or more ranks. With one per edge, no program that `check` accepts can hang.
+With one communicator per direction, programs hang that add sums around a ring of three or more ranks: data parallelism
+by ordered messages with three or more workers (replicas counted), and other modes with three or more replicas. So does
+`chimera` with four or more ranks. With one per edge, no program that `check` accepts can hang.
 """
 
 from __future__ import annotations

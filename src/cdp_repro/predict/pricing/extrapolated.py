@@ -93,8 +93,9 @@ def is_extrapolated(job: Spec, cluster: Cluster, simulated: int = SIMULATED_FORW
     axis = _axis(job, cluster)
     unit = _unit(cluster, axis, job)
     has_smaller = getattr(job, axis) > 4 * unit
-    if axis == "workers":  # whose stages and ranks are whole numbers
+    if axis == "workers":  # whose stages and ranks are whole numbers, and with which the micro-batches become fewer
         has_smaller &= not any(unit * number % job.workers for number in (job.stages, job.ranks or 0))
+        has_smaller &= job.micro_batches is None
     return job.forwards > simulated and has_smaller and (axis == "replicas" or isinstance(job.mode, str))
 
 
@@ -160,7 +161,7 @@ def _busiest_rank_seconds(job: Spec, cluster: Cluster) -> float:
     if job.placement != "pipeline":
         return 0.0
     per_stage = [
-        job.workers * job.accumulate * (forward + backward) + update
+        job.sizes.turns * (forward + backward) + update
         for forward, backward, update in zip(
             cluster.forward_seconds, cluster.backward_seconds, cluster.update_seconds, strict=True
         )
