@@ -19,7 +19,7 @@ from cdp_repro.config.known import compose_known
 from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.predict.cutting import cut_model, sample
 from cdp_repro.report.tuning import setting_of
-from cdp_repro.studies.delay_studies import CIFAR10, TEXT, Benchmark
+from cdp_repro.studies.delay_studies import CIFAR10, OPTIMIZER_KEYS, TEXT, Benchmark
 from cdp_repro.training.assembly import build_engine, program_of
 
 ROUNDS, STEPS = 8, 2
@@ -48,15 +48,20 @@ def _rows(benchmark: Benchmark) -> list[dict[str, Any]]:
     contenders = {name: partial(steady_step_seconds, _engine(config), _batch(config), STEPS)
                   for name, config in configs.items()}  # fmt: skip
     seconds = alternating_rounds(contenders, ROUNDS)
-    references = {config.optim.name: name for name, config in reversed(configs.items()) if config.mode.name == "dp"}
+    references = {_optimizer(config): name for name, config in reversed(configs.items()) if config.mode.name == "dp"}
     rows = []
     for name, config in configs.items():
-        reference = references.get(config.optim.name, benchmark.settings[0])
+        reference = references.get(_optimizer(config), benchmark.settings[0])
         over_dp = ratio_spread(seconds[name], seconds[reference])
         setting = list(setting_of(settings_of(config.to_dict())))
         rows.append({"dataset": config.dataset.name, "setting": setting, "overrides": name, "over_dp": over_dp})
         print(name, over_dp, flush=True)
     return rows
+
+
+def _optimizer(config: RunConfig) -> tuple[object, ...]:
+    settings = settings_of(config.to_dict())
+    return tuple(settings[key] for key in OPTIMIZER_KEYS)
 
 
 def _engine(config: RunConfig) -> Engine:
