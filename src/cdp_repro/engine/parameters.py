@@ -241,10 +241,10 @@ def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     saved = (state["state"].get(index, {}) for group in state["param_groups"] for index in group["params"])
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for parameter, entry in zip(parameters, saved, strict=True):
-        loaded = optimizer.state[parameter]
         for name, value in entry.items():
             if isinstance(value, Tensor) and not value.ndim:
-                loaded[name] = value.to(loaded[name].device)
+                kept = optimizer.state[parameter]  # not before: asking for it makes one
+                kept[name] = value.to(kept[name].device)
 
 
 def _made(optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
