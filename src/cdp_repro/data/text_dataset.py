@@ -75,8 +75,7 @@ def _files(root: Path) -> list[Path]:
         and not any(part.startswith(".") for part in path.relative_to(root).parts)
     )
     if not found:
-        state = "is no file" if root.exists() else "does not exist"
-        state = "is a folder without text" if root.is_dir() else state
+        state = "is a folder without text" if root.is_dir() else "is no file" if root.exists() else "does not exist"
         raise DatasetError(f"dataset.root={root} {state}: give a UTF-8 file, or a folder of them")
     return found
 

@@ -53,12 +53,10 @@ class Losses:
             first, last_stage = step * schedule.micro_batches, schedule.stages - 1
             ranks = [schedule.placement.rank_of(first + i, last_stage) for i in range(schedule.micro_batches)]
             known |= {i: self._received(rank, i) for i, rank in enumerate(ranks) if rank}
-        numbers, like = sorted(known), next(iter(known.values()), torch.zeros(()))
-        losses = torch.stack([known[i].to(like) for i in numbers] or [like])
-        if len(numbers) < schedule.micro_batches:  # the cost of a rank's own losses should not grow with the others'
-            own, losses = losses, torch.full((schedule.micro_batches,), torch.nan).to(like)
-            if numbers:
-                losses[numbers] = own
+        like = next(iter(known.values()), torch.zeros(()))
+        losses = like.new_full((schedule.micro_batches,), torch.nan)
+        for i, loss in known.items():  # only a rank's own, so that they cost no more with more ranks
+            losses[i] = loss
         return losses.view(-1, schedule.sizes.replicas).mean(1)
 
     def _received(self, source: int, micro_batch: int) -> Tensor:

@@ -34,13 +34,16 @@ class ScheduleError(ValueError):
         message: str,
         slot: int | None = None,
         action: Action | None = None,
-        run: tuple[int, int] | None = None,
+        piece: tuple[int, str, int] | None = None,
     ) -> None:
-        """`slot` and `action` locate the fault, if it has one location, in a `run`: its first step, and its length."""
+        """`slot` and `action` locate the fault, if it has one location.
+
+        `piece` is where a program file has it: the first step of the run, and the kind and number of the piece.
+        """
         super().__init__(message)
         self.slot = slot
         self.action = action
-        self.run = run
+        self.piece = piece
 
 
 State = set[tuple[int, int, Value, int]]

@@ -70,6 +70,7 @@ class Program:
         self.schedule = schedule
         self.roles = Roles(schedule)
         self.is_given = runs is not None
+        self._overlap = overlap(schedule)
         self._runs = dict(runs or {})
         for run in self._runs.values():
             self._check_given(run)
@@ -93,10 +94,11 @@ class Program:
         Raises:
             ScheduleError: the program hangs with one per edge, too; a program made by the passes never does.
         """
+        samples = [*self._samples()]
         shared, alone = directions(self.edges), tuple((edge,) for edge in self.edges)
-        if not any(blocked_on_nccl(slots, shared) for slots in self._samples()):
+        if not any(blocked_on_nccl(slots, shared) for slots in samples):
             return shared
-        for slots in self._samples():
+        for slots in samples:
             stuck = blocked_on_nccl(slots, alone)
             if stuck is not None:
                 raise ScheduleError(f"rank {stuck.rank}, {stuck.label}: it would wait for ever on NCCL", action=stuck)
@@ -195,7 +197,7 @@ class Program:
 
     def begin(self, step: int) -> int:
         """Return the slot of a run in which the piece of its step `step` begins."""
-        return begin_of(step, self.schedule)
+        return max(0, step * self.schedule.slots_per_step - self._overlap)
 
     def _generated(self, first_step: int, steps: int) -> list[Slot]:
         slots = generate(self.schedule, first_step, steps)
@@ -231,12 +233,19 @@ class Program:
             try:
                 states = self._checked(slots, run.first_step, steps).states
             except ScheduleError as error:
-                raise ScheduleError(str(error), error.slot, error.action, (run.first_step, steps)) from None
+                piece = self._piece_at(run, steps, error.slot)
+                raise ScheduleError(str(error), error.slot, error.action, piece) from None
         if not self._repeats(states[repeating], states[repeating + 1]):
             raise ScheduleError(
                 f"the period of the run from step {run.first_step} does not end as it begins, one training step later: "
                 "repeated, it would keep more and more values"
             )
+
+    def _piece_at(self, run: Run, steps: int, slot: int | None) -> tuple[int, str, int]:
+        """Return the piece in which a slot of a run of `steps` steps lies, as `ScheduleError` has it; None: the end."""
+        number = steps if slot is None else max(step for step in range(steps + 1) if self.begin(step) <= slot)
+        kind = "drain after" if number == steps else "fill" if number < len(run.fill) else "period"
+        return run.first_step, kind, number
 
     def _repeats(self, before: State, after: State) -> bool:
         """Whether `after` is `before` a training step later, so that the same piece can follow both."""
@@ -254,10 +263,9 @@ class Program:
         return checker
 
 
-def begin_of(step: int, schedule: Schedule) -> int:
-    """Return the slot in which the piece of a step begins: the step's first, or the one before if ranks send sums."""
-    sends_sums = any(strategy_of(schedule, stage) is not sum_locally for stage in range(schedule.stages))
-    return max(0, step * schedule.slots_per_step - int(sends_sums))
+def overlap(schedule: Schedule) -> int:
+    """Return how many slots before its step a piece begins: 1 if messages depend on the next slot, else 0."""
+    return int(any(strategy_of(schedule, stage) is not sum_locally for stage in range(schedule.stages)))
 
 
 class RankProgram:

@@ -31,7 +31,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from cdp_repro.schedule.actions import Action, Slot
 from cdp_repro.schedule.check import ScheduleError
-from cdp_repro.schedule.program import MAX_STEPS, Piece, Program, Run, begin_of
+from cdp_repro.schedule.program import MAX_STEPS, Piece, Program, Run, overlap
 from cdp_repro.schedule.schedule import Schedule, Spec, frozen
 
 FIRST_LINE = "cdp-repro program, format 1"
@@ -78,7 +78,7 @@ def read_program(text: str) -> Program:
     try:
         return Program(schedule, runs)
     except ScheduleError as error:
-        raise ScheduleError(f"{reader.place_of(error, schedule)}{error}") from None
+        raise ScheduleError(f"{reader.place_of(error)}{error}") from None
 
 
 _Lines = list[tuple[int, int, Action]]
@@ -158,11 +158,12 @@ class _Reader:
         if sorted(named) != sorted(needed):
             found, wanted = (", ".join(f"{kind} {number}" for kind, number in each) for each in (named, needed))
             raise ScheduleError(f"the run from step {first_step} has the pieces {found}: it needs {wanted}")
-        most = (2 * schedule.rule.longest + MAX_STEPS) * schedule.slots_per_step
+        period, early = schedule.slots_per_step, overlap(schedule)
+        most = (2 * schedule.rule.longest + MAX_STEPS) * period
 
         def piece(kind: str, step: int) -> list[Slot]:
-            lines, begin = named[kind, step], begin_of(step, schedule)
-            end = begin + most if kind == "drain after" else begin_of(step + 1, schedule)
+            lines, begin = named[kind, step], max(0, step * period - early)
+            end = begin + most if kind == "drain after" else (step + 1) * period - early
             outside = [line for line, slot, _ in lines if not begin <= slot < end]
             if outside:
                 raise _broken(outside[0], f"{kind} {step} has the slots {begin} to {end - 1}")
@@ -177,19 +178,14 @@ class _Reader:
             {after: piece("drain after", after) for after in steps},
         )
 
-    def place_of(self, error: ScheduleError, schedule: Schedule) -> str:
-        """Return how a message begins: the line of the fault in the run in which it was found, or else the piece."""
-        if error.run is None:
+    def place_of(self, error: ScheduleError) -> str:
+        """Return how a message begins: with the line of the fault, or else with the piece."""
+        if error.piece is None:
             return ""
-        first_step, steps = error.run
-        if error.slot is None or error.slot >= begin_of(steps, schedule):
-            kind, number = "drain after", steps
-        else:
-            number = max(step for step in range(steps) if begin_of(step, schedule) <= error.slot)
-            kind = "fill" if (first_step, "fill", number) in self._sections else "period"
-        for line, slot, action in self._sections[first_step, kind, number]:
+        for line, slot, action in self._sections[error.piece]:
             if (slot, action) == (error.slot, error.action):
                 return f"line {line}: "
+        first_step, kind, number = error.piece
         return f"run from step {first_step}, {kind} {number}: "
 
 
