@@ -282,8 +282,8 @@ def _point_to_point(costs: Sequence[Line]) -> Claim:
         5, text, HOLDS if most["cdp_v2"] == 1 else FAILS,
         f"Simulated with N = {cdp.workers}: in every slot an owner sends its stage to at most {most['cdp_v2']} worker, "
         f"against {most['dp']} at once in data parallelism. Executed, the longest chain of messages between two slots "
-        f"is {cdp.executed['chain']:g} against {dp.executed['chain']:g}; the verdict rests on the fan-out. Bytes a device "
-        "and step are equal.",
+        f"is {cdp.executed['chain']:g} against {dp.executed['chain']:g}; the verdict rests on the fan-out. Bytes a "
+        "device and step are equal.",
         brief=f"an owner sends to {most['cdp_v2']} worker at once, against {most['dp']}",
     )  # fmt: skip
 
