@@ -269,7 +269,7 @@ def test_batches_are_read_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_first_batch_of_training_is_on_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_batches(tmp_path, monkeypatch)
-    (batch,) = load(tmp_path).train_batches([3], batch_size=8, workers=2, seed=0, device=torch.device("cpu"))
+    (batch,) = load(tmp_path).train_batches([3], batch_size=8, parts=2, seed=0, device=torch.device("cpu"))
     assert batch.inputs(1).shape == (4, 3, 32, 32)
     assert batch.targets(1).shape == (4,)
 

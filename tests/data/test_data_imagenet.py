@@ -38,9 +38,9 @@ def load(root: Path, loader_workers: int = 0) -> Dataset:
     return load_dataset("imagenet", root=str(root), image_size=SIZE, loader_workers=loader_workers)
 
 
-def inputs(data: Dataset, steps: range, workers: int = 2, seed: int = 0) -> list[list[torch.Tensor]]:
-    batches = data.train_batches(steps, batch_size=4, workers=workers, seed=seed, device=CPU, dtype=torch.float64)
-    return [[batch.inputs(worker) for worker in range(workers)] for batch in batches]
+def inputs(data: Dataset, steps: range, parts: int = 2, seed: int = 0) -> list[list[torch.Tensor]]:
+    batches = data.train_batches(steps, batch_size=4, parts=parts, seed=seed, device=CPU, dtype=torch.float64)
+    return [[batch.inputs(part) for part in range(parts)] for batch in batches]
 
 
 def reference(image: Image.Image) -> torch.Tensor:
@@ -62,10 +62,10 @@ def test_training_images_equal_torchvision_seeded_per_sample(tree: Path) -> None
     for step, batch in enumerate(inputs(load(tree), range(5), seed=3)):
         epoch, place = divmod(step, 2)
         order = epoch_order(10, 3, epoch)[place * 4 : place * 4 + 4].view(2, 2).tolist()
-        for worker, position in itertools.product(range(2), range(2)):
-            with seeded(CPU, 3, "augment", step, worker, position), Image.open(files[order[worker][position]]) as image:
+        for part, position in itertools.product(range(2), range(2)):
+            with seeded(CPU, 3, "augment", step, part, position), Image.open(files[order[part][position]]) as image:
                 expected = reference(transform(image.convert("RGB")))
-            torch.testing.assert_close(batch[worker][position], expected)
+            torch.testing.assert_close(batch[part][position], expected)
 
 
 @pytest.mark.parametrize(("size", "resized"), [(SIZE, 18), (224, 256)])
@@ -90,8 +90,8 @@ def test_processes_change_nothing(tree: Path) -> None:
 
 def test_a_resume_gives_the_same_images_and_labels(tree: Path) -> None:
     data = load(tree)
-    whole = list(data.train_batches(range(5), batch_size=4, workers=2, seed=0, device=CPU))
-    rest = list(data.train_batches(range(3, 5), batch_size=4, workers=2, seed=0, device=CPU))
+    whole = list(data.train_batches(range(5), batch_size=4, parts=2, seed=0, device=CPU))
+    rest = list(data.train_batches(range(3, 5), batch_size=4, parts=2, seed=0, device=CPU))
     for a, b in zip(whole[3:], rest, strict=True):
         assert a.step == b.step
         assert a.inputs(1).equal(b.inputs(1)) and a.targets(1).equal(b.targets(1))
@@ -99,13 +99,13 @@ def test_a_resume_gives_the_same_images_and_labels(tree: Path) -> None:
 
 def test_targets_belong_to_the_images(tree: Path) -> None:
     labels = torch.tensor([0] * 5 + [1] * 5)
-    batches = load(tree).train_batches(range(2), batch_size=4, workers=2, seed=0, device=CPU)
-    targets = torch.cat([batch.targets(worker) for batch in batches for worker in range(2)])
+    batches = load(tree).train_batches(range(2), batch_size=4, parts=2, seed=0, device=CPU)
+    targets = torch.cat([batch.targets(part) for batch in batches for part in range(2)])
     assert targets.equal(labels[epoch_order(10, 0, 0)[:8]])
 
 
 def test_micro_batches_can_be_read_twice_and_share_nothing(tree: Path) -> None:
-    (batch,) = load(tree).train_batches([0], batch_size=4, workers=2, seed=0, device=CPU)
+    (batch,) = load(tree).train_batches([0], batch_size=4, parts=2, seed=0, device=CPU)
     first, targets = batch.inputs(1).clone(), batch.targets(1).clone()
     batch.inputs(1).zero_()
     batch.targets(1).zero_()
@@ -123,11 +123,11 @@ def test_only_images_that_are_read_are_decoded(tree: Path, monkeypatch) -> None:
     own = load(tree).train_batches(
         range(2),
         batch_size=4,
-        workers=2,
+        parts=2,
         seed=0,
         device=CPU,
         dtype=torch.float64,
-        is_read=lambda _, worker: worker == 1,
+        is_read=lambda _, part: part == 1,
     )
     batches = list(own)
     assert len(opened) == 2 * 2
@@ -139,7 +139,7 @@ def test_only_images_that_are_read_are_decoded(tree: Path, monkeypatch) -> None:
 
 def test_a_rank_that_reads_nothing_decodes_nothing(tree: Path, monkeypatch) -> None:
     monkeypatch.setattr(Image, "open", lambda file: pytest.fail(f"opened {file}"))
-    batches = load(tree).train_batches(range(2), batch_size=4, workers=2, seed=0, device=CPU, is_read=lambda *_: False)
+    batches = load(tree).train_batches(range(2), batch_size=4, parts=2, seed=0, device=CPU, is_read=lambda *_: False)
     assert [batch.targets(1).shape for batch in batches] == [(2,), (2,)]
 
 
@@ -151,7 +151,7 @@ def test_global_random_state_does_not_change(tree: Path, loader_workers: int) ->
 
 
 def test_endless_steps_are_taken_lazily(tree: Path) -> None:
-    batches = load(tree, loader_workers=1).train_batches(itertools.count(), batch_size=4, workers=2, seed=0, device=CPU)
+    batches = load(tree, loader_workers=1).train_batches(itertools.count(), batch_size=4, parts=2, seed=0, device=CPU)
     assert [batch.step for batch in itertools.islice(batches, 4)] == [0, 1, 2, 3]
 
 
@@ -188,8 +188,8 @@ def test_flat_validation_folder_and_missing_tree(tmp_path: Path, tree: Path) -> 
 def test_bad_settings(tree: Path) -> None:
     with pytest.raises(ValueError, match=r"dataset.image_size=-1 must be at least 1"):
         load_dataset("imagenet", root=str(tree), image_size=-1)
-    with pytest.raises(ValueError, match="batch_size=5 is not divisible by workers=2"):
-        load(tree).train_batches(range(1), batch_size=5, workers=2, seed=0, device=CPU)
+    with pytest.raises(ValueError, match="batch_size=5 is not divisible by parts=2"):
+        load(tree).train_batches(range(1), batch_size=5, parts=2, seed=0, device=CPU)
 
 
 def test_fingerprint_sees_names_but_not_the_place_nor_whether_an_image_was_damaged(tmp_path: Path) -> None:

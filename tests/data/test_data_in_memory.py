@@ -41,9 +41,9 @@ def tiny(count: int = 24) -> InMemoryDataset:
     )
 
 
-def batches(data: Dataset, steps: range, *, workers: int = 4, seed: int = 0, **settings: object) -> list[MiniBatch]:
+def batches(data: Dataset, steps: range, *, parts: int = 4, seed: int = 0, **settings: object) -> list[MiniBatch]:
     defaults: dict[str, object] = {"device": CPU, "dtype": torch.float64, "batch_size": 8}
-    return list(data.train_batches(steps, workers=workers, seed=seed, **{**defaults, **settings}))  # type: ignore[arg-type]
+    return list(data.train_batches(steps, parts=parts, seed=seed, **{**defaults, **settings}))  # type: ignore[arg-type]
 
 
 def test_inputs_are_the_augmented_slice_of_the_mini_batch() -> None:
@@ -51,22 +51,22 @@ def test_inputs_are_the_augmented_slice_of_the_mini_batch() -> None:
     for batch in batches(data, range(7), seed=5):
         epoch, position = divmod(batch.step, 3)
         mini_batch = epoch_order(24, 5, epoch)[position * 8 : (position + 1) * 8]
-        for worker in range(4):
-            mine = mini_batch[worker * 2 : (worker + 1) * 2]
-            draw = generator("cpu", 5, "augment", batch.step, worker)
+        for part in range(4):
+            mine = mini_batch[part * 2 : (part + 1) * 2]
+            draw = generator("cpu", 5, "augment", batch.step, part)
             expected = data._augmentation(data._train.images[mine], draw)  # type: ignore[misc]
-            torch.testing.assert_close(batch.inputs(worker), expected.double())
-            assert batch.targets(worker).equal(mine)
+            torch.testing.assert_close(batch.inputs(part), expected.double())
+            assert batch.targets(part).equal(mine)
 
 
 def test_micro_batches_come_in_any_order_any_number_of_times() -> None:
     data = tiny()
     forward = [[b.inputs(w) for w in range(4)] for b in batches(data, range(6))]
     late = batches(data, range(6))
-    for batch, worker in reversed(list(itertools.product(late, range(4)))):
-        batch.inputs(worker).zero_()  # would spoil the second reading if storage were shared
-        batch.targets(worker).zero_()
-        assert batch.inputs(worker).equal(forward[batch.step][worker])
+    for batch, part in reversed(list(itertools.product(late, range(4)))):
+        batch.inputs(part).zero_()  # would spoil the second reading if storage were shared
+        batch.targets(part).zero_()
+        assert batch.inputs(part).equal(forward[batch.step][part])
     assert all(
         b.targets(w).equal(c.targets(w)) for b, c in zip(batches(data, range(6)), late, strict=True) for w in range(4)
     )
@@ -102,10 +102,10 @@ def test_seed_step_and_worker_all_change_the_augmentation() -> None:
         augmentation=CropAndFlip(padding=2, flip=True),
     )
     seen = {
-        tuple(batch.inputs(worker).flatten().tolist())
+        tuple(batch.inputs(part).flatten().tolist())
         for seed in range(3)
-        for batch in batches(data, range(3), seed=seed, batch_size=32, workers=2)
-        for worker in range(2)
+        for batch in batches(data, range(3), seed=seed, batch_size=32, parts=2)
+        for part in range(2)
     }
     assert len(seen) == 3 * 3 * 2
 
@@ -126,7 +126,7 @@ def test_the_number_of_threads_does_not_matter() -> None:
 def test_own_storage_dtype_and_memory_format() -> None:
     data = tiny()
     for dtype, channels_last in itertools.product((torch.float32, torch.float64, torch.bfloat16), (False, True)):
-        (batch,) = batches(data, range(1), dtype=dtype, channels_last=channels_last, batch_size=16, workers=2)
+        (batch,) = batches(data, range(1), dtype=dtype, channels_last=channels_last, batch_size=16, parts=2)
         inputs = batch.inputs(1)
         assert (inputs.dtype, inputs.shape) == (dtype, (8, 3, 6, 6))
         assert inputs.untyped_storage().nbytes() == inputs.numel() * inputs.element_size()
@@ -148,9 +148,9 @@ def test_devices_see_the_same_images(device: str) -> None:
 def test_the_set_moves_to_a_device_once() -> None:
     data = tiny()
     meta = torch.device("meta")
-    data.train_batches(range(1), batch_size=8, workers=4, seed=0, device=meta)
+    data.train_batches(range(1), batch_size=8, parts=4, seed=0, device=meta)
     first = data._on_device[meta]
-    data.train_batches(range(1), batch_size=8, workers=4, seed=0, device=meta)
+    data.train_batches(range(1), batch_size=8, parts=4, seed=0, device=meta)
     assert data._on_device[meta] is first
 
 
@@ -165,8 +165,8 @@ def test_test_batches_are_the_whole_test_set_in_order() -> None:
 
 
 def test_bad_sizes_are_refused_when_asked_not_when_read() -> None:
-    with pytest.raises(ValueError, match="batch_size=10 is not divisible by workers=4"):
-        tiny().train_batches(range(1), batch_size=10, workers=4, seed=0, device=CPU)
+    with pytest.raises(ValueError, match="batch_size=10 is not divisible by parts=4"):
+        tiny().train_batches(range(1), batch_size=10, parts=4, seed=0, device=CPU)
 
 
 def test_fingerprint_sees_every_part() -> None:
@@ -188,7 +188,7 @@ def test_digits(digits: Dataset) -> None:
     assert (counts.min() >= 34) and (counts.max() <= 36)
     assert digits.fingerprint() == load_dataset("digits", seed=1).fingerprint()
     train = torch.cat(
-        [b.inputs(0) for b in digits.train_batches(range(5), batch_size=288, workers=1, seed=0, device=CPU)]
+        [b.inputs(0) for b in digits.train_batches(range(5), batch_size=288, parts=1, seed=0, device=CPU)]
     )
     for sample, tolerance in ((images, 0.05), (train, 0.1)):  # a shift moves ink out of the training images
         assert abs(sample.mean()) < tolerance
@@ -222,8 +222,8 @@ def test_synthetic_bytes_do_not_change_between_releases() -> None:
 
 def test_synthetic_is_learnable_but_not_constant() -> None:
     data = load_dataset("synthetic", train_samples=200, test_samples=100)
-    images = torch.cat([b.inputs(0) for b in data.train_batches([0], batch_size=200, workers=1, seed=0, device=CPU)])
-    labels = torch.cat([b.targets(0) for b in data.train_batches([0], batch_size=200, workers=1, seed=0, device=CPU)])
+    images = torch.cat([b.inputs(0) for b in data.train_batches([0], batch_size=200, parts=1, seed=0, device=CPU)])
+    labels = torch.cat([b.targets(0) for b in data.train_batches([0], batch_size=200, parts=1, seed=0, device=CPU)])
     means = torch.stack([images[labels == k].mean(0) for k in range(10)])
     ((test, expected),) = data.test_batches(100, device=CPU)
     assert torch.cdist(test.flatten(1), means.flatten(1)).argmin(1).equal(expected)

@@ -33,9 +33,9 @@ def test_each_token_is_followed_by_its_successor_and_each_sequence_is_there_once
     assert (data.classes, data.input_shape) == (256, (8,))
     order = epoch_order(data.train_size, 3, 0)
     seen = []
-    for batch in data.train_batches(range(data.train_size // 4), batch_size=4, workers=2, seed=3, device=CPU):
-        for worker in range(2):
-            inputs, targets = batch.inputs(worker), batch.targets(worker)
+    for batch in data.train_batches(range(data.train_size // 4), batch_size=4, parts=2, seed=3, device=CPU):
+        for part in range(2):
+            inputs, targets = batch.inputs(part), batch.targets(part)
             assert inputs.shape == targets.shape == (2, 8) and inputs.dtype == targets.dtype == torch.int64
             for row, following in zip(inputs, targets, strict=True):
                 number = int(order[len(seen)])

@@ -12,7 +12,7 @@ def test_values_are_all_of_a_message_by_type():
     torch.manual_seed(0)
     shapes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float64, "d": torch.float16, "e": torch.bfloat16}
     tensors = {name: torch.randn(3, 5).to(dtype) for name, dtype in shapes.items()}
-    layout = Layout.of(tensors)
+    layout = Layout.like(tensors)
     buffer = layout.pack(tensors, torch.device("cpu"))
     values = layout.values(buffer)
     assert sorted(str(each.dtype) for each in values) == sorted(map(str, set(shapes.values())))

@@ -198,7 +198,7 @@ def test_an_extrapolation_to_more_workers_is_what_a_simulation_finds(mode, place
 def test_an_extrapolation_to_more_replicas_keeps_unequal_stages(place):
     job, costs = Spec("cdp_v1", 2, 2, place, replicas=24), StageCosts.equal(2, 6, 3)
     cluster = linked(Cluster((1.0, 2.0), (3.0, 1.5)), 0.5, 6.0, devices_per_host=2)
-    program = Program(Schedule.of(job, costs.gradient_bytes))
+    program = Program(Schedule.from_spec(job, costs.gradient_bytes))
     guess, truth = estimate(job, costs, cluster, simulated=1), price(program, costs, cluster)
     assert guess.step_seconds <= truth.step_seconds <= guess.at_most_seconds < 2 * guess.step_seconds
     assert guess.between_hosts_share == pytest.approx(truth.between_hosts_share, abs=0.03)

@@ -28,7 +28,7 @@ def test_the_bytes_are_those_of_a_run(tiny, overrides):
     cut, dataset = cut_model(config), load_data(config)
     engine = build_engine(config, cut, dataset.train_size, program_of(config))
     batches = dataset.train_batches(
-        range(3), batch_size=config.batch_size, workers=config.step_micro_batches, seed=0, device=config.torch_device,
+        range(3), batch_size=config.batch_size, parts=config.sample_parts, seed=0, device=config.torch_device,
         dtype=parameter_dtype(config),
     )  # fmt: skip
     for _ in engine.run(batches):

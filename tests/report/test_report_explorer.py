@@ -21,7 +21,7 @@ ONE_DEVICE = Schedule.build("cdp_v2", 3)
 
 
 def systems(ranks):
-    schedules = [Schedule.build("cdp_v2", ranks), *map(Schedule.of, CommonSizes(ranks, tokens=4).specs())]
+    schedules = [Schedule.build("cdp_v2", ranks), *map(Schedule.from_spec, CommonSizes(ranks, tokens=4).specs())]
     return [(schedule, StageCosts.equal(schedule.stages, 4096, 1024)) for schedule in schedules]
 
 

@@ -169,13 +169,13 @@ def test_sizes_of_other_stages_are_refused():
 def test_a_schedule_is_what_its_spec_says():
     spec = Spec("cdp_v2", 2, 4, "pipeline", "backward_first", 3, 2, 4)
     schedule = Schedule.build("cdp_v2", 2, 4, "pipeline", "backward_first", accumulate=3, replicas=2, ranks=4)
-    assert schedule == Schedule.of(spec)
+    assert schedule == Schedule.from_spec(spec)
     assert (schedule.ranks, schedule.micro_batches, schedule.slots_per_step) == (8, 12, 24)
     assert spec.forwards == 12 * 4
     assert schedule.data_parallel().spec == Spec("dp", 2, 4, "pipeline", "backward_first", 3, 2, 4)
     assert schedule.data_parallel().timeline.name == "one_f_one_b"
     assert "pipeline" in str(schedule) and "workers=2, stages=4" in str(schedule)
-    assert hash(schedule) == hash(Schedule.of(spec))
+    assert hash(schedule) == hash(Schedule.from_spec(spec))
 
 
 @pytest.mark.parametrize(("order", "mode"), itertools.product(ORDERS, MODES))

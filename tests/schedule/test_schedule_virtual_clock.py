@@ -31,7 +31,7 @@ def of_round(each, rounds):
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_rounds_are_what_the_events_settle_to(of_workers, jitter, message_time, slack):
     ticks = ticks_of(of_workers, jitter, message_time)
-    each = Round.of(ticks, slack)
+    each = Round.for_workers(ticks, slack)
     size = len(each.turns)
     naive = pushes(ticks, slack, 30 * size + 40)
     shown = of_round(each, 3)
@@ -54,7 +54,7 @@ def test_rounds_are_what_the_events_settle_to(of_workers, jitter, message_time, 
 def test_without_a_bound_every_round_is_that_of_the_start(of_workers, jitter, message_time):
     """Nothing is left out at the start: a pull of the first round that would see less than nothing sees nothing."""
     ticks = ticks_of(of_workers, jitter, message_time)
-    each = Round.of(ticks)
+    each = Round.for_workers(ticks)
     size = len(each.turns)
     turns = len(ticks.durations[0])
     cycles = [sum(each) + turns * 2 * ticks.message for each in ticks.durations]
@@ -67,7 +67,7 @@ def test_without_a_bound_every_round_is_that_of_the_start(of_workers, jitter, me
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_no_worker_starts_further_ahead_than_the_bound(of_workers, jitter, message_time, slack):
     ticks = ticks_of(of_workers, jitter, message_time)
-    each = Round.of(ticks, slack)
+    each = Round.for_workers(ticks, slack)
     turns = of_round(each, 6)
     workers = [turn.worker for turn in each.turns]
     assert len({workers.count(one) for one in workers}) == 1  # bounded, nobody is faster than the slowest for ever
@@ -81,7 +81,7 @@ def test_no_worker_starts_further_ahead_than_the_bound(of_workers, jitter, messa
 
 
 def test_bounds_of_zero_make_all_wait_for_the_slowest():
-    each = Round.of(ticks_of([1, 1, 1, 2]), slack=0)
+    each = Round.for_workers(ticks_of([1, 1, 1, 2]), slack=0)
     assert each.ticks == 2 and [turn.worker for turn in each.turns] == [3, 0, 1, 2]
     assert [number - turn.seen for number, turn in enumerate(each.turns)] == [0, 1, 2, 3]
 
@@ -91,7 +91,7 @@ def test_bounds_of_zero_make_all_wait_for_the_slowest():
 def test_with_constant_speeds_any_bound_above_zero_ends_in_the_same_rounds(of_workers, slack):
     """The same worker misses as many pushes, whichever of them a round begins with."""
     ticks = ticks_of(of_workers)
-    each, least = Round.of(ticks, slack), Round.of(ticks, 1)
+    each, least = Round.for_workers(ticks, slack), Round.for_workers(ticks, 1)
     late = [sorted((t.worker, m - t.seen) for m, t in enumerate(one.turns)) for one in (each, least)]
     assert late[0] == late[1] and each.ticks == least.ticks == max(map(sum, ticks.durations))
     assert max(number - turn.seen for number, turn in enumerate(each.turns)) <= len(of_workers) - 1
@@ -100,7 +100,7 @@ def test_with_constant_speeds_any_bound_above_zero_ends_in_the_same_rounds(of_wo
 @pytest.mark.parametrize("n", range(1, 7))
 @pytest.mark.parametrize("slack", [None, 1, 3])
 def test_workers_of_one_speed_miss_the_pushes_of_all_others(n, slack):
-    each = Round.of(ticks_of([1] * n), slack)
+    each = Round.for_workers(ticks_of([1] * n), slack)
     assert each.ticks == 1 and [number - turn.seen for number, turn in enumerate(each.turns)] == [n - 1] * n
 
 
@@ -116,10 +116,10 @@ def test_jitter_changes_single_times_and_not_their_sum(of_workers, seed):
 
 def test_messages_make_workers_of_different_speeds_more_alike():
     """Turns of 2 ticks and of 1 become turns of 4 and of 3 where messages take a tick each."""
-    assert [Round.of(ticks_of([1, 2], None, m)).ticks for m in (0, 1)] == [2, 12]
+    assert [Round.for_workers(ticks_of([1, 2], None, m)).ticks for m in (0, 1)] == [2, 12]
     shares = []
     for message_time in (0, 0.5, 1, 3):
-        workers = [turn.worker for turn in Round.of(ticks_of([1, 2], None, message_time)).turns]
+        workers = [turn.worker for turn in Round.for_workers(ticks_of([1, 2], None, message_time)).turns]
         shares.append(workers.count(1) / len(workers))
     assert shares == sorted(shares, reverse=True) and shares[0] == 2 / 3 and shares[-1] < 0.55
 
@@ -130,6 +130,6 @@ def test_messages_take_their_share_of_a_turn(of_workers, jitter, message_time):
     ticks = ticks_of(of_workers, jitter, message_time)
     fastest = min(map(fmean, ticks.durations))
     assert ticks.message == pytest.approx(message_time * fastest)
-    for turn in Round.of(ticks).turns:
+    for turn in Round.for_workers(ticks).turns:
         assert turn.end == turn.begin + turn.computing + 2 * ticks.message
         assert turn.computing in ticks.durations[turn.worker]

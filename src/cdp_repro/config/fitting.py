@@ -18,7 +18,7 @@ _SIZES = ("workers", "stages", "micro_batches", "batch_size")
 def fits(config: RunConfig) -> bool:
     """Whether a schedule with these sizes exists, and the mini-batch can be cut into its equal parts."""
     try:
-        Schedule.of(config.spec())
+        Schedule.from_spec(config.spec())
         return config.batch_size % config.sample_parts == 0
     except ValueError:
         return False

@@ -395,4 +395,4 @@ class RunConfig:
         Raises:
             ValueError: values do not fit together; names values that work.
         """
-        return Schedule.of(self.spec(), gradient_bytes)
+        return Schedule.from_spec(self.spec(), gradient_bytes)

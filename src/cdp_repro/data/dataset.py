@@ -29,7 +29,7 @@ class MiniBatch(batches.MiniBatch, Protocol):
         """Training step t that this mini-batch belongs to."""
 
 
-def read_all(step: int, worker: int) -> bool:  # noqa: ARG001 - a rule with another answer asks for both
+def read_all(step: int, part: int) -> bool:  # noqa: ARG001 - a rule with another answer asks for both
     """Return True: one process reads every micro-batch of every step."""
     return True
 
@@ -59,7 +59,7 @@ class Dataset(ABC):
         steps: Iterable[int],
         *,
         batch_size: int,
-        workers: int,
+        parts: int,
         seed: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
@@ -69,15 +69,15 @@ class Dataset(ABC):
         """Return, lazily, one mini-batch for every training step number in `steps`.
 
         Step t is batch t mod `steps_per_epoch` of epoch t // `steps_per_epoch`. The order of an epoch depends on
-        (seed, epoch) only, augmentation on (seed, step, micro-batch) only.
+        (seed, epoch) only, augmentation on (seed, step, part) only.
 
-        `workers` is the number of equal parts that a mini-batch is cut into along its samples; without slices, these
-        are its micro-batches. The i-th part is called `worker` i, wherever it is computed. `is_read(step, worker)`
-        tells whether this rank will ask for the inputs of a part. Images that must be decoded are decoded ahead for
-        these parts only, and for other parts when their inputs are asked for.
+        `parts` is the number of equal parts that a mini-batch is cut into along its samples; without slices, these
+        are its micro-batches. `is_read(step, part)` tells whether this rank will ask for the inputs of a part. Images
+        that must be decoded are decoded ahead for these parts only, and for other parts when their inputs are asked
+        for.
 
         Raises:
-            ValueError: `workers` does not divide `batch_size`, or the training set is smaller than `batch_size`.
+            ValueError: `parts` does not divide `batch_size`, or the training set is smaller than `batch_size`.
             DatasetError: an image is damaged (data sets that are decoded during training).
         """
 

@@ -65,7 +65,7 @@ class _ImageNet(Dataset):
         steps: Iterable[int],
         *,
         batch_size: int,
-        workers: int,
+        parts: int,
         seed: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
@@ -73,33 +73,31 @@ class _ImageNet(Dataset):
         is_read: Callable[[int, int], bool] = read_all,
     ) -> Iterator[MiniBatch]:
         """See `Dataset.train_batches`. The loader runs ahead of the training by two mini-batches per process."""
-        order = micro_batch_indices(
-            steps, train_size=self.train_size, batch_size=batch_size, workers=workers, seed=seed
-        )
+        order = micro_batch_indices(steps, train_size=self.train_size, batch_size=batch_size, parts=parts, seed=seed)
         normalise = Normalise(STATISTICS, device, dtype, channels_last)
         to_decode, to_return = tee(order)
 
-        def samples(step: int, indices: Tensor, worker: int) -> list[Sample]:
+        def samples(step: int, indices: Tensor, part: int) -> list[Sample]:
             return [
-                Sample(self._train.files[index], (seed, "augment", step, worker, position))
-                for position, index in enumerate(indices[worker].tolist())
+                Sample(self._train.files[index], (seed, "augment", step, part, position))
+                for position, index in enumerate(indices[part].tolist())
             ]
 
         def read(step: int) -> list[int]:
-            return [worker for worker in range(workers) if is_read(step, worker)]
+            return [part for part in range(parts) if is_read(step, part)]
 
         def mini_batch(step: int, indices: Tensor, images: Tensor) -> MiniBatch:
-            workers_read = read(step)
-            shape = len(workers_read), batch_size // workers, *self.input_shape
-            decoded = dict(zip(workers_read, images.view(shape), strict=True)) if workers_read else {}
+            parts_read = read(step)
+            shape = len(parts_read), batch_size // parts, *self.input_shape
+            decoded = dict(zip(parts_read, images.view(shape), strict=True)) if parts_read else {}
 
-            def decode_now(worker: int) -> Tensor:
-                (found,) = self._images([samples(step, indices, worker)], device, processes=0)
+            def decode_now(part: int) -> Tensor:
+                (found,) = self._images([samples(step, indices, part)], device, processes=0)
                 return found
 
             return _DecodedMiniBatch(step, decoded, self._train.labels[indices], normalise, decode_now)
 
-        requests = ([s for worker in read(step) for s in samples(step, indices, worker)] for step, indices in to_decode)
+        requests = ([s for part in read(step) for s in samples(step, indices, part)] for step, indices in to_decode)
         loaded = self._images(requests, device, self._loader_workers)
         return (mini_batch(*entry, images) for entry, images in zip(to_return, loaded, strict=True))
 
@@ -164,9 +162,9 @@ class _DecodedMiniBatch:
     decode_now: Callable[[int], Tensor]
     """Decodes the images of a micro-batch that were not decoded ahead."""
 
-    def inputs(self, worker: int) -> Tensor:
-        images = self.images.get(worker)
-        return self.normalise(self.decode_now(worker) if images is None else images)
+    def inputs(self, part: int) -> Tensor:
+        images = self.images.get(part)
+        return self.normalise(self.decode_now(part) if images is None else images)
 
-    def targets(self, worker: int) -> Tensor:
-        return self.labels[worker].to(self.normalise.device, copy=True)
+    def targets(self, part: int) -> Tensor:
+        return self.labels[part].to(self.normalise.device, copy=True)

@@ -61,7 +61,7 @@ class InMemoryDataset(Dataset):
         steps: Iterable[int],
         *,
         batch_size: int,
-        workers: int,
+        parts: int,
         seed: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
@@ -69,16 +69,14 @@ class InMemoryDataset(Dataset):
         is_read: Callable[[int, int], bool] = read_all,  # noqa: ARG002 - images are gathered when they are asked for
     ) -> Iterator[MiniBatch]:
         """See `Dataset.train_batches`."""
-        order = micro_batch_indices(
-            steps, train_size=self.train_size, batch_size=batch_size, workers=workers, seed=seed
-        )
+        order = micro_batch_indices(steps, train_size=self.train_size, batch_size=batch_size, parts=parts, seed=seed)
         train, _ = self._splits(device)
         normalise = Normalise(self._statistics, device, dtype, channels_last)
 
-        def augment(images: Tensor, step: int, worker: int) -> Tensor:
+        def augment(images: Tensor, step: int, part: int) -> Tensor:
             if self._augmentation is None:
                 return images
-            return self._augmentation(images, generator("cpu", seed, "augment", step, worker))
+            return self._augmentation(images, generator("cpu", seed, "augment", step, part))
 
         return (
             _InMemoryMiniBatch(step, indices.to(device, non_blocking=True), train, augment, normalise)
@@ -124,9 +122,9 @@ class _InMemoryMiniBatch:
     augment: Augment
     normalise: Normalise
 
-    def inputs(self, worker: int) -> Tensor:
-        images = self.split.images.index_select(0, self.indices[worker])
-        return self.normalise(self.augment(images, self.step, worker))
+    def inputs(self, part: int) -> Tensor:
+        images = self.split.images.index_select(0, self.indices[part])
+        return self.normalise(self.augment(images, self.step, part))
 
-    def targets(self, worker: int) -> Tensor:
-        return self.split.labels.index_select(0, self.indices[worker])
+    def targets(self, part: int) -> Tensor:
+        return self.split.labels.index_select(0, self.indices[part])

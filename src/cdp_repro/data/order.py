@@ -33,17 +33,16 @@ def epoch_order(train_size: int, seed: int, epoch: int) -> Tensor:
 
 
 def micro_batch_indices(
-    steps: Iterable[int], *, train_size: int, batch_size: int, workers: int, seed: int
+    steps: Iterable[int], *, train_size: int, batch_size: int, parts: int, seed: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Return, lazily, (t, indices) for every t in `steps`; indices[i] are the samples of micro-batch i of the step.
+    """Return, lazily, (t, indices) for every t in `steps`; indices[i] are the samples of part i of its mini-batch.
 
-    `workers` is the number of parts as in `Dataset.train_batches`. Indices have shape [workers, batch_size / workers],
-    int64: row i is the i-th part of the mini-batch.
+    `parts` is the number of parts as in `Dataset.train_batches`. Indices are int64, [parts, batch_size / parts].
 
     Raises:
-        ValueError: at once, not at the first step, if `workers` does not divide `batch_size` or no mini-batch fits.
+        ValueError: at once, not at the first step, if `parts` does not divide `batch_size` or no mini-batch fits.
     """
-    check_divisible(batch_size, workers=workers)
+    check_divisible(batch_size, parts=parts)
     per_epoch = steps_per_epoch(train_size, batch_size)
 
     def rows() -> Iterator[tuple[int, Tensor]]:
@@ -52,6 +51,6 @@ def micro_batch_indices(
             epoch, batch = divmod(step, per_epoch)
             if epoch != current:
                 current, order = epoch, epoch_order(train_size, seed, epoch)
-            yield step, order[batch * batch_size : (batch + 1) * batch_size].view(workers, -1)
+            yield step, order[batch * batch_size : (batch + 1) * batch_size].view(parts, -1)
 
     return rows()

@@ -129,7 +129,7 @@ class TextDataset(Dataset):
         steps: Iterable[int],
         *,
         batch_size: int,
-        workers: int,
+        parts: int,
         seed: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,  # noqa: ARG002 - tokens are numbers of classes
@@ -137,9 +137,7 @@ class TextDataset(Dataset):
         is_read: Callable[[int, int], bool] = read_all,  # noqa: ARG002 - they are gathered when they are asked for
     ) -> Iterator[MiniBatch]:
         """See `Dataset.train_batches`."""
-        order = micro_batch_indices(
-            steps, train_size=self.train_size, batch_size=batch_size, workers=workers, seed=seed
-        )
+        order = micro_batch_indices(steps, train_size=self.train_size, batch_size=batch_size, parts=parts, seed=seed)
         tokens, _ = self._parts(device)
         return (_TextMiniBatch(step, indices.to(device), tokens, self.input_shape[0]) for step, indices in order)
 
@@ -191,11 +189,11 @@ class _TextMiniBatch:
     tokens: Tensor
     context: int
 
-    def inputs(self, worker: int) -> Tensor:
-        return _sequences(self.tokens, self.indices[worker], self.context, 0)
+    def inputs(self, part: int) -> Tensor:
+        return _sequences(self.tokens, self.indices[part], self.context, 0)
 
-    def targets(self, worker: int) -> Tensor:
-        return _sequences(self.tokens, self.indices[worker], self.context, 1)
+    def targets(self, part: int) -> Tensor:
+        return _sequences(self.tokens, self.indices[part], self.context, 1)
 
 
 def _sequences(tokens: Tensor, numbers: Tensor, context: int, shift: int) -> Tensor:

@@ -76,7 +76,7 @@ class GlobalClipping(Clipping):
         self._outgoing.let_go(before=step - self._lag)
         for rank in self._updating - {self._team.rank}:
             sent = dist.isend(square, rank, group=self._team.control, tag=_FIRST_TAG + total.stage)
-            self._outgoing.append(Transfer.of(square, sent), step)
+            self._outgoing.append(Transfer.started(square, sent), step)
 
     def _norm(self, step: int, gradients: Gradients) -> Tensor:  # noqa: ARG002 - of all stages
         squares = self._squares.setdefault(step, {})

@@ -122,7 +122,7 @@ class Engine:
         self._stages = joined(stages, self.schedule.sizes.sources)
         self._stages.zero_grad()  # remove gradients that another engine may have left
         self._stages.to(self._device)
-        self._parameter_layouts = [Layout.of(dict(stage.named_parameters())) for stage in self._stages]
+        self._parameter_layouts = [Layout.like(dict(stage.named_parameters())) for stage in self._stages]
         size = self.team.rank, self.team.size, self._device
         is_sharded = self.schedule.placement.is_sharded
         self._shards = [Shards(dict(s.named_parameters()), *size) for s in self._stages] if is_sharded else []
@@ -372,7 +372,7 @@ class Engine:
     def _buffers_of_workers(self, number: int) -> list[Buffers]:
         """Return all sets of a stage's buffers, each from the rank that uses it next; collective."""
         found: list[Buffers] = []
-        layout = Layout.of(dict(self._stages[number].named_buffers()))
+        layout = Layout.like(dict(self._stages[number].named_buffers()))
         following, _ = self.schedule.ahead(self.step)
         for worker in range(self.schedule.sizes.statistics):
             own = self._executor.values.get(buffers(number, worker))

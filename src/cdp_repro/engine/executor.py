@@ -134,7 +134,7 @@ class Executor:
             # not earlier: rank 0 waits for losses of other ranks, which may wait for messages of this slot
             for step in self._finished:
                 doing = f"waiting for the losses of training step {step}"
-                results.append(StepResult(step, self._losses.of(step)))
+                results.append(StepResult(step, self._losses.mean_losses(step)))
         except Exception as error:
             what = f"running {doing.label} in slot {slot.number}" if isinstance(doing, Action) else doing
             self._positions.note(error, what)

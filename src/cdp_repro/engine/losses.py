@@ -32,19 +32,19 @@ class Losses:
         """Finished steps after which rank 0 must have received the losses of a step. The staler a mode's reads are, the
         further rank 0 can be behind."""
 
-    def enter(self, step: int, worker: int, loss: Tensor) -> None:
-        """Enter the loss (a scalar) of a micro-batch that this rank has computed."""
-        self._known.setdefault(step, {})[worker] = loss
+    def enter(self, step: int, i: int, loss: Tensor) -> None:
+        """Enter the loss, [] (a scalar), of the step's i-th micro-batch, which this rank has computed."""
+        self._known.setdefault(step, {})[i] = loss
         if self._rank and self._group:
             value = loss.detach().to("cpu", torch.float64).reshape(1)
-            sent = dist.isend(value, 0, group=self._group, tag=_FIRST_TAG + worker)
-            self._outgoing.append(Transfer.of(value, sent), step)
+            sent = dist.isend(value, 0, group=self._group, tag=_FIRST_TAG + i)
+            self._outgoing.append(Transfer.started(value, sent), step)
 
     def flush(self) -> None:
         """Wait until all losses have been sent."""
         self._outgoing.flush()
 
-    def of(self, step: int) -> Tensor:
+    def mean_losses(self, step: int) -> Tensor:
         """Return the losses of a finished step, [M/R], each a mean over replicas; rank 0 waits for all of them."""
         schedule = self._schedule
         self._outgoing.let_go(before=step - self._lag)
@@ -59,7 +59,7 @@ class Losses:
             losses[i] = loss
         return losses.view(-1, schedule.sizes.replicas).mean(1)
 
-    def _received(self, source: int, micro_batch: int) -> Tensor:
+    def _received(self, source: int, i: int) -> Tensor:
         value = torch.empty(1, dtype=torch.float64)
-        dist.recv(value, source, group=self._group, tag=_FIRST_TAG + micro_batch)
+        dist.recv(value, source, group=self._group, tag=_FIRST_TAG + i)
         return value[0]

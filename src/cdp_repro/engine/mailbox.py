@@ -83,7 +83,7 @@ class Mailbox:
         buffer = _part(self._leaving, value)
         if len(buffer):
             group = self._groups[self._rank, peer]
-            self._outgoing.append(Transfer.of(buffer, dist.isend(buffer, peer, group=group)), self._slot)
+            self._outgoing.append(Transfer.started(buffer, dist.isend(buffer, peer, group=group)), self._slot)
         return len(buffer) - (_NUMBER_BYTES if value.kind in LENT and len(buffer) else 0)
 
     def receive(self, value: Value, peer: int) -> Pending:
@@ -95,7 +95,7 @@ class Mailbox:
         everything = self._arriving[value.whole][0]
         buffer = _part(self._arriving, value)
         works = [dist.irecv(buffer, peer, group=self._groups[peer, self._rank])] if len(buffer) else []
-        transfer = Transfer.of(everything, *works)
+        transfer = Transfer.started(everything, *works)
 
         def arrived() -> Any:
             views = layout.views(transfer.wait())
@@ -122,7 +122,7 @@ class Mailbox:
             else:
                 buffer = layout.pack(tensors, self._device)
                 works = [dist.all_reduce(values, async_op=True) for values in layout.values(buffer)]
-                transfer = Transfer.of(buffer, *works)
+                transfer = Transfer.started(buffer, *works)
         size = layout.nbytes - (_NUMBER_BYTES if number else 0)
         return Pending(lambda: self._content(value, views(transfer.wait()) | number)), size
 

@@ -31,7 +31,7 @@ class TensorLayout:
     takes_gradient: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorLayout:
+    def like(cls, tensor: Tensor) -> TensorLayout:
         """Return the layout of a dense tensor; for one with gaps or overlaps, that of a dense copy."""
         dense = torch.empty_like(tensor, device="meta")
         return cls(tuple(dense.shape), tuple(dense.stride()), dense.dtype, tensor.requires_grad)
@@ -49,9 +49,9 @@ class Layout:
     tensors: Mapping[str, TensorLayout]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+    def like(cls, tensors: Mapping[str, Tensor]) -> Layout:
         """Return the layout of named tensors."""
-        layouts = {name: TensorLayout.of(tensor) for name, tensor in tensors.items()}
+        layouts = {name: TensorLayout.like(tensor) for name, tensor in tensors.items()}
         return cls(dict(sorted(layouts.items(), key=lambda item: (-item[1].dtype.itemsize, str(item[1].dtype)))))
 
     @property
@@ -143,15 +143,15 @@ def layouts_of(
             made = {VALUE: outputs[number]} if number < len(stages) - 1 else {}
             of_output, gradients = rehearsal.backward()
             parameters = dict(module.named_parameters())
-            lent = Layout.of(numbered(parameters, 0))
+            lent = Layout.like(numbered(parameters, 0))
             found.append(
                 {
-                    INPUT: Layout.of(made),
-                    OUTPUT_GRADIENT: Layout.of(made if of_output is not None else {}),
-                    GRADIENTS: Layout.of({name: parameters[name] for name in gradients}),
+                    INPUT: Layout.like(made),
+                    OUTPUT_GRADIENT: Layout.like(made if of_output is not None else {}),
+                    GRADIENTS: Layout.like({name: parameters[name] for name in gradients}),
                     LENT_FORWARD: lent,
                     LENT_BACKWARD: lent,
-                    BUFFERS: Layout.of(dict(module.named_buffers())),
+                    BUFFERS: Layout.like(dict(module.named_buffers())),
                 }
             )
     return found[::-1]

@@ -68,7 +68,7 @@ class PipelinedOutputs:
         on_their_way = control_messages.begin_send(looks, peer, self._team.control)
         on_their_way += [(tensor, dist.isend(tensor, peer)) for tensor in sent]
         for buffer, work in on_their_way:
-            self._outgoing.append(Transfer.of(buffer, work), number)
+            self._outgoing.append(Transfer.started(buffer, work), number)
 
     def _receive(self, peer: int) -> list[Tensor]:
         tensors = []

@@ -39,7 +39,7 @@ class Shards:
             kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[name] = parameter
         self._types = [dtype for dtype, _ in kinds]
         """Type of each block."""
-        self._layouts = [Layout.of(tensors) for tensors in kinds.values()]
+        self._layouts = [Layout.like(tensors) for tensors in kinds.values()]
         """Layout of each block."""
         self._sizes = [part_bytes(layout.nbytes, ranks) for layout in self._layouts]
         """Bytes of a rank's part of each block."""
@@ -93,7 +93,7 @@ class Shards:
             dist.all_gather_into_tensor(block, part, async_op=True)
             for block, part in zip(self._blocks_of(whole), self._parts(shard), strict=True)
         ]
-        return Transfer.of(whole, *works, source=shard), self._tensors_in
+        return Transfer.started(whole, *works, source=shard), self._tensors_in
 
     def reduce(self, gradients: Mapping[str, Tensor]) -> tuple[Transfer, Views]:
         """Start to add the `gradients` of all ranks; each gets its pieces of the sums. All ranks must take part."""
@@ -109,7 +109,7 @@ class Shards:
             )
             if layout.tensors.keys() & names
         ]
-        return Transfer.of(shard, *works, source=whole), lambda received: {
+        return Transfer.started(shard, *works, source=whole), lambda received: {
             name: piece for name, piece in self._pieces_in(received).items() if name in names
         }
 

@@ -21,7 +21,7 @@ class Transfer:
     """The buffer that a collective reads, if it is not `buffer`."""
 
     @classmethod
-    def of(cls, buffer: Tensor, *works: dist.Work | None, source: Tensor | None = None) -> Transfer:
+    def started(cls, buffer: Tensor, *works: dist.Work | None, source: Tensor | None = None) -> Transfer:
         """Return the transfer of `works`; a work is None (nothing started) only if the rank is not in the group."""
         started = [work for work in works if work is not None]
         assert len(started) == len(works), "the process group is the world's, so every rank is a member"

@@ -154,12 +154,12 @@ def gradient_sum_figure(program: Program, stage: int, version: int, shown: range
             )
             for place in ((journey.source, journey.read), (journey.destination, journey.value))
         )
-        _arrow(axis, (journey.time, rows.of(source) + 0.5), (journey.time, rows.of(destination) + 0.5))
+        _arrow(axis, (journey.time, rows.bottom(source) + 0.5), (journey.time, rows.bottom(destination) + 0.5))
     for life in rows.lives:
         for time, action in life.reads:
             if action.op is Op.UPDATE:
-                axis.plot([time], [rows.of(life) + 0.3], "o", color="black", markersize=4)
-                axis.text(time + 0.06, rows.of(life) + 0.3, action.label, fontsize=7, ha="left", va="center")
+                axis.plot([time], [rows.bottom(life) + 0.3], "o", color="black", markersize=4)
+                axis.text(time + 0.06, rows.bottom(life) + 0.3, action.label, fontsize=7, ha="left", va="center")
     rows.dress(axis, f"sum of version {version} of stage {stage}", shown)
     axis.set_xlabel("slot")
     return figure
@@ -180,7 +180,7 @@ def versions_figure(programs: dict[str, Program], stage: int, shown: range) -> F
                 if action.op.is_compute and int(time) in shown:
                     text = f"{action.op}{stage}.m{action.micro_batch}"
                     middle = min(int(time) + 0.5, life.end - 0.2)
-                    axis.text(middle, rows.of(life) + 0.24, text, fontsize=6.5, ha="center", va="center")
+                    axis.text(middle, rows.bottom(life) + 0.24, text, fontsize=6.5, ha="center", va="center")
         rows.dress(axis, f"{title}: stage {stage}", shown)
     axes[-1].set_xlabel("slot")
     return figure
@@ -218,7 +218,7 @@ class _Rows:
         """Number of rows of all ranks."""
         return sum(self._numbers.values())
 
-    def of(self, life: Life) -> float:
+    def bottom(self, life: Life) -> float:
         """Return the bottom of a bar, which is 1 high; the first rank is at the top."""
         return self._bottoms[id(life)]
 
@@ -255,11 +255,11 @@ def _arrow(axis: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
 def _bars(axis: Axes, rows: _Rows, shown: range, colour: Callable[[Value], int]) -> None:
     """Draw a bar for each life, with the name of its value at its beginning or, if later, that of the picture."""
     for life in rows.lives:
-        begin, end = max(life.begin, shown.start), min(life.end, shown.stop)
+        begin, end, bottom = max(life.begin, shown.start), min(life.end, shown.stop), rows.bottom(life)
         fill = WORKER_COLOURS[colour(life.value) % len(WORKER_COLOURS)]
-        box = Rectangle((begin, rows.of(life) + 0.06), end - begin, 0.88, facecolor=fill, edgecolor=_LINE, alpha=0.45)
+        box = Rectangle((begin, bottom + 0.06), end - begin, 0.88, facecolor=fill, edgecolor=_LINE, alpha=0.45)
         axis.add_patch(box)
-        axis.text(begin + 0.06, rows.of(life) + 0.7, str(life.value), fontsize=7, va="center")
+        axis.text(begin + 0.06, bottom + 0.7, str(life.value), fontsize=7, va="center")
 
 
 def _dress(axis: Axes, title: str, shown: range, ranks: Mapping[int, float]) -> None:

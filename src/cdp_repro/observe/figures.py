@@ -66,7 +66,7 @@ def _draw_timeline(axis: Axes, timeline: Sequence[Slot], lanes: Lanes) -> None:
         by_stage: dict[int, list[tuple[int, Action]]] = {}
         for action in slot.actions:
             if action.op.is_compute:
-                by_stage.setdefault(action.stage, []).append((lanes.of(action.micro_batch), action))
+                by_stage.setdefault(action.stage, []).append((lanes.lane_of(action.micro_batch), action))
         for stage, users in by_stage.items():
             height = 1 / (lanes.number if lanes.durations else len(users))
             for place, (worker, action) in enumerate(users):

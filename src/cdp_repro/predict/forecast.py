@@ -94,7 +94,7 @@ def make_plan(config: RunConfig) -> Plan:
             name: _forecast(schedule, cut if schedule is chosen else stage_cut(config.reading_whole()))
             for name, schedule in schedules.items()
         },
-        _forecast(Schedule.of(replace(chosen.spec, slot_order=other), chosen.gradient_bytes), cut),
+        _forecast(Schedule.from_spec(replace(chosen.spec, slot_order=other), chosen.gradient_bytes), cut),
     )
 
 

@@ -53,7 +53,7 @@ class CommonSizes:
         accumulate = 1 if MODES[mode].updates_each or MODES[mode].pushes else self.accumulate
         sources = self.branches(stages) if self.branches else None
         spec = Spec(mode, self.ranks, stages, placement, accumulate=accumulate, sources=sources)
-        Schedule.of(spec)
+        Schedule.from_spec(spec)
         return spec
 
     def specs(self) -> Iterator[Spec]:

@@ -84,7 +84,7 @@ def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, StageCut]]:
     for spec in common.specs():
         if spec.stages <= _blocks(usual):
             cut = usual if _has_the_cut_of(spec, whole) else stage_cut(_config_of(spec, whole))
-            yield Schedule.of(spec, cut.costs.gradient_bytes), cut
+            yield Schedule.from_spec(spec, cut.costs.gradient_bytes), cut
 
 
 def left_out(config: RunConfig) -> Iterator[str]:
@@ -100,7 +100,7 @@ def left_out(config: RunConfig) -> Iterator[str]:
             if stages > blocks:
                 yield f"{mode} is left out: {config.model.name} has {blocks} blocks for its {stages} stages"
     for placement, modes in ON_OTHER_RANKS.items():
-        counts = [f"{Schedule.of(common.spec(mode, placement)).ranks} in {mode}" for mode in modes]
+        counts = [f"{Schedule.from_spec(common.spec(mode, placement)).ranks} in {mode}" for mode in modes]
         yield f"{placement} is left out: the ranks of {common.ranks} workers are {', '.join(counts)}"
 
 

@@ -61,7 +61,7 @@ def measured() -> tuple[Bounded, ...]:
 
 
 def _measured(slack: int | None) -> Bounded:
-    each = Round.of(ticks_of(SPEEDS, JITTER), slack)
+    each = Round.for_workers(ticks_of(SPEEDS, JITTER), slack)
     size, draw = len(each.turns), random.Random(0)
     targets = [draw.uniform(-1, 1) for _ in range(PUSHES)]
     rate = WIDTH / (LIPSCHITZ * math.sqrt(2 * ((slack or 0) + 1) * len(SPEEDS)))

@@ -85,7 +85,7 @@ def explorer_of_equal_layers(ranks: int) -> str:
 
     page, _ = explorer(
         f"{layers} equal layers of {format_bytes(_LAYER_BYTES)}, N = {ranks}",
-        ((Schedule.of(spec), costs(spec.stages)) for spec in CommonSizes(ranks).specs()),
+        ((Schedule.from_spec(spec), costs(spec.stages)) for spec in CommonSizes(ranks).specs()),
     )
     return page
 

@@ -38,7 +38,7 @@ def _columns(slots: Sequence[Slot], lanes: Lanes) -> list[list[str]]:
     for slot in slots:
         for action in slot.actions:
             if action.op.is_compute:
-                lane = lanes.of(action.micro_batch)
+                lane = lanes.lane_of(action.micro_batch)
                 computes[slot.number, lane].append(_text(action))
                 goes_on |= {(number, lane) for number in lanes.busy(slot.number, action)}
     found = []

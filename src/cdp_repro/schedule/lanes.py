@@ -17,7 +17,7 @@ class Lanes:
     durations: tuple[int, ...] = ()
     """The slots that each forward or backward of a micro-batch takes, likewise; 1 unless given."""
 
-    def of(self, micro_batch: int) -> int:
+    def lane_of(self, micro_batch: int) -> int:
         """Return the lane of a micro-batch."""
         return self.turns[micro_batch % len(self.turns)] if self.turns else micro_batch % self.number
 

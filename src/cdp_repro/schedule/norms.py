@@ -77,7 +77,7 @@ def refusal(schedule: Schedule) -> str:
 
 def _can_clip(spec: Spec) -> bool:
     try:
-        schedule = Schedule.of(spec)
+        schedule = Schedule.from_spec(spec)
     except ValueError:
         return False
     return not clips_globally(schedule) or knows_norms_in_time(Program(schedule))

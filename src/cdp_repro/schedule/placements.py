@@ -45,7 +45,7 @@ class Placement(ABC):
         return holders[micro_batch % len(holders)]
 
     @classmethod
-    def of(cls, timeline: Timeline, collectives: bool) -> Placement:  # noqa: ARG003 - most placements have one form
+    def for_timeline(cls, timeline: Timeline, collectives: bool) -> Placement:  # noqa: ARG003 - most placements have one form
         """Return the form of the placement for a timeline, with or without collectives."""
         return cls(timeline)
 
@@ -82,10 +82,10 @@ class Zero(Replicated):
 
     def rank_of(self, micro_batch: int, stage: int) -> int:  # noqa: ARG002 - a worker computes all stages
         """Return the rank of the micro-batch's lane."""
-        return self.timeline.lanes.of(micro_batch)
+        return self.timeline.lanes.lane_of(micro_batch)
 
     @classmethod
-    def of(cls, timeline: Timeline, collectives: bool) -> Placement:
+    def for_timeline(cls, timeline: Timeline, collectives: bool) -> Placement:
         """Return the form with shards for collectives of several ranks."""
         return ShardedZero(timeline) if collectives and timeline.sizes.lanes > 1 else cls(timeline)
 

@@ -222,7 +222,7 @@ def _schedule(header: dict[str, Any]) -> Schedule:
         raise ScheduleError(f"the header lacks {', '.join(missing)}")
     sizes = header.pop(_GRADIENT_BYTES, [])
     try:
-        return Schedule.of(Spec(**header), sizes)
+        return Schedule.from_spec(Spec(**header), sizes)
     except ValueError as error:
         raise ScheduleError(f"the header does not describe a schedule: {error}") from None
 

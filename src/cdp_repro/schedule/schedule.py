@@ -250,10 +250,10 @@ class Schedule:
         """Return the schedule of a `Spec` with these values; `stages` defaults to `workers`."""
         others = {name: frozen(value) for name, value in choices.items()}
         number = workers if stages is None else stages
-        return cls.of(Spec(frozen(mode), workers, number, placement, slot_order, **others), gradient_bytes)
+        return cls.from_spec(Spec(frozen(mode), workers, number, placement, slot_order, **others), gradient_bytes)
 
     @classmethod
-    def of(cls, spec: Spec, gradient_bytes: Sequence[int] = ()) -> Schedule:
+    def from_spec(cls, spec: Spec, gradient_bytes: Sequence[int] = ()) -> Schedule:
         """Return the schedule that `spec` describes; `Program` checks whether its timeline can serve its rule.
 
         Raises:
@@ -296,7 +296,7 @@ class Schedule:
                 f"{' or '.join(COLLECTIVE_PLACEMENTS)}, not mode={_name(spec.mode)} on placement={spec.placement}: use "
                 f"collectives=false, or mode=dp placement={COLLECTIVE_PLACEMENTS[0]}"
             )
-        placement = PLACEMENTS[spec.placement].of(timeline, spec.collectives)
+        placement = PLACEMENTS[spec.placement].for_timeline(timeline, spec.collectives)
         return cls(spec, timeline, mode.rule(sizes), placement).sized(gradient_bytes)
 
     def sized(self, gradient_bytes: Sequence[int]) -> Schedule:
@@ -319,7 +319,7 @@ class Schedule:
 
     def data_parallel(self) -> Schedule:
         """Return data parallelism on the same sizes, placement and slot order, to compare this schedule with."""
-        return Schedule.of(self.spec.in_mode("dp"), self.gradient_bytes)
+        return Schedule.from_spec(self.spec.in_mode("dp"), self.gradient_bytes)
 
     @property
     def mode(self) -> str:
@@ -357,7 +357,7 @@ class Schedule:
 
     def statistics_of(self, micro_batch: int) -> int:
         """Return the number of a micro-batch's set of BatchNorm's running statistics."""
-        return self.timeline.lanes.of(micro_batch) % self.sizes.statistics
+        return self.timeline.lanes.lane_of(micro_batch) % self.sizes.statistics
 
     def next_with(self, statistics: int, micro_batch: int) -> int:
         """Return the first micro-batch, from `micro_batch` on, with this set of running statistics."""

@@ -112,7 +112,7 @@ class Sizes:
     @cached_property
     def round(self) -> Round:
         """The round that workers on clocks of their own repeat."""
-        return Round.of(self.ticks, self.slack)
+        return Round.for_workers(self.ticks, self.slack)
 
     @cached_property
     def updates(self) -> int:

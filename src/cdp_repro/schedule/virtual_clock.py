@@ -89,7 +89,7 @@ class Round:
     """Ticks count from the first pull of the round; `seen` counts from its first push, and may be negative."""
 
     @classmethod
-    def of(cls, workers: Ticks, slack: int | None = None) -> Round:
+    def for_workers(cls, workers: Ticks, slack: int | None = None) -> Round:
         """Return the round of these workers; with `slack` None there is no bound.
 
         Raises:

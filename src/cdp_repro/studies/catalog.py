@@ -89,7 +89,7 @@ def _systems() -> tuple[Cell, ...]:
     found: list[Cell] = []
     for spec in CommonSizes(SYSTEM_RANKS, SYSTEM_MICRO_BATCHES // SYSTEM_RANKS).specs():
         size = f"workers={spec.workers} stages={spec.stages} accumulate={spec.accumulate}"
-        batch = 12 * Schedule.of(spec).micro_batches
+        batch = 12 * Schedule.from_spec(spec).micro_batches
         run = f"model=mlp model.depth=7 batch_size={batch} epochs=1 traced_steps=12"
         found += _cells([f"mode={spec.mode} placement={spec.placement}"], [size], [run])
     return tuple(found)
@@ -109,7 +109,7 @@ def _late_systems() -> tuple[Cell, ...]:
     divided = f"{CIFAR10.format(TUNED_LR)} {clock} optim.weight_decay={WEIGHT_DECAY / LATE_WORKERS:g}"
     for bound in LATE_BOUNDS:
         mode = "mode=async" if bound is None else f"mode=ssp slack={bound}"
-        pushes = len(Round.of(ticks, bound).turns)
+        pushes = len(Round.for_workers(ticks, bound).turns)
         found += _cells([mode], [f"{divided} batch_size={pushes * LATE_SAMPLES}"], seeds=range(2))
     return found
 

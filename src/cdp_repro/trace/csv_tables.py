@@ -43,5 +43,5 @@ def write_memory_csv(trace: Trace, file: IO[str], version_bytes: Callable[[int, 
 def _step_and_worker(action: Action, trace: Trace) -> tuple[int | None, int | None]:
     """Return the training step and lane of a compute action; for an update only the step, for others neither."""
     if action.op.is_compute:
-        return action.micro_batch // trace.micro_batches, trace.lanes.of(action.micro_batch)
+        return action.micro_batch // trace.micro_batches, trace.lanes.lane_of(action.micro_batch)
     return (action.version - 1 if action.op is Op.UPDATE else None), None

@@ -97,4 +97,4 @@ def _arrow_end(kind: str, action: Action, rank: int, trace: Trace, at: float, nu
 
 def _thread(action: Action, lanes: Lanes) -> int:
     """Return the track of an action: its lane for compute, else the last track."""
-    return lanes.of(action.micro_batch) if action.op.is_compute else lanes.number
+    return lanes.lane_of(action.micro_batch) if action.op.is_compute else lanes.number

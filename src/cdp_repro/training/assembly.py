@@ -83,7 +83,7 @@ def program_of(config: RunConfig) -> Program | None:
         return None
     spec = config.spec()
     if config.program is None:
-        return Program(Schedule.of(spec))
+        return Program(Schedule.from_spec(spec))
     program = read_program_file(config.program)
     refuse_other_values(config.program, asdict(program.schedule.spec), asdict(spec))
     return program

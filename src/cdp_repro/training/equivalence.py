@@ -101,7 +101,7 @@ def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcom
                 batches = dataset.train_batches(
                     part,
                     batch_size=config.batch_size,
-                    workers=config.sample_parts,
+                    parts=config.sample_parts,
                     seed=config.seed,
                     device=config.torch_device,
                     dtype=parameter_dtype(config),

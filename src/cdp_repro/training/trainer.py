@@ -233,7 +233,7 @@ class Trainer:
         return self._dataset.train_batches(
             range(first, end),
             batch_size=self._config.batch_size,
-            workers=self._config.sample_parts,
+            parts=self._config.sample_parts,
             seed=self._config.seed,
             device=self._device,
             dtype=parameter_dtype(self._config),

@@ -20,7 +20,7 @@ SIMULATED_FORWARDS = 1024
 
 
 def _program(job: Spec, costs: StageCosts) -> Program:
-    return Program(Schedule.of(job, costs.gradient_bytes))
+    return Program(Schedule.from_spec(job, costs.gradient_bytes))
 
 
 def estimate(

@@ -123,7 +123,7 @@ def prices_on_each(
 
 def _estimate(job: Spec, config: RunConfig, costs: StageCosts, clusters: Sequence[Cluster]) -> list[Price]:
     """Return the price of a job on each cluster; all stages count as many last steps as the one that keeps most."""
-    states = optimizer_states(config.optim) + max(kept_steps(config, Schedule.of(job)))
+    states = optimizer_states(config.optim) + max(kept_steps(config, Schedule.from_spec(job)))
     return estimate_on_each(job, costs, clusters, states)
 
 
@@ -154,7 +154,7 @@ def _jobs(config: RunConfig) -> dict[str, Spec]:
 def _can_run(job: Spec) -> bool:
     """Whether the sizes fit: sizes of data parallelism on a pipeline need not fit the cyclic timeline."""
     try:
-        Schedule.of(job)
+        Schedule.from_spec(job)
     except ValueError:
         return False
     return True
@@ -188,8 +188,8 @@ def quote_text(quote: Quote) -> str:
         "parameters+optimizer/device", "sent/device", "between hosts", "by",
     )  # fmt: skip
     micro_batch = config.micro_batch_shape[0] * config.task.units(config.micro_batch_shape[1:])
-    usual, jobs = config.workers * config.accumulate * config.replicas, _jobs(config)
-    micro_batches = {name: Schedule.of(jobs[name]).micro_batches if name in jobs else usual for name in quote.prices}
+    micro_batches = dict.fromkeys(quote.prices, config.workers * config.accumulate * config.replicas)
+    micro_batches |= {name: Schedule.from_spec(job).micro_batches for name, job in _jobs(config).items()}
     rows = [columns, *(_row(name, each, micro_batches[name] * micro_batch) for name, each in quote.prices.items())]
     notes = "one training step; activations, parameters+optimizer: the device with most; sent: the mean device"
     return "\n".join(head) + f"\n\n{table(rows)}\n{notes}\n"
