@@ -183,6 +183,12 @@ class Spec:
             branches=() if self.sources is None or self.sources == chain(self.stages) else self.sources,
         )
 
+    def __str__(self) -> str:
+        return (
+            f"placement {self.placement} with workers={self.workers}, stages={self.stages}, replicas={self.replicas} "
+            f"in mode {_name(self.mode)}"
+        )
+
     def on(self, placement: str) -> Spec:
         """Return the same spec on another placement, without the sizes that only other placements have."""
         left_out: dict[str, Any] = {name: None for name, of in PLACEMENT_SIZES.items() if of != placement}
@@ -312,10 +318,7 @@ class Schedule:
         return replace(self, gradient_bytes=tuple(gradient_bytes))
 
     def __str__(self) -> str:
-        return (
-            f"placement {self.spec.placement} with workers={self.workers}, stages={self.stages}, "
-            f"replicas={self.sizes.replicas} in mode {self.mode}"
-        )
+        return str(self.spec)
 
     def data_parallel(self) -> Schedule:
         """Return data parallelism on the same sizes, placement and slot order, to compare this schedule with."""

@@ -7,7 +7,7 @@ from itertools import product
 
 from cdp_repro.baselines import BASELINES
 from cdp_repro.predict.system_specs import CommonSizes
-from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Schedule
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS
 from cdp_repro.schedule.virtual_clock import Round, ticks_of
 from cdp_repro.studies.cost_settings import EXECUTED_WORKERS, PLACEMENT_NAMES
 from cdp_repro.studies.delay_studies import DELAY_STUDIES
@@ -89,7 +89,7 @@ def _systems() -> tuple[Cell, ...]:
     found: list[Cell] = []
     for spec in CommonSizes(SYSTEM_RANKS, SYSTEM_MICRO_BATCHES // SYSTEM_RANKS).specs():
         size = f"workers={spec.workers} stages={spec.stages} accumulate={spec.accumulate}"
-        batch = 12 * Schedule.from_spec(spec).micro_batches
+        batch = 12 * spec.sizes.micro_batches
         run = f"model=mlp model.depth=7 batch_size={batch} epochs=1 traced_steps=12"
         found += _cells([f"mode={spec.mode} placement={spec.placement}"], [size], [run])
     return tuple(found)

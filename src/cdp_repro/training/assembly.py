@@ -57,11 +57,10 @@ def load_data(config: RunConfig) -> Dataset:
     return dataset
 
 
-def reading_rule(config: RunConfig, engine: Engine | Baseline) -> Callable[[int, int], bool]:
+def reading_rule(schedule: Schedule, engine: Engine | Baseline) -> Callable[[int, int], bool]:
     """Return (step, part of its samples) -> whether this rank reads it, running a stage that takes the data."""
     if isinstance(engine, Baseline):
         return lambda _, micro_batch: engine.reads_inputs(micro_batch)
-    schedule = config.schedule()
     rank_of, sizes = schedule.placement.rank_of, schedule.sizes
     first = [stage for stage, read in enumerate(sizes.sources) if not read]
 
@@ -72,24 +71,23 @@ def reading_rule(config: RunConfig, engine: Engine | Baseline) -> Callable[[int,
     return reads
 
 
-def program_of(config: RunConfig) -> Program | None:
-    """Return the program that a run executes: that of its file, or else that of its schedule; None for a baseline.
+def program_of(config: RunConfig) -> Program:
+    """Return the program of a run: that of its file, or else that of its schedule.
+
+    A baseline does not execute it, but its memory is compared with what the program would take.
 
     Raises:
         ConfigError: the file cannot be read, or is for another run.
         ScheduleError: the program is broken; the message says in which line and why.
     """
-    if config.baseline is not None:
-        return None
-    spec = config.spec()
     if config.program is None:
-        return Program(Schedule.from_spec(spec))
+        return Program(config.schedule())
     program = read_program_file(config.program)
-    refuse_other_values(config.program, asdict(program.schedule.spec), asdict(spec))
+    refuse_other_values(config.program, asdict(program.schedule.spec), asdict(config.spec()))
     return program
 
 
-def build_engine(config: RunConfig, cut: CutModel, train_size: int, program: Program | None) -> Engine | Baseline:
+def build_engine(config: RunConfig, cut: CutModel, train_size: int, program: Program) -> Engine | Baseline:
     """Return the engine, or a baseline in its place, that trains a model cut into stages; all ranks must call it.
 
     Args:
@@ -108,8 +106,7 @@ def build_engine(config: RunConfig, cut: CutModel, train_size: int, program: Pro
         "learning_rate_factor": learning_rate_factor(config.optim, epoch, config.epochs),
         "autocast": autocast(config, device.type),
     }
-    if program is None:
-        assert config.baseline is not None, "all others have a program"
+    if config.baseline is not None:
         return baseline_class(config.baseline)(*model, **common)
     return Engine(
         *model,

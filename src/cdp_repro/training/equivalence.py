@@ -94,7 +94,8 @@ def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcom
         dataset = load_data(config)
         cut = cut_model(config, blocks_per_stage)
         start_from_file(config, cut.stages)
-        engine = build_engine(config, cut, dataset.train_size, program_of(config))
+        program = program_of(config)
+        engine = build_engine(config, cut, dataset.train_size, program)
         losses: list[list[float]] = []
         with engine.team.naming_stalled():
             for part in (range(steps // 2), range(steps // 2, steps)):
@@ -106,7 +107,7 @@ def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcom
                     device=config.torch_device,
                     dtype=parameter_dtype(config),
                     channels_last=config.channels_last,
-                    is_read=reading_rule(config, engine),
+                    is_read=reading_rule(program.schedule, engine),
                 )
                 losses += [result.losses for result in engine.run(batches)]
             stages = engine.state_dict().get("stages", [])

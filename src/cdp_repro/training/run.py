@@ -56,13 +56,13 @@ def train(
         Interrupted, DivergedError: the run has stopped early; summary.json says so.
         StalledError: other ranks do not answer.
     """
-    device, schedule = config.torch_device, config.schedule()
+    device, processes = config.torch_device, config.processes
     if device.type == "cuda":
         torch.backends.cudnn.deterministic = True  # a resumed run must equal the uninterrupted one
     else:
         keep_freed_memory()
-    with process_group(device, config.processes, config.timeout_seconds), ExitStack() as stack:
-        team = Team(config.processes, device, f"baseline {config.baseline}" if config.baseline else str(schedule))
+    with process_group(device, processes, config.timeout_seconds), ExitStack() as stack:
+        team = Team(processes, device, f"baseline {config.baseline}" if config.baseline else str(config.spec()))
         stack.enter_context(team.naming_stalled())
         directory, checkpoint, finished = None, None, None
         if resume and team.rank == 0:
@@ -171,12 +171,12 @@ class _Run:
         config: RunConfig,
         dataset: Dataset,
         cut: CutModel,
-        program: Program | None,
+        program: Program,
         directory: RunDirectory,
         files: _Files | None,
         command: Sequence[str],
     ) -> None:
-        """`program` is None for a baseline, `files` is None on ranks that write none."""
+        """`files` is None on ranks that write none."""
         self._config = config
         self._dataset = dataset
         self._cut = cut
@@ -200,6 +200,7 @@ class _Run:
             self._config,
             self._dataset,
             self._engine,
+            self._program.schedule,
             self._files.metrics if self._files else None,
             CheckpointStore(self._directory.checkpoints_path, keep=self._config.keep_checkpoints),
             CheckpointStore(self._directory.path / "diverged", keep=1),
@@ -213,7 +214,7 @@ class _Run:
             "%s on %s, %s, N = %d workers, S = %d stages, %s on %s%s",
             config.model.name, self._dataset.description, config.mode.name, config.workers, config.stage_count,
             config.baseline or config.placement.name, config.torch_device,
-            f" in {config.processes} processes" if config.processes > 1 else "",
+            f" in {self._engine.team.size} processes" if self._engine.team.size > 1 else "",
         )  # fmt: skip
         torch.manual_seed(config.seed)  # for what a model or loss draws on its own; a checkpoint keeps this state
         if resume:
@@ -236,7 +237,7 @@ class _Run:
         """Write summary.json and close the logs, on rank 0; return the summary."""
         if self._files is None:
             return {}
-        program = self._program or Program(self._config.schedule())
+        program = self._program
         whole = self._config.reading_whole()
         costs_of_dp = self._cut.costs if whole is self._config else cut_model(whole, self._cut.blocks_per_stage).costs
         summary = {
@@ -265,7 +266,7 @@ class _Run:
             "accumulate": config.accumulate,
             "replicas": config.replicas,
             "baseline": config.baseline,
-            "ranks": config.processes,
+            "ranks": self._engine.team.size,
             "dataset": config.dataset.name,
             **{f"dataset/{key}": value for key, value in self._data.items()},
             "model": config.model.name,
@@ -274,7 +275,7 @@ class _Run:
             "seed": config.seed,
             "epochs": config.epochs,
             "step": self._engine.step,
-            "staleness": [list(row) for row in config.schedule().rule.matrix],
+            "staleness": [list(row) for row in self._program.schedule.rule.matrix],
             "stages/blocks": [list(names) for names in self._cut.block_names],
             "stages/imbalance": self._cut.imbalance,
             "stages/costs": {name: list(values) for name, values in asdict(self._cut.costs).items()},
@@ -287,7 +288,7 @@ class _Run:
     def _write_trace(self, trace: Trace) -> None:
         """Write the trace as files, and keep it for W&B."""
         self._trace = trace
-        write_trace_files(trace, self._directory, version_bytes(self._config.schedule(), self._cut.costs))
+        write_trace_files(trace, self._directory, version_bytes(self._program.schedule, self._cut.costs))
 
 
 def _status_of(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from cdp_repro.engine.executor import StepResult
 from cdp_repro.launch.signals import StopRequest
 from cdp_repro.observe.metrics import MetricsLog
 from cdp_repro.observe.progress import Progress
+from cdp_repro.schedule import Schedule
 from cdp_repro.trace import Trace
 from cdp_repro.training.agreement import StopAgreement
 from cdp_repro.training.assembly import reading_rule
@@ -80,6 +81,7 @@ class Trainer:
         config: RunConfig,
         dataset: Dataset,
         engine: Engine | Baseline,
+        schedule: Schedule,
         metrics: MetricsLog | None,
         checkpoints: CheckpointStore,
         diverged: CheckpointStore,
@@ -92,6 +94,7 @@ class Trainer:
             config: The run's configuration.
             dataset: Its samples.
             engine: Trains; it has taken no step yet.
+            schedule: That of the engine, or of the mode whose sizes a baseline has.
             metrics: The log of rank 0; None on other ranks, which write nothing.
             checkpoints: The checkpoints to resume from.
             diverged: Receives the state of a run whose loss is no longer finite.
@@ -107,7 +110,7 @@ class Trainer:
         self._facts = facts
         self._on_trace = on_trace
         self._is_main = engine.rank == 0
-        self._slots_per_step = config.schedule().slots_per_step
+        self._slots_per_step = schedule.slots_per_step
         self._agreement = StopAgreement(engine.team, engine.max_lead)
         self._divergence: tuple[int, float, list[float]] | None = None
         self._steps_per_epoch = steps_per_epoch(dataset.train_size, config.batch_size)
@@ -115,7 +118,7 @@ class Trainer:
         self._device = config.torch_device
         self._step_seconds: deque[float] = deque(maxlen=1000)
         self._earlier_reads = 0
-        self._is_read = reading_rule(config, engine)
+        self._is_read = reading_rule(schedule, engine)
         self._team = engine.team
         self._parameter_bytes = self._optimizer_bytes = self._delay_bytes = 0
         self.position = Position()
