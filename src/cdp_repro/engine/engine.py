@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Unpack
 
@@ -12,26 +12,25 @@ from torch import Tensor, nn
 
 from cdp_repro.engine.batches import Feed, MiniBatch, SlicedMiniBatch, TensorMiniBatch, tensors_of
 from cdp_repro.engine.clipping import clipping
-from cdp_repro.engine.compute import LossFn, StageCompute, Version
+from cdp_repro.engine.compute import LossFn, StageCompute
 from cdp_repro.engine.delay import DelayFactory, Uncorrected
 from cdp_repro.engine.ending import Ending
 from cdp_repro.engine.executor import Executor, Settings, StepResult
+from cdp_repro.engine.holdings import Holdings, Updates
 from cdp_repro.engine.losses import Losses
 from cdp_repro.engine.mailbox import Mailbox, connect
-from cdp_repro.engine.messages import Layout, broadcast, layouts_of
+from cdp_repro.engine.messages import layouts_of
 from cdp_repro.engine.outputs import PipelinedOutputs, TestBatches, outputs_of
-from cdp_repro.engine.parameters import Buffers, OptimizerFactory, StageState, average, check_buffers
+from cdp_repro.engine.parameters import OptimizerFactory
 from cdp_repro.engine.prefix import check_causal
-from cdp_repro.engine.seal import Seal
-from cdp_repro.engine.shards import Shards
 from cdp_repro.engine.tracing import Tracer
 from cdp_repro.launch.team import Team
 from cdp_repro.models.chain import joined
-from cdp_repro.schedule import Program, RankProgram, Schedule, Value
+from cdp_repro.schedule import Program, RankProgram, Schedule
 from cdp_repro.schedule.forward_only import is_pipelined
 from cdp_repro.schedule.schedule import Choices
 from cdp_repro.schedule.summation import strategy_of
-from cdp_repro.schedule.values import GRADIENTS, PARAMETERS, buffers
+from cdp_repro.schedule.values import GRADIENTS
 from cdp_repro.trace import Trace
 from cdp_repro.trace.record import as_plain, from_plain
 
@@ -122,21 +121,9 @@ class Engine:
         self._stages = joined(stages, self.schedule.sizes.sources)
         self._stages.zero_grad()  # remove gradients that another engine may have left
         self._stages.to(self._device)
-        self._parameter_layouts = [Layout.like(dict(stage.named_parameters())) for stage in self._stages]
-        size = self.team.rank, self.team.size, self._device
-        is_sharded = self.schedule.placement.is_sharded
-        self._shards = [Shards(dict(s.named_parameters()), *size) for s in self._stages] if is_sharded else []
-        self._delay = delay
         self._clipping = None if clip_norm is None else clipping(clip_norm, program, self.team)
-        self._states = {
-            number: self._state_of(number, optimizer)
-            for number in range(count)
-            if self.team.rank in self.schedule.placement.holders(number)
-        }
-        self._seals = [
-            self._states[number].seal if self._holds(number) else Seal(dict(stage.named_parameters()))
-            for number, stage in enumerate(self._stages)
-        ]
+        updates = Updates(optimizer, delay, self._clipping)
+        self._holdings = Holdings(self.schedule, [*self._stages], self.team, self._device, updates)
         self._compute = [
             StageCompute(stage, loss_fn if number == count - 1 else None, autocast, self.schedule.rule.stashes)
             for number, stage in enumerate(self._stages)
@@ -145,7 +132,7 @@ class Engine:
         self._tracer = Tracer(self.schedule, self.team, self._device, self.traced_steps)
         self._executor = Executor(
             RankProgram(program, self.team.rank),
-            self._states,
+            self._holdings,
             self._compute,
             Losses(self.schedule, self.team.rank, self.team.control),
             Settings(self._device, seed, learning_rate_factor),
@@ -154,48 +141,9 @@ class Engine:
             self.team.positions,
         )
         self._program = program
-        first = {number: {0: state.newest(0)} for number, state in self._states.items()}
-        self._hold(0, first, [[dict(stage.named_buffers())] * self.schedule.sizes.statistics for stage in self._stages])
         self._runs = 0
         self._undrained: str | None = None
         self.step = 0
-
-    def _state_of(self, number: int, optimizer: OptimizerFactory) -> StageState:
-        """Return this rank's state of a stage: of the whole stage, or of its pieces of the parameters."""
-        whole = dict(self._stages[number].named_parameters())
-        delay = self._delay([row[number] for row in self.schedule.rule.matrix])
-        if self.schedule.sizes.updates > 1 and delay.name != Uncorrected.name:
-            raise ValueError(
-                f"delay={delay.name} counts training steps, but mode={self.schedule.mode} makes "
-                f"{self.schedule.sizes.updates} updates in each: use delay=none"
-            )
-        if not self._shards:
-            return StageState(whole, optimizer, delay, self._clipping)
-        if delay.name != Uncorrected.name:
-            raise ValueError(
-                f"delay={delay.name} keeps the last steps of whole stages, but {self.schedule} holds shards of them by "
-                "collectives, and reads nothing stale: use delay=none"
-            )
-        shards, trainable = self._shards[number], [p for p in whole.values() if p.requires_grad]
-        pieces = {name: nn.Parameter(piece, whole[name].requires_grad) for name, piece in shards.pieces(whole).items()}
-        return StageState(pieces, shards.optimizer(optimizer, trainable))
-
-    def _hold(
-        self, step: int, versions: Mapping[int, Mapping[int, Version]], of_workers: Sequence[Sequence[Buffers]]
-    ) -> None:
-        """Set the values that this rank holds at a step: some `versions` of its stages, and copies of buffers."""
-        found: dict[Value, Any] = {}
-        for value in self._program.held_at(step).get(self.team.rank, ()):
-            if value.kind == PARAMETERS:
-                found[value] = versions[value.stage][value.number]
-            else:
-                theirs, like = of_workers[value.stage][value.number], self._stages[value.stage].named_buffers()
-                found[value] = {name: theirs[name].detach().to(buffer, copy=True) for name, buffer in like}
-        self._executor.values = found
-
-    def _holds(self, number: int) -> bool:
-        """Whether this rank holds all of a stage."""
-        return number in self._states and not self._shards
 
     @property
     def rank(self) -> int:
@@ -217,14 +165,12 @@ class Engine:
         """
         if self._undrained is not None:
             raise RuntimeError(f"the engine cannot run: {self._undrained}")
-        for seal in self._seals:
-            seal.check()
+        self._holdings.check_seals()
         feed = Feed(map(self._as_mini_batch, batches), self.step, Ending(self.team, self._runs))
         self._runs += 1
         if self.team.size > 1:
             self._connect(feed)
-        for seal in self._seals:
-            seal.close()
+        self._holdings.close_seals()
         results = self._results(feed)
         self._stages.train()
         self._undrained = "it is in the middle of another run; exhaust or close that iterator first"
@@ -252,8 +198,8 @@ class Engine:
         if self._executor.mailbox is None:
             if (first := feed.first()) is None:
                 return
-            for seal in self._seals:
-                seal.open()  # an earlier run without a step may have closed them, and fake copies also read gradients
+            # an earlier run without a step may have closed them, and fake copies also read gradients
+            self._holdings.open_seals()
             layouts = layouts_of(
                 [*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast,
                 self.schedule.sizes.sources,
@@ -261,11 +207,9 @@ class Engine:
             self._size([layout[GRADIENTS].nbytes for layout in layouts])
             with self.team.positions.noting("connecting"):
                 groups = connect(self._program, self._device)
-            self._executor.mailbox = Mailbox(layouts, self._shards, groups, self._device, self.schedule.kept_slots)
-        for number, stage in enumerate(self._stages):
-            if not self._holds(number):
-                for parameter in stage.parameters():
-                    parameter.data = parameter.data.new_empty(0)
+            shards, kept_slots = self._holdings.shards, self.schedule.kept_slots
+            self._executor.mailbox = Mailbox(layouts, shards, groups, self._device, kept_slots)
+        self._holdings.drop_others()
 
     def _size(self, gradient_bytes: Sequence[int]) -> None:
         """Rebuild the program if the bytes of gradients, now known, change the strategy of a stage."""
@@ -309,13 +253,7 @@ class Engine:
         The model shares its parameters with the engine: read, evaluate or copy it, but do not train it.
         """
         self._require_drained()
-        for number, stage in enumerate(self._stages):
-            whole = self._whole_parameters(number)
-            for name, parameter in stage.named_parameters() if not self._holds(number) else ():
-                parameter.data = whole[name]
-        self._average_buffers()
-        for seal in self._seals:
-            seal.open()
+        self._holdings.fill_in(self.step)
         return self._stages
 
     def outputs(self, batches: TestBatches, count: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -335,50 +273,10 @@ class Engine:
         if not is_pipelined(self.schedule):
             own = batches(range(self.team.rank, count, self.team.size))
             return outputs_of(self.model(), own, self._autocast)
-        self._average_buffers()
+        self._holdings.average_buffers(self.step)
         self._stages.eval()
         stages = [*self._stages]
         return PipelinedOutputs(self.schedule, stages, self.team, self._device, self._autocast).run(batches, count)
-
-    def _average_buffers(self) -> None:
-        """Give the stages the mean of all sets of buffers; collective."""
-        for number, stage in enumerate(self._stages):
-            mean = average(self._buffers_of_workers(number)) if list(stage.buffers()) else {}
-            for name, buffer in stage.named_buffers():
-                buffer.copy_(mean[name])
-
-    def _whole_parameters(self, number: int) -> Mapping[str, Tensor]:
-        """Return the current parameters of a stage, from its holders; all ranks must call it together."""
-        if self._shards:
-            transfer, views = self._shards[number].gather(self._states[number].newest(0).tensors)
-            return {name: view.clone() for name, view in views(transfer.wait()).items()}
-        own = dict(self._stages[number].named_parameters()) if self._holds(number) else None
-        return broadcast(self.team, self._parameter_layouts[number], own, self.schedule.placement.holders(number)[0])
-
-    def _keepers(self, number: int, step: int) -> dict[int, int]:
-        """Return, for each version of a stage that is held after `step` training steps, the first rank that holds it.
-
-        Only that rank puts the version into a checkpoint. Holders of a stage may have different versions: if
-        micro-batches take turns on them, each has the newest and those that later micro-batches read there.
-        """
-        held = self._program.held_at(step)
-        found: dict[int, int] = {}
-        for rank in self.schedule.placement.holders(number):
-            for value in held[rank]:
-                if value.kind == PARAMETERS and value.stage == number:
-                    found.setdefault(value.number, rank)
-        return found
-
-    def _buffers_of_workers(self, number: int) -> list[Buffers]:
-        """Return all sets of a stage's buffers, each from the rank that uses it next; collective."""
-        found: list[Buffers] = []
-        layout = Layout.like(dict(self._stages[number].named_buffers()))
-        following, _ = self.schedule.ahead(self.step)
-        for worker in range(self.schedule.sizes.statistics):
-            own = self._executor.values.get(buffers(number, worker))
-            source = self.schedule.placement.rank_of(self.schedule.next_with(worker, following), number)
-            found.append(dict(broadcast(self.team, layout, own, source)))
-        return found
 
     def trace(self) -> Trace:
         """Return the trace of the traced steps: actions, versions, live activation bytes, messages.
@@ -407,18 +305,17 @@ class Engine:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of all parameter versions alive on this rank."""
-        held = (value.stage for value in self._executor.values if value.kind == PARAMETERS)
-        return sum(self._states[stage].version_bytes for stage in held)
+        return self._holdings.parameter_bytes
 
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizers' states on this rank, without `delay_bytes`."""
-        return sum(state.optimizer_bytes for state in self._states.values())
+        return self._holdings.optimizer_bytes
 
     @property
     def delay_bytes(self) -> int:
         """Bytes of the last steps that methods against delay keep on this rank."""
-        return sum(state.delay_bytes for state in self._states.values())
+        return self._holdings.delay_bytes
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on: versions, optimizers, buffers, the step number.
@@ -428,37 +325,8 @@ class Engine:
         continuing.
         """
         self._require_drained()
-        of_workers = [self._buffers_of_workers(number) for number in range(len(self._stages))]
-        parts = self.team.gather({number: self._own_state(number) for number in self._states})
-        if self.team.rank:
-            return {}
-        stages = [
-            self._whole_state([part[number] for part in parts if number in part], number)
-            for number in range(len(self._stages))
-        ]
-        return {
-            "step": self.step,
-            "stages": [{**stage, "buffers": each} for stage, each in zip(stages, of_workers, strict=True)],
-        }
-
-    def _own_state(self, number: int) -> dict[str, Any]:
-        """Return this rank's part of a stage's state: all of its shards, or else what no earlier holder has."""
-        keepers, rank = self._keepers(number, self.step), self.team.rank
-        versions = {
-            value.number: content
-            for value, content in self._executor.values.items()
-            if value.kind == PARAMETERS and value.stage == number and (self._shards or keepers[value.number] == rank)
-        }
-        own = self._states[number].state_dict(versions)
-        is_first = self._shards or self.schedule.placement.holders(number)[0] == rank
-        return own if is_first else {"versions": own["versions"]}
-
-    def _whole_state(self, parts: Sequence[dict[str, Any]], number: int) -> dict[str, Any]:
-        """Return the state of a stage from the parts of its holders, in the order of their ranks."""
-        if self._shards:
-            return self._shards[number].join_states(parts, self._states[number].optimized)
-        versions = {version: tensors for part in parts for version, tensors in part["versions"].items()}
-        return {**parts[0], "versions": dict(sorted(versions.items()))}
+        stages = self._holdings.state_dict(self.step)
+        return {"step": self.step, "stages": stages} if self.team.rank == 0 else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue, bitwise, from a result of `state_dict`, on any placement; nothing is traced from there on.
@@ -472,20 +340,8 @@ class Engine:
                 f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned; where there are "
                 "several ranks, what it returned on rank 0, on every rank"
             )
-        step, stages, schedule = state["step"], state["stages"], self.schedule
-        if len(stages) != schedule.stages:
-            raise ValueError(f"the checkpoint has {len(stages)} stages, this engine {schedule.stages}")
-        held = {
-            number: self._shards[number].cut_state(stages[number], mine.optimized) if self._shards else stages[number]
-            for number, mine in self._states.items()
-        }
-        for number, mine in self._states.items():
-            mine.check_state(held[number], {*self._keepers(number, step)})
-        for stage, theirs in zip(self._stages, stages, strict=True):
-            check_buffers(dict(stage.named_buffers()), theirs["buffers"], schedule.sizes.statistics)
-        versions = {number: mine.load_state_dict(held[number]) for number, mine in self._states.items()}
-        self._hold(step, versions, [stage["buffers"] for stage in stages])
-        self.step = step
+        self._holdings.load_state_dict(state["step"], state["stages"])
+        self.step = state["step"]
         self._tracer.stop()
 
     def _require_drained(self) -> None:

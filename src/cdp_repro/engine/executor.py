@@ -20,11 +20,11 @@ from torch.autograd import profiler
 from cdp_repro.engine.batches import Feed
 from cdp_repro.engine.clipping import Clipping
 from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version
+from cdp_repro.engine.holdings import Holdings
 from cdp_repro.engine.ledger import Ledger
 from cdp_repro.engine.loan import Loan
 from cdp_repro.engine.losses import Losses
 from cdp_repro.engine.mailbox import Mailbox, Pending
-from cdp_repro.engine.parameters import StageState
 from cdp_repro.engine.prefix import Prefix
 from cdp_repro.engine.randomness import seeded
 from cdp_repro.engine.split_backward import WeightWork, backward_input
@@ -83,7 +83,7 @@ class Executor:
     def __init__(
         self,
         program: RankProgram,
-        states: Mapping[int, StageState],
+        holdings: Holdings,
         compute: Sequence[StageCompute],
         losses: Losses,
         settings: Settings,
@@ -91,14 +91,13 @@ class Executor:
         tracer: Tracer,
         positions: Positions,
     ) -> None:
-        """`states` are those of the stages that this rank holds, in whole or in part."""
         schedule = program.schedule
         self.program = program
-        self.values: dict[Value, Any] = {}
+        self.values = holdings.values
         self.ledger = Ledger(schedule)
         self.mailbox: Mailbox | None = None
         """None on a single device, and until the layouts of messages are known."""
-        self._states, self._compute, self._losses = states, compute, losses
+        self._states, self._compute, self._losses = holdings.states, compute, losses
         self._settings, self._clipping, self._tracer, self._positions = settings, clipping, tracer, positions
         self._micro_batches, self._last_stage, self._ranks = schedule.micro_batches, schedule.stages - 1, schedule.ranks
         self._sizes = schedule.sizes

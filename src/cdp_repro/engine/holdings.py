@@ -1,0 +1,251 @@
+"""What a rank holds of the stages between two runs, and how all ranks together gather it, save it and load it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdp_repro.engine.clipping import Clipping
+from cdp_repro.engine.compute import Version
+from cdp_repro.engine.delay import DelayFactory, Uncorrected
+from cdp_repro.engine.messages import Layout, broadcast
+from cdp_repro.engine.parameters import Buffers, OptimizerFactory, StageState, average, check_buffers
+from cdp_repro.engine.seal import Seal
+from cdp_repro.engine.shards import Shards
+from cdp_repro.launch.team import Team
+from cdp_repro.schedule import Schedule, Value
+from cdp_repro.schedule.passes.frees import held_after
+from cdp_repro.schedule.values import PARAMETERS, buffers
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What makes the updates of every stage."""
+
+    optimizer: OptimizerFactory
+    delay: DelayFactory
+    clipping: Clipping | None
+
+
+class Holdings:
+    """The stages of one rank: versions and optimizers of those that it holds, buffers of the micro-batches it computes.
+
+    `values` are what the rank holds, by name. Within a run, the executor also keeps the values there that come and go.
+    Methods that need all ranks say so.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[nn.Module],
+        team: Team,
+        device: torch.device,
+        updates: Updates,
+    ) -> None:
+        self.values: dict[Value, Any] = {}
+        self._schedule, self._stages, self._team = schedule, stages, team
+        self._updates = updates
+        self._layouts = [Layout.like(dict(stage.named_parameters())) for stage in stages]
+        is_sharded = schedule.placement.is_sharded
+        self.shards = [
+            Shards(dict(stage.named_parameters()), team.rank, team.size, device) for stage in stages if is_sharded
+        ]
+        """Of each stage; empty if stages are held whole."""
+        self.states = {
+            number: self._state_of(number)
+            for number in range(len(stages))
+            if team.rank in schedule.placement.holders(number)
+        }
+        """Of the stages that the rank holds, in whole or in part."""
+        self._seals = [
+            self.states[number].seal if self._is_whole(number) else Seal(dict(stage.named_parameters()))
+            for number, stage in enumerate(stages)
+        ]
+        first = {number: {0: state.newest(0)} for number, state in self.states.items()}
+        self._set(0, first, [[dict(stage.named_buffers())] * schedule.sizes.statistics for stage in stages])
+
+    def _state_of(self, number: int) -> StageState:
+        """Return this rank's state of a stage: of the whole stage, or of its pieces of the parameters."""
+        whole, updates = dict(self._stages[number].named_parameters()), self._updates
+        delay = updates.delay([row[number] for row in self._schedule.rule.matrix])
+        if delay.name != Uncorrected.name:
+            self._check_delay(delay.name)
+        if not self.shards:
+            return StageState(whole, updates.optimizer, delay, updates.clipping)
+        shards, trainable = self.shards[number], [p for p in whole.values() if p.requires_grad]
+        pieces = {name: nn.Parameter(piece, whole[name].requires_grad) for name, piece in shards.pieces(whole).items()}
+        return StageState(pieces, shards.optimizer(updates.optimizer, trainable))
+
+    def _check_delay(self, name: str) -> None:
+        """Raise ValueError if there can be no method against delay."""
+        schedule = self._schedule
+        if schedule.sizes.updates > 1:
+            raise ValueError(
+                f"delay={name} counts training steps, but mode={schedule.mode} makes {schedule.sizes.updates} updates "
+                "in each: use delay=none"
+            )
+        if self.shards:
+            raise ValueError(
+                f"delay={name} keeps the last steps of whole stages, but {schedule} holds shards of them by "
+                "collectives, and reads nothing stale: use delay=none"
+            )
+
+    def _is_whole(self, number: int) -> bool:
+        """Whether this rank holds all of a stage."""
+        return number in self.states and not self.shards
+
+    def _set(
+        self,
+        step: int,
+        versions: Mapping[int, Mapping[int, Version]],
+        sets_of_buffers: Sequence[Sequence[Mapping[str, Tensor]]],
+    ) -> None:
+        """Set the values that this rank holds at a step: some `versions` of its stages, and copies of buffers."""
+        self.values.clear()
+        for value in held_after(self._schedule, step).get(self._team.rank, ()):
+            if value.kind == PARAMETERS:
+                self.values[value] = versions[value.stage][value.number]
+            else:
+                theirs = sets_of_buffers[value.stage][value.number]
+                like = self._stages[value.stage].named_buffers()
+                self.values[value] = {name: theirs[name].detach().to(buffer, copy=True) for name, buffer in like}
+
+    def check_seals(self) -> None:
+        """Raise ValueError if other code has changed a parameter, or given it a hook."""
+        for seal in self._seals:
+            seal.check()
+
+    def open_seals(self) -> None:
+        """Let other code use the gradients of parameters."""
+        for seal in self._seals:
+            seal.open()
+
+    def close_seals(self) -> None:
+        """Record the parameters as they are, and block their gradients for other code."""
+        for seal in self._seals:
+            seal.close()
+
+    def drop_others(self) -> None:
+        """Free the parameters, in the modules, of all stages that this rank does not hold whole."""
+        for number, stage in enumerate(self._stages):
+            if not self._is_whole(number):
+                for parameter in stage.parameters():
+                    parameter.data = parameter.data.new_empty(0)
+
+    def fill_in(self, step: int) -> None:
+        """Give the modules all parameters, of version `step`, and the mean of all sets of buffers; collective."""
+        for number, stage in enumerate(self._stages):
+            whole = self._whole_parameters(number)
+            for name, parameter in stage.named_parameters() if not self._is_whole(number) else ():
+                parameter.data = whole[name]
+        self.average_buffers(step)
+        self.open_seals()
+
+    def average_buffers(self, step: int) -> None:
+        """Give the modules the mean of all sets of buffers; collective."""
+        for number, stage in enumerate(self._stages):
+            mean = average(self._all_buffers(number, step)) if list(stage.buffers()) else {}
+            for name, buffer in stage.named_buffers():
+                buffer.copy_(mean[name])
+
+    def _whole_parameters(self, number: int) -> Mapping[str, Tensor]:
+        """Return the current parameters of a stage, from its holders; collective."""
+        if self.shards:
+            transfer, views = self.shards[number].gather(self.states[number].newest(0).tensors)
+            return {name: view.clone() for name, view in views(transfer.wait()).items()}
+        own = dict(self._stages[number].named_parameters()) if self._is_whole(number) else None
+        return broadcast(self._team, self._layouts[number], own, self._schedule.placement.holders(number)[0])
+
+    def _all_buffers(self, number: int, step: int) -> list[Buffers]:
+        """Return all sets of a stage's buffers after `step` steps, each from the rank that uses it next; collective."""
+        found: list[Buffers] = []
+        layout = Layout.like(dict(self._stages[number].named_buffers()))
+        following, _ = self._schedule.ahead(step)
+        for which in range(self._schedule.sizes.statistics):
+            own = self.values.get(buffers(number, which))
+            source = self._schedule.placement.rank_of(self._schedule.next_with(which, following), number)
+            found.append(dict(broadcast(self._team, layout, own, source)))
+        return found
+
+    def _keepers(self, number: int, step: int) -> dict[int, int]:
+        """Return, for each version of a stage that is held after `step` training steps, the first rank that holds it.
+
+        Only that rank puts the version into a checkpoint. Holders of a stage may have different versions: if
+        micro-batches take turns on them, each has the newest and those that later micro-batches read there.
+        """
+        held = held_after(self._schedule, step)
+        found: dict[int, int] = {}
+        for rank in self._schedule.placement.holders(number):
+            for value in held[rank]:
+                if value.kind == PARAMETERS and value.stage == number:
+                    found.setdefault(value.number, rank)
+        return found
+
+    def state_dict(self, step: int) -> list[dict[str, Any]]:
+        """Return the state of each stage after `step` steps, on rank 0; the others get an empty list; collective."""
+        sets_of_buffers = [self._all_buffers(number, step) for number in range(len(self._stages))]
+        parts = self._team.gather({number: self._own_state(number, step) for number in self.states})
+        if self._team.rank:
+            return []
+        return [
+            {**self._whole_state([part[number] for part in parts if number in part], number), "buffers": sets}
+            for number, sets in enumerate(sets_of_buffers)
+        ]
+
+    def _own_state(self, number: int, step: int) -> dict[str, Any]:
+        """Return this rank's part of a stage's state: all of its shards, or else what no earlier holder has."""
+        keepers, rank = self._keepers(number, step), self._team.rank
+        versions = {
+            value.number: content
+            for value, content in self.values.items()
+            if value.kind == PARAMETERS and value.stage == number and (self.shards or keepers[value.number] == rank)
+        }
+        own = self.states[number].state_dict(versions)
+        is_first = self.shards or self._schedule.placement.holders(number)[0] == rank
+        return own if is_first else {"versions": own["versions"]}
+
+    def _whole_state(self, parts: Sequence[dict[str, Any]], number: int) -> dict[str, Any]:
+        """Return the state of a stage from the parts of its holders, in the order of their ranks."""
+        if self.shards:
+            return self.shards[number].join_states(parts, self.states[number].optimized)
+        versions = {version: tensors for part in parts for version, tensors in part["versions"].items()}
+        return {**parts[0], "versions": dict(sorted(versions.items()))}
+
+    def load_state_dict(self, step: int, stages: Sequence[dict[str, Any]]) -> None:
+        """Take over a result of `state_dict` from any placement.
+
+        Raises:
+            ValueError: it is of another model, mode or optimizer; nothing is changed.
+        """
+        if len(stages) != len(self._stages):
+            raise ValueError(f"the checkpoint has {len(stages)} stages, this engine {len(self._stages)}")
+        own = {
+            number: self.shards[number].cut_state(stages[number], mine.optimized) if self.shards else stages[number]
+            for number, mine in self.states.items()
+        }
+        for number, mine in self.states.items():
+            mine.check_state(own[number], {*self._keepers(number, step)})
+        for stage, theirs in zip(self._stages, stages, strict=True):
+            check_buffers(dict(stage.named_buffers()), theirs["buffers"], self._schedule.sizes.statistics)
+        versions = {number: mine.load_state_dict(own[number]) for number, mine in self.states.items()}
+        self._set(step, versions, [stage["buffers"] for stage in stages])
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameter versions alive on this rank."""
+        held = (value.stage for value in self.values if value.kind == PARAMETERS)
+        return sum(self.states[stage].version_bytes for stage in held)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizers' states on this rank, without `delay_bytes`."""
+        return sum(state.optimizer_bytes for state in self.states.values())
+
+    @property
+    def delay_bytes(self) -> int:
+        """Bytes of the last steps that methods against delay keep on this rank."""
+        return sum(state.delay_bytes for state in self.states.values())
