@@ -135,7 +135,10 @@ class Baseline(ABC):
         return fill(self._skeleton, values, self._device)
 
     def outputs(self, batches: TestBatches, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (output, targets) of every N-th evaluation batch, from a copy of the whole model; see `Engine`."""
+        """Yield (output, targets) of every N-th evaluation batch, from a copy of the whole model.
+
+        Shapes and arguments are those of `Engine.outputs`.
+        """
         return outputs_of(self.model(), batches(range(self.rank, count, self.workers)), self._autocast)
 
     @property

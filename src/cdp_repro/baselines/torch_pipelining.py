@@ -37,13 +37,13 @@ class PipelinedStage(nn.Module):
         self._in_place: Tensors = dict(stage.stage.named_parameters())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the output for the micro-batch of the next worker."""
+        """Return the output, [micro-batch, ...], for the inputs of the next worker, [micro-batch, ...]."""
         self._stage.worker = self.next_worker
         self.next_worker += 1
         return self._run(inputs, self.worker_buffers[self._stage.worker])
 
     def rehearse(self, inputs: Tensor) -> Tensor:
-        """Return an output as `forward` returns it, and change nothing."""
+        """Return an output, [micro-batch, ...], as `forward` returns it, and change nothing."""
         return self._run(inputs, {name: buffer.clone() for name, buffer in self.worker_buffers[0].items()})
 
     def _run(self, inputs: Tensor, buffers: Tensors) -> Tensor:

@@ -95,7 +95,7 @@ def on_cpu(value: Any) -> Any:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter, or the whole if it is not sharded."""
+    """Return this rank's shard of a parameter, [its rows, ...], or the whole if it is not sharded."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

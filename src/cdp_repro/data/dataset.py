@@ -91,9 +91,10 @@ class Dataset(ABC):
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return (images, class numbers) of the test batches with these numbers; by default of all, in order.
+        """Return (inputs, targets) of the test batches with these numbers; by default of all, in order.
 
-        Shapes: [n, channels, height, width] in `dtype` and [n] int64, n <= `batch_size`; the last batch may be short.
+        Images [n, channels, height, width] in `dtype` with class numbers [n] int64, or tokens [n, context] int64 with
+        the tokens after them [n, context]; n <= `batch_size`, and the last batch may be short.
         """
 
     def _test_slices(self, batch_size: int, numbers: Iterable[int] | None) -> list[slice]:

@@ -35,7 +35,7 @@ class Failure(NamedTuple):
 def decode(
     requests: Iterable[Sequence[Sample]], transform: Transform, *, processes: int, pin_memory: bool = False
 ) -> Iterator[tuple[Tensor, list[Failure]]]:
-    """Return, in order, the transformed images of each request, stacked, and the files that failed.
+    """Return, in order, the transformed images of each request, [images, 3, height, width], and the files that failed.
 
     Requests are taken ahead of the results, two for each of the `processes`; 0 decodes in this process.
     """

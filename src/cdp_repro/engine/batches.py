@@ -30,6 +30,7 @@ class TensorMiniBatch:
     """A mini-batch held as two tensors; micro-batch i is the i-th slice."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, micro_batches: int, device: torch.device) -> None:
+        """`inputs` and `targets` are [B, ...] each; raise ValueError unless B is a multiple of `micro_batches`."""
         if len(inputs) != len(targets):
             raise ValueError(f"a mini-batch has {len(inputs)} inputs but {len(targets)} targets; it needs one for each")
         if not len(inputs) or len(inputs) % micro_batches:
@@ -43,11 +44,11 @@ class TensorMiniBatch:
         self._micro_batches, self._device = micro_batches, device
 
     def inputs(self, micro_batch: int) -> Tensor:
-        """Return a copy of slice `micro_batch` of the inputs on the device."""
+        """Return a copy of slice `micro_batch` of the inputs on the device, [B/M, ...]."""
         return self._slice(self._inputs, micro_batch)
 
     def targets(self, micro_batch: int) -> Tensor:
-        """Return a copy of slice `micro_batch` of the targets on the device."""
+        """Return a copy of slice `micro_batch` of the targets on the device, [B/M, ...]."""
         return self._slice(self._targets, micro_batch)
 
     def _slice(self, tensor: Tensor, micro_batch: int) -> Tensor:
@@ -83,7 +84,7 @@ class SlicedMiniBatch:
 
 
 def tensors_of(batch: Any) -> tuple[Tensor, Tensor]:
-    """Return the inputs and targets of a mini-batch; raise ValueError if they are not two tensors with rows."""
+    """Return inputs [B, ...] and targets [B, ...] of a mini-batch; raise ValueError if it is not two such tensors."""
     parts = batch if isinstance(batch, (tuple, list)) else [batch]
     if len(parts) == 2 and all(isinstance(part, Tensor) and part.ndim for part in parts):
         return parts[0], parts[1]

@@ -25,6 +25,7 @@ from cdp_repro.engine.prefix import Prefix, causal_layers
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 Gradients = dict[str, Tensor]
+"""Gradients, or sums of them, by the name of their parameter, whose shape they have."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,11 @@ class SavedForward(NamedTuple):
 
     @property
     def leaves(self) -> list[Tensor]:
-        """The inputs that take a gradient."""
+        """The inputs, [B/M, ...] each, that take a gradient."""
         return [each for each in self.inputs if each is not None]
 
     def take_gradients(self) -> list[Tensor | None]:
-        """Return the gradients of the inputs, None where there is none, and clear them on the inputs."""
+        """Return the gradients of the inputs, [B/M, ...] or None where there is none, and clear them on the inputs."""
         found: list[Tensor | None] = []
         for each in self.inputs:
             found.append(None if each is None else each.grad)

@@ -142,7 +142,7 @@ DELAYS: dict[str, Callable[..., Uncorrected]] = {
 
 
 def last_steps(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
-    """Return the last steps kept of a parameter, newest first."""
+    """Return the last steps kept of a parameter, newest first, each of its shape."""
     entry, found = optimizer.state.get(parameter, {}), list[Tensor]()
     while (key := f"{_KEY}{len(found) + 1}") in entry:
         found.append(entry[key])

@@ -153,12 +153,13 @@ class Engine:
     def run(self, batches: Iterable[tuple[Tensor, Tensor] | MiniBatch]) -> Generator[StepResult, None, None]:
         """Train on `batches`, one per training step, and yield each step when its updates are done on this rank.
 
-        A batch is taken when its first forward is about due. Up to two steps are under way, or N if each micro-batch is
-        a step. At the end of the batches, or when the iterator is closed early (a `break`), the pipeline drains: steps
-        that have begun are finished, but after a `break` their losses are lost. All ranks end after the same step, the
-        last that any rank has begun: a rank that has left continues with its batches until then. A later call continues
-        where this one ended. How the steps are split into calls does not change any number. If `batches` raises, the
-        pipeline drains before the error is passed on.
+        A batch is (inputs [B, ...], targets [B, ...]) or cuts itself into micro-batches. It is taken when its first
+        forward is about due. Up to two steps are under way, or N if each micro-batch is a step. At the end of the
+        batches, or when the iterator is closed early (a `break`), the pipeline drains: steps that have begun are
+        finished, but after a `break` their losses are lost. All ranks end after the same step, the last that any rank
+        has begun: a rank that has left continues with its batches until then. A later call continues where this one
+        ended. How the steps are split into calls does not change any number. If `batches` raises, the pipeline drains
+        before the error is passed on.
 
         Raises:
             ValueError: a parameter was changed, or got a hook, outside the engine; a batch that cannot be cut.
@@ -265,8 +266,8 @@ class Engine:
         with the whole model.
 
         Args:
-            batches: returns the batches with the given numbers, each below `count`, in that order. A rank only requests
-                the batches that it reads.
+            batches: returns the batches with the given numbers, each below `count`, in that order: (inputs [B, ...],
+                targets [B, ...]). A rank only requests the batches that it reads.
             count: number of batches.
         """
         self._require_drained()

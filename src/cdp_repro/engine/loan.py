@@ -19,7 +19,10 @@ class Loan:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], is_copy: bool = True) -> None:
-        """`is_copy`: the tensors are copies that exist only during the forward, and again during the backward."""
+        """`tensors` are parameters, by name.
+
+        `is_copy`: they are copies that exist only during the forward, and again during the backward.
+        """
         self._is_copy = is_copy
         self._tensors: Mapping[str, Tensor] = {}
         self._names: dict[int, str] = {}
@@ -51,6 +54,6 @@ class Loan:
         self._tensors, self._names = {}, {}
 
     def renew(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the stage's parameters in a new storage."""
+        """Take the stage's parameters, by name, in a new storage."""
         self._tensors = tensors
         self._names = {storage_key(tensor): name for name, tensor in tensors.items()}

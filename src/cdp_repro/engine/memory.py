@@ -23,7 +23,7 @@ class ActivationMeter:
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def hold(self, tensor: Tensor) -> None:
-        """Count `tensor` until its storage dies."""
+        """Count `tensor`, of any shape, until its storage dies."""
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         if key in self._live:
             return

@@ -60,7 +60,7 @@ class Layout:
         return sum(layout.nbytes for layout in self.tensors.values())
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Return the tensors that a buffer of `nbytes` bytes holds, as views of it."""
+        """Return the tensors, by name, that a buffer, [nbytes] uint8, holds, as views of it."""
         sizes = [layout.nbytes for layout in self.tensors.values()]
         starts = accumulate(sizes, initial=0)
         return {
@@ -69,7 +69,7 @@ class Layout:
         }
 
     def values(self, buffer: Tensor) -> list[Tensor]:
-        """Return the content of a buffer of `nbytes` bytes as one vector for each type, as views of it."""
+        """Return the content of a buffer, [nbytes] uint8, as one vector for each type, as views of it."""
         sizes: dict[torch.dtype, int] = {}
         for layout in self.tensors.values():
             sizes[layout.dtype] = sizes.get(layout.dtype, 0) + layout.nbytes
@@ -83,7 +83,7 @@ class Layout:
             raise RuntimeError(f"a micro-batch differs from the first in what takes a gradient: {differing[:3]}")
 
     def pack(self, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """Return a new buffer that holds copies of the tensors.
+        """Return a new buffer, [nbytes] uint8, that holds copies of the tensors.
 
         Raises:
             RuntimeError: the tensors are not those of the layout.
@@ -96,7 +96,7 @@ class Layout:
 
 
 def broadcast(team: Team, layout: Layout, tensors: Mapping[str, Tensor] | None, source: int) -> Mapping[str, Tensor]:
-    """Return the tensors of rank `source`, the only rank that must give them; all ranks must call it together."""
+    """Return the tensors of rank `source`, by name; only that rank must give them. All ranks must call it together."""
     if team.size == 1 or not layout.nbytes:
         return tensors or layout.views(torch.empty(0, dtype=torch.uint8, device=team.device))
     if team.rank == source:
@@ -119,7 +119,7 @@ VERSION = ".version"
 
 
 def numbered(parameters: Mapping[str, Tensor], version: int) -> dict[str, Tensor]:
-    """Return parameters with the number of their version; without the number if no parameter has values to send."""
+    """Return parameters, by name, with the number of their version, []; without it if none has values to send."""
     filled = [each for each in parameters.values() if each.nbytes]
     number = {VERSION: filled[0].new_full((), version, dtype=torch.int64)} if filled else {}
     return {**parameters, **number}
@@ -133,7 +133,7 @@ def layouts_of(
     autocast: Autocast,
     sources: Sources = (),
 ) -> Layouts:
-    """Return the layouts of each stage's values, for micro-batches like (inputs, targets)."""
+    """Return the layouts of each stage's values, for micro-batches like (inputs [B/M, ...], targets [B/M, ...])."""
     found: list[Mapping[str, Layout]] = []
     with fake_tensors() as convert:
         rehearsal = Rehearsal(stages, loss_fn, autocast, convert, sources)

@@ -25,7 +25,7 @@ _MOST_ON_THEIR_WAY = 2
 def outputs_of(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], autocast: Autocast
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the output of a whole model on each batch, with the batch's targets."""
+    """Yield the output of a whole model on each batch, [B, ...], with the batch's targets, [B, ...]."""
     model.eval()
     for inputs, targets in batches:
         yield _forward(model, inputs, autocast), targets
@@ -46,7 +46,7 @@ class PipelinedOutputs:
         self._outgoing = Outgoing()
 
     def run(self, batches: TestBatches, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield output and targets of each batch whose last stage is here; every rank must exhaust its iterator."""
+        """Yield (output [B, ...], targets [B, ...]) of batches whose last stage is here; exhaust it on every rank."""
         tasks = order(self._schedule, self._team.rank, count)
         own = iter(batches([batch for batch, place in tasks if place == 0]))
         for number, (batch, place) in enumerate(tasks):

@@ -192,18 +192,18 @@ Buffers = dict[str, Tensor]
 """One set of the buffers of a stage, by name."""
 
 
-def average(of_workers: Sequence[Mapping[str, Tensor]]) -> Buffers:
+def average(sets: Sequence[Mapping[str, Tensor]]) -> Buffers:
     """Return the floating-point buffers of a stage as the mean over all sets, and the others from set 0."""
     return {
-        name: torch.stack([buffers[name] for buffers in of_workers]).mean(0) if first.is_floating_point() else first
-        for name, first in of_workers[0].items()
+        name: torch.stack([buffers[name] for buffers in sets]).mean(0) if first.is_floating_point() else first
+        for name, first in sets[0].items()
     }
 
 
-def check_buffers(mine: Mapping[str, Tensor], state: Sequence[Mapping[str, Tensor]], workers: int) -> None:
-    """Raise ValueError unless `state` has `workers` sets of buffers like `mine`."""
-    if len(state) != workers:
-        raise ValueError(f"the checkpoint is of {len(state)} workers, this run has {workers}")
+def check_buffers(mine: Mapping[str, Tensor], state: Sequence[Mapping[str, Tensor]], sets: int) -> None:
+    """Raise ValueError unless `state` has `sets` sets of buffers like `mine`."""
+    if len(state) != sets:
+        raise ValueError(f"the checkpoint is of {len(state)} workers, this run has {sets}")
     for theirs in state:
         check_same_tensors(mine, theirs)
 

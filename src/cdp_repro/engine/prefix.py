@@ -58,7 +58,7 @@ class Prefix:
         return [self._edges[name] for name in layers]
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """Return, after the backward of the slice, the gradients of `kept` by layer, and clear them."""
+        """Return, after the backward of the slice, the gradients of `kept` by name of the layer, and clear them."""
         found = {name: kept.grad for name, kept in self.kept.items() if kept.grad is not None}
         for kept in self.kept.values():
             kept.grad = None

@@ -63,7 +63,10 @@ class Rehearsal:
         self._data = {stage: inputs if stage == first[-1] else inputs.clone() for stage in first}
 
     def forward(self, stage: int, meter: ActivationMeter | None = None, prefix: Prefix | None = None) -> Tensor:
-        """Run the forward of `stage`, on the slice after `prefix` if there is one; return its output, or the loss."""
+        """Run the forward of `stage`, on the slice after `prefix` if there is one.
+
+        The result is its output, [B/M, ...], or the loss, [].
+        """
         inputs = [self.outputs.pop(each) for each in self._sources[stage]] or [self._data.pop(stage)]
         self._input_storages = [weakref.ref(each.untyped_storage()) for each in inputs]
         output, saved = self._compute[stage].forward(

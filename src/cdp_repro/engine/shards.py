@@ -56,7 +56,7 @@ class Shards:
         return found
 
     def joined(self, pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return, on the CPU, the tensors joined from each rank's `pieces`."""
+        """Return, on the CPU, the tensors joined from each rank's `pieces`, [values, 1, ..., 1], by name."""
         found = {}
         for name in pieces[0]:
             layout = self._whole[name]
@@ -85,7 +85,7 @@ class Shards:
         return make_of_pieces
 
     def gather(self, pieces: Mapping[str, Tensor]) -> tuple[Transfer, Views]:
-        """Start to gather, in one buffer, the tensors of which this rank has `pieces`. All ranks must take part."""
+        """Start to gather, in one buffer, the tensors of which this rank has `pieces`, by name; collective."""
         shard, whole = self._buffer(1), self._buffer(self._ranks)
         for name, view in self._pieces_in(shard).items():
             view.copy_(pieces[name].detach())
@@ -96,7 +96,7 @@ class Shards:
         return Transfer.started(whole, *works, source=shard), self._tensors_in
 
     def reduce(self, gradients: Mapping[str, Tensor]) -> tuple[Transfer, Views]:
-        """Start to add the `gradients` of all ranks; each gets its pieces of the sums. All ranks must take part."""
+        """Start to add all ranks' `gradients`, by name; each gets its pieces of the sums; collective."""
         names = {*gradients}  # the lambda below must not keep the gradients alive until the sums arrive
         whole, shard = self._buffer(self._ranks).zero_(), self._buffer(1)
         for name, view in self._tensors_in(whole).items():

@@ -59,8 +59,8 @@ def backward_input(
 ) -> tuple[list[Tensor | None], WeightWork]:
     """Return the gradients of the stage's inputs, None where there is none, and the work left for its parameters.
 
-    `grad_output` is the gradient of the stage's output; None if the loss does not depend on it. `version` are the
-    parameters that the backward reads.
+    `grad_output`, [B/M, ...], is the gradient of the stage's output; None if the loss does not depend on it. `version`
+    are the parameters that the backward reads.
     """
     if saved.edge is None or grad_output is None or not saved.leaves:
         return [None] * len(saved.inputs), WeightWork(compute, saved, version, grad_output)

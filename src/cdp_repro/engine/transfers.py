@@ -22,7 +22,10 @@ class Transfer:
 
     @classmethod
     def started(cls, buffer: Tensor, *works: dist.Work | None, source: Tensor | None = None) -> Transfer:
-        """Return the transfer of `works`; a work is None (nothing started) only if the rank is not in the group."""
+        """Return the transfer of `works`; a work is None (nothing started) only if the rank is not in the group.
+
+        `buffer` is a vector, of bytes or values.
+        """
         started = [work for work in works if work is not None]
         assert len(started) == len(works), "the process group is the world's, so every rank is a member"
         return cls(started, buffer, source)

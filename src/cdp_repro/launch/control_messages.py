@@ -39,7 +39,7 @@ def encode(value: object) -> Tensor:
 
 
 def decode(message: Tensor) -> Any:
-    """Return the value that `encode` turned into these bytes; its tensors are on the CPU."""
+    """Return the value that `encode` turned into these bytes, [n] uint8; its tensors are on the CPU."""
     length = int(message[:_HEADER_BYTES].clone().view(torch.int64))
     end = _HEADER_BYTES + length
     return _value(json.loads(message[_HEADER_BYTES:end].numpy().tobytes()), [message[end:]])

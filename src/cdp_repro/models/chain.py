@@ -16,7 +16,7 @@ class Joining(nn.Sequential):
     """Blocks in sequence; the first one takes several inputs."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Return the output of the last block."""
+        """Return the output of the last block, [B, ...], for inputs that are [B, ...] each."""
         first, *others = self
         output: Tensor = first(*inputs)
         for block in others:
@@ -32,7 +32,7 @@ class Branched(nn.Sequential):
         self.sources = sources
 
     def forward(self, data: Tensor) -> Tensor:
-        """Return the output of the last module."""
+        """Return the output of the last module, [B, ...], for data [B, ...]."""
         outputs: dict[int, Tensor] = {}
         for number, module in enumerate(self):
             inputs = [outputs.pop(source) for source in self.sources[number]] or [data]

@@ -114,7 +114,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(spec.dropout)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the residual stream after the block."""
+        """Return the residual stream after the block, [B, T, width]."""
         attended = inputs + self.drop(self.attention(self.norm1(inputs)))
         output: Tensor = attended + self.drop(self.feed_forward(self.norm2(attended)))
         return output
@@ -130,7 +130,7 @@ class Attention(CausalLayer):
         self.out = nn.Linear(spec.width, spec.width)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the result of attention by each token to itself and the tokens before it."""
+        """Return what each token finds by attention to itself and the tokens before it, [B, T, width]."""
         batch, length, width = inputs.shape
         heads = self.query_key_value(inputs).view(batch, length, 3, self._heads, -1)
         query, key, value = torch.unbind(heads.transpose(1, 3), dim=2)  # each [B, heads, T, width / heads]

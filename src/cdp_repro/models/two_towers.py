@@ -55,7 +55,7 @@ class Stem(nn.Module):
         self._is_mirrored = is_mirrored
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the feature map."""
+        """Return the feature map, [B, features, ...], of images, [B, channels, ...]."""
         view = torch.flip(images, dims=[-1]) if self._is_mirrored else images
         features: Tensor = self.drop(torch.relu(self.bn(self.conv(view))))
         return features
@@ -70,5 +70,5 @@ class Join(nn.Module):
         self.bn = nn.BatchNorm2d(width)
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return the joined feature map."""
+        """Return the joined feature map, [B, width, ...]."""
         return torch.relu(self.bn(self.conv(torch.cat((left, right), dim=1))))

@@ -108,7 +108,7 @@ def _block_costs(config: RunConfig, model: nn.Sequential) -> Sequence[float]:
 
 
 def sample(config: RunConfig, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch of zeros for profiling: inputs of its shape and their targets."""
+    """Return a micro-batch of zeros for profiling: inputs [B/M, ...] and targets [B/M], or [B/M, tokens] for text."""
     shape, task = config.micro_batch_shape, config.task
     inputs = torch.zeros(*shape, dtype=task.input_dtype(parameter_dtype(config)), device=device)
     if config.channels_last and not task.is_text:

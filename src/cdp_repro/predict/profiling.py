@@ -80,7 +80,8 @@ def profile_passes(
 ) -> tuple[_Measured, _Measured, tuple[int, ...]]:
     """Return, by stage, the change in live bytes and the FLOPs of its forward and of its backward; and `prefix_bytes`.
 
-    This is the first part of the measurements of `profile_stages`, from the same arguments.
+    `inputs` and `targets` are a micro-batch, [B/M, ...] each. This is the first part of the measurements of
+    `profile_stages`, from the same arguments.
     """
     with _executing() if execute else fake_tensors() as convert:
         batch = convert(inputs), convert(targets)
@@ -181,8 +182,8 @@ def time_stages(
 ) -> list[float]:
     """Return, for each stage, the median seconds of its forward plus those of its backward on one micro-batch.
 
-    The stages are run. One warm-up round is not counted. `stages` are left as they are; `sources` as in
-    `profile_stages`.
+    `inputs` and `targets` are [B/M, ...]. The stages are run. One warm-up round is not counted. `stages` are left as
+    they are; `sources` as in `profile_stages`.
     """
     forward, backward = time_passes(stages, loss_fn, inputs, targets, autocast, rounds, sources)
     return [sum(both) for both in zip(forward, backward, strict=True)]
