@@ -33,12 +33,15 @@ from cdp_repro.schedule.roles import Roles
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation import strategy_of
 from cdp_repro.schedule.summation.local import sum_locally
-from cdp_repro.schedule.transport import Communicator, Edge, blocked_on_nccl, directions, edges
+from cdp_repro.schedule.transport import Communicator, Edge, blocked_on_nccl, directions, edges, merged
 from cdp_repro.schedule.values import Value
 
 MAX_STEPS = 12
 """Training steps, beyond twice the largest staleness, within which the pattern must repeat. PipeDream's repeats after
 twice its staleness: its pipeline has both to fill and to empty."""
+
+MOST_REPLAYED = 200_000
+"""Actions to replay, edges times those of a run, for which the search for communicators takes about 2 s."""
 
 Piece = Sequence[Slot]
 Upcoming = Callable[[], bool]
@@ -89,20 +92,29 @@ class Program:
 
     @cached_property
     def communicators(self) -> tuple[Communicator, ...]:
-        """The communicators that these edges need on NCCL: one per direction if that cannot hang, else one per edge.
+        """The communicators that these edges need on NCCL: one for each direction if that cannot hang, else `merged`.
+
+        Each edge has its own where ranks take turns, because a run does not show an order in all of its roles, and
+        where the search would take minutes.
 
         Raises:
-            ScheduleError: the program hangs with one per edge, too; a program made by the passes never does.
+            ScheduleError: the program hangs with one for each edge, too; a program made by the passes never does.
         """
         samples = [*self._samples()]
         shared, alone = directions(self.edges), tuple((edge,) for edge in self.edges)
-        if not any(blocked_on_nccl(slots, shared) for slots in samples):
+
+        def hang(communicators: Sequence[Communicator]) -> bool:
+            return any(blocked_on_nccl(slots, communicators) for slots in samples)
+
+        if not hang(shared):
             return shared
         for slots in samples:
             stuck = blocked_on_nccl(slots, alone)
             if stuck is not None:
                 raise ScheduleError(f"rank {stuck.rank}, {stuck.label}: it would wait for ever on NCCL", action=stuck)
-        return alone
+        actions = sum(len(slot.actions) for slots in samples for slot in slots)
+        is_quick = len(self.edges) * actions <= MOST_REPLAYED
+        return merged(self.edges, hang) if is_quick and self.roles.are_fixed else alone
 
     def _samples(self) -> Iterator[list[Slot]]:
         """Yield runs that together show all edges and orders of messages.

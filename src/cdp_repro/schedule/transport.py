@@ -5,7 +5,8 @@ issued. Each starts only when the compute issued before it is done. A message ru
 Compute waits for the messages that it reads. gloo has no such order, so a program that runs on gloo may hang on NCCL.
 With one communicator per direction, programs hang that add sums around a ring of three or more ranks: data parallelism
 by ordered messages with three or more workers (replicas counted), and other modes with three or more replicas. So does
-`chimera` with four or more ranks. With one per edge, no program that `check` accepts can hang.
+`chimera` with four or more ranks. Most of these need two or three of another kind: around a ring of four ranks, every
+other edge. With one per edge, no program that `check` accepts can hang.
 """
 
 from __future__ import annotations
@@ -39,6 +40,25 @@ def directions(used: Iterable[Edge]) -> tuple[Communicator, ...]:
     for source, destination in used:
         (up if source < destination else down).append((source, destination))
     return tuple(tuple(each) for each in (up, down) if each)
+
+
+def merged(used: Sequence[Edge], hang: Callable[[Sequence[Communicator]], bool]) -> tuple[Communicator, ...]:
+    """Return communicators of which no two could be one: each edge joins the first one with which nothing hangs.
+
+    `hang` tells whether a program hangs with some communicators. With more sharing there are only more waits, so what
+    hangs once hangs with every later edge, too.
+    """
+    found: list[Communicator] = []
+    for number, edge in enumerate(used):
+        alone = [(later,) for later in used[number + 1 :]]
+        for place, communicator in enumerate(found):
+            tried = [*found[:place], (*communicator, edge), *found[place + 1 :]]
+            if not hang([*tried, *alone]):
+                found = tried
+                break
+        else:
+            found.append((edge,))
+    return tuple(found)
 
 
 def _in_all_roles(used: Iterable[Edge], later: Callable[[int], int]) -> list[Edge]:
