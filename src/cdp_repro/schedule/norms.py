@@ -24,8 +24,8 @@ def clips_globally(schedule: Schedule) -> bool:
 def knows_norms_in_time(program: Program) -> bool:
     """Whether each sum is complete, on the rank that tells the others, before any rank reads what the step makes.
 
-    Two ranks that exchange gradients add them as late as each needs them: a rank would wait for a sum that it adds
-    later itself. Collectives complete sums on no rank in particular.
+    Where ranks exchange gradients, each adds them as late as it needs them: it would wait for a sum that it adds later
+    itself. Collectives complete sums on no rank in particular.
     """
     schedule = program.schedule
     told: dict[int, dict[int, tuple[int, int]]] = {}
