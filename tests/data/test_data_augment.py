@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cdp_repro.data.augment import CropAndFlip, Normalise, crop_and_flip
+from cdp_repro.data.dataset import Form
 
 CPU = torch.device("cpu")
 
@@ -61,7 +62,7 @@ def test_no_flip_where_none_is_asked_for() -> None:
 def test_normalise(dtype: torch.dtype, tolerance: float, channels_last: bool) -> None:
     images = torch.randint(0, 256, (2, 3, 4, 5), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
-    result = Normalise((mean, std), CPU, dtype, channels_last)(images)
+    result = Normalise((mean, std), Form(CPU, dtype, channels_last))(images)
     expected = torch.stack(
         [(images[:, c].double() / 255 - mean[c]) / std[c] for c in range(3)], dim=1
     )  # in the order of the textbook

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cdp_repro.data.dataset import Form
+
 # (mean, standard deviation) of each channel, for intensities from 0 to 1
 Statistics = tuple[Sequence[float], Sequence[float]]
 
@@ -54,14 +56,14 @@ def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor, pa
 
 
 class Normalise:
-    """From uint8 images to inputs of zero mean and unit variance, on a device, in a dtype and a memory format."""
+    """From uint8 images to inputs of zero mean and unit variance, in a form."""
 
-    def __init__(self, statistics: Statistics, device: torch.device, dtype: torch.dtype, channels_last: bool) -> None:
-        self.device = device
-        self._dtype = dtype
+    def __init__(self, statistics: Statistics, form: Form) -> None:
+        self.device = form.device
+        self._dtype = form.dtype
         # Half precision cannot hold all 256 grey levels exactly: compute in single precision and round once.
-        self._compute_dtype = torch.promote_types(dtype, torch.float32)
-        self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self._compute_dtype = torch.promote_types(form.dtype, torch.float32)
+        self._memory_format = torch.channels_last if form.channels_last else torch.contiguous_format
         mean, std = torch.tensor(statistics, dtype=torch.float64)
         self._scale = self._channels(1 / (255 * std))
         self._shift = self._channels(-mean / std)

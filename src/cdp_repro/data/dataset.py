@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from cdp_repro.data.order import micro_batch_indices
 from cdp_repro.engine import batches
 
 
@@ -34,6 +36,15 @@ def read_all(step: int, part: int) -> bool:  # noqa: ARG001 - a rule with anothe
     return True
 
 
+@dataclass(frozen=True)
+class Form:
+    """Where samples are wanted, and how images are stored there. Tokens are int64, whatever it says."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = False
+
+
 class Dataset(ABC):
     """Samples, in a training and a test set: images with one class each, or sequences of tokens.
 
@@ -53,7 +64,6 @@ class Dataset(ABC):
     train_size: int
     test_size: int
 
-    @abstractmethod
     def train_batches(
         self,
         steps: Iterable[int],
@@ -80,8 +90,15 @@ class Dataset(ABC):
             ValueError: `parts` does not divide `batch_size`, or the training set is smaller than `batch_size`.
             DatasetError: an image is damaged (data sets that are decoded during training).
         """
+        order = micro_batch_indices(steps, train_size=self.train_size, batch_size=batch_size, parts=parts, seed=seed)
+        return self._mini_batches(order, seed, Form(device, dtype, channels_last), is_read)
 
     @abstractmethod
+    def _mini_batches(
+        self, order: Iterator[tuple[int, Tensor]], seed: int, form: Form, is_read: Callable[[int, int], bool]
+    ) -> Iterator[MiniBatch]:
+        """Return the mini-batches of `train_batches`; `order` gives the step and the indices [parts, B / parts]."""
+
     def test_batches(
         self,
         batch_size: int,
@@ -96,6 +113,11 @@ class Dataset(ABC):
         Images [n, channels, height, width] in `dtype` with class numbers [n] int64, or tokens [n, context] int64 with
         the tokens after them [n, context]; n <= `batch_size`, and the last batch may be short.
         """
+        return self._test_batches(self._test_slices(batch_size, numbers), Form(device, dtype, channels_last))
+
+    @abstractmethod
+    def _test_batches(self, batches: Sequence[slice], form: Form) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the test samples of each slice."""
 
     def _test_slices(self, batch_size: int, numbers: Iterable[int] | None) -> list[slice]:
         """Return the test samples of each batch with one of these numbers, as slices; by default of all batches."""

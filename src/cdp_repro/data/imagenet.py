@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import tee
 from pathlib import Path
@@ -14,9 +14,8 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from cdp_repro.data.augment import Normalise
-from cdp_repro.data.dataset import Dataset, MiniBatch, read_all
+from cdp_repro.data.dataset import Dataset, Form, MiniBatch
 from cdp_repro.data.decode import Sample, decode, unreadable
-from cdp_repro.data.order import micro_batch_indices
 from cdp_repro.data.tree import scan_trees
 from cdp_repro.engine.randomness import seeded
 
@@ -60,21 +59,11 @@ class _ImageNet(Dataset):
             f"image tree, {self.classes:,} classes, {self.train_size:,} training and {self.test_size:,} test images"
         )
 
-    def train_batches(
-        self,
-        steps: Iterable[int],
-        *,
-        batch_size: int,
-        parts: int,
-        seed: int,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        channels_last: bool = False,
-        is_read: Callable[[int, int], bool] = read_all,
+    def _mini_batches(
+        self, order: Iterator[tuple[int, Tensor]], seed: int, form: Form, is_read: Callable[[int, int], bool]
     ) -> Iterator[MiniBatch]:
-        """See `Dataset.train_batches`. The loader runs ahead of the training by two mini-batches per process."""
-        order = micro_batch_indices(steps, train_size=self.train_size, batch_size=batch_size, parts=parts, seed=seed)
-        normalise = Normalise(STATISTICS, device, dtype, channels_last)
+        """See `Dataset`. The loader runs ahead of the training by two mini-batches per process."""
+        normalise = Normalise(STATISTICS, form)
         to_decode, to_return = tee(order)
 
         def samples(step: int, indices: Tensor, part: int) -> list[Sample]:
@@ -83,41 +72,31 @@ class _ImageNet(Dataset):
                 for position, index in enumerate(indices[part].tolist())
             ]
 
-        def read(step: int) -> list[int]:
-            return [part for part in range(parts) if is_read(step, part)]
+        def read(step: int, indices: Tensor) -> list[int]:
+            return [part for part in range(len(indices)) if is_read(step, part)]
 
         def mini_batch(step: int, indices: Tensor, images: Tensor) -> MiniBatch:
-            parts_read = read(step)
-            shape = len(parts_read), batch_size // parts, *self.input_shape
+            parts_read = read(step, indices)
+            shape = len(parts_read), indices.shape[1], *self.input_shape
             decoded = dict(zip(parts_read, images.view(shape), strict=True)) if parts_read else {}
 
             def decode_now(part: int) -> Tensor:
-                (found,) = self._images([samples(step, indices, part)], device, processes=0)
+                (found,) = self._images([samples(step, indices, part)], form.device, processes=0)
                 return found
 
             return _DecodedMiniBatch(step, decoded, self._train.labels[indices], normalise, decode_now)
 
-        requests = ([s for part in read(step) for s in samples(step, indices, part)] for step, indices in to_decode)
-        loaded = self._images(requests, device, self._loader_workers)
+        requests = ([s for part in read(*entry) for s in samples(*entry, part)] for entry in to_decode)
+        loaded = self._images(requests, form.device, self._loader_workers)
         return (mini_batch(*entry, images) for entry, images in zip(to_return, loaded, strict=True))
 
-    def test_batches(
-        self,
-        batch_size: int,
-        numbers: Iterable[int] | None = None,
-        *,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        channels_last: bool = False,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `Dataset.test_batches`."""
-        normalise = Normalise(STATISTICS, device, dtype, channels_last)
-        batches = self._test_slices(batch_size, numbers)
+    def _test_batches(self, batches: Sequence[slice], form: Form) -> Iterator[tuple[Tensor, Tensor]]:
+        normalise = Normalise(STATISTICS, form)
         loaded = self._images(
-            ([Sample(file) for file in self._test.files[batch]] for batch in batches), device, self._loader_workers
+            ([Sample(file) for file in self._test.files[batch]] for batch in batches), form.device, self._loader_workers
         )
         for batch, images in zip(batches, loaded, strict=True):
-            yield normalise(images), self._test.labels[batch].to(device, copy=True)
+            yield normalise(images), self._test.labels[batch].to(form.device, copy=True)
 
     def fingerprint(self) -> str:
         """Return a hash of the names of all files, so that a run can go on after a damaged file is replaced."""

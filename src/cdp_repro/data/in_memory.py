@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cdp_repro.data.augment import CropAndFlip, Normalise, Statistics
-from cdp_repro.data.dataset import Dataset, MiniBatch, read_all
-from cdp_repro.data.order import micro_batch_indices
+from cdp_repro.data.dataset import Dataset, Form, MiniBatch
 from cdp_repro.engine.randomness import generator
 
 Augment = Callable[[Tensor, int, int], Tensor]
@@ -56,22 +55,15 @@ class InMemoryDataset(Dataset):
         self._augmentation = augmentation
         self._on_device: dict[torch.device, tuple[Split, Split]] = {}
 
-    def train_batches(
+    def _mini_batches(
         self,
-        steps: Iterable[int],
-        *,
-        batch_size: int,
-        parts: int,
+        order: Iterator[tuple[int, Tensor]],
         seed: int,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        channels_last: bool = False,
-        is_read: Callable[[int, int], bool] = read_all,  # noqa: ARG002 - images are gathered when they are asked for
+        form: Form,
+        is_read: Callable[[int, int], bool],  # noqa: ARG002 - images are gathered when they are asked for
     ) -> Iterator[MiniBatch]:
-        """See `Dataset.train_batches`."""
-        order = micro_batch_indices(steps, train_size=self.train_size, batch_size=batch_size, parts=parts, seed=seed)
-        train, _ = self._splits(device)
-        normalise = Normalise(self._statistics, device, dtype, channels_last)
+        train, _ = self._splits(form.device)
+        normalise = Normalise(self._statistics, form)
 
         def augment(images: Tensor, step: int, part: int) -> Tensor:
             if self._augmentation is None:
@@ -79,23 +71,14 @@ class InMemoryDataset(Dataset):
             return self._augmentation(images, generator("cpu", seed, "augment", step, part))
 
         return (
-            _InMemoryMiniBatch(step, indices.to(device, non_blocking=True), train, augment, normalise)
+            _InMemoryMiniBatch(step, indices.to(form.device, non_blocking=True), train, augment, normalise)
             for step, indices in order
         )
 
-    def test_batches(
-        self,
-        batch_size: int,
-        numbers: Iterable[int] | None = None,
-        *,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        channels_last: bool = False,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `Dataset.test_batches`."""
-        _, test = self._splits(device)
-        normalise = Normalise(self._statistics, device, dtype, channels_last)
-        for batch in self._test_slices(batch_size, numbers):
+    def _test_batches(self, batches: Sequence[slice], form: Form) -> Iterator[tuple[Tensor, Tensor]]:
+        _, test = self._splits(form.device)
+        normalise = Normalise(self._statistics, form)
+        for batch in batches:
             yield normalise(test.images[batch]), test.labels[batch].clone()
 
     def fingerprint(self) -> str:

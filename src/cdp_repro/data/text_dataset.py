@@ -6,15 +6,14 @@ import codecs
 import hashlib
 import math
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from cdp_repro.data.dataset import Dataset, DatasetError, MiniBatch, read_all
-from cdp_repro.data.order import micro_batch_indices
+from cdp_repro.data.dataset import Dataset, DatasetError, Form, MiniBatch
 
 VALIDATION_PART = 10
 """The last 1/10 of the tokens is for validation: a tail, so that no sentence is in both parts."""
@@ -124,36 +123,20 @@ class TextDataset(Dataset):
         self._text, self._tokens = text, tokens
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def train_batches(
+    def _mini_batches(
         self,
-        steps: Iterable[int],
-        *,
-        batch_size: int,
-        parts: int,
-        seed: int,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,  # noqa: ARG002 - tokens are numbers of classes
-        channels_last: bool = False,  # noqa: ARG002 - and have no channels
-        is_read: Callable[[int, int], bool] = read_all,  # noqa: ARG002 - they are gathered when they are asked for
+        order: Iterator[tuple[int, Tensor]],
+        seed: int,  # noqa: ARG002 - nothing is augmented
+        form: Form,
+        is_read: Callable[[int, int], bool],  # noqa: ARG002 - tokens are gathered when they are asked for
     ) -> Iterator[MiniBatch]:
-        """See `Dataset.train_batches`."""
-        order = micro_batch_indices(steps, train_size=self.train_size, batch_size=batch_size, parts=parts, seed=seed)
-        tokens, _ = self._parts(device)
-        return (_TextMiniBatch(step, indices.to(device), tokens, self.input_shape[0]) for step, indices in order)
+        tokens, _ = self._parts(form.device)
+        return (_TextMiniBatch(step, indices.to(form.device), tokens, self.input_shape[0]) for step, indices in order)
 
-    def test_batches(
-        self,
-        batch_size: int,
-        numbers: Iterable[int] | None = None,
-        *,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,  # noqa: ARG002 - as above
-        channels_last: bool = False,  # noqa: ARG002 - as above
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `Dataset.test_batches`; [n, context] int64 each."""
-        _, tokens = self._parts(device)
-        for batch in self._test_slices(batch_size, numbers):
-            sequences = torch.arange(batch.start, batch.stop, device=device)
+    def _test_batches(self, batches: Sequence[slice], form: Form) -> Iterator[tuple[Tensor, Tensor]]:
+        _, tokens = self._parts(form.device)
+        for batch in batches:
+            sequences = torch.arange(batch.start, batch.stop, device=form.device)
             yield tuple(_sequences(tokens, sequences, self.input_shape[0], shift) for shift in (0, 1))  # type: ignore[misc]
 
     def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
