@@ -20,6 +20,7 @@ from torch import nn
 from two_hosts import Host, star
 
 from cdp_repro import Engine
+from cdp_repro.engine.compute import Network
 from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.launch.process_group import process_group
 from cdp_repro.predict.costs import StageCosts
@@ -108,7 +109,7 @@ def _rank(number: int, path: Path) -> None:
 
 def _costs() -> StageCosts:
     inputs, targets = _batch(1)
-    return profile_stages(_stages(), F.cross_entropy, inputs, targets)
+    return profile_stages(Network(_stages(), F.cross_entropy), inputs, targets)
 
 
 def _compute_seconds() -> float:

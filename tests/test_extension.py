@@ -15,6 +15,7 @@ from ranks import run_ranks
 from torch import nn
 
 from cdp_repro import Engine
+from cdp_repro.engine.compute import Network
 from cdp_repro.observe.figures import save_figure, timeline_figure
 from cdp_repro.predict.pricing import Cluster, price
 from cdp_repro.predict.profiling import profile_stages
@@ -161,7 +162,9 @@ def agree(mine, theirs):
 
 def costs_of(s, k_n):
     inputs, targets = make_batches(k_n)[0]
-    return profile_stages(make_stages(s), F.cross_entropy, inputs[:MICRO_BATCH].clone(), targets[:MICRO_BATCH].clone())
+    return profile_stages(
+        Network(make_stages(s), F.cross_entropy), inputs[:MICRO_BATCH].clone(), targets[:MICRO_BATCH].clone()
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from small_runs import make_batches
 from torch import nn
 
 from cdp_repro import Engine
+from cdp_repro.engine.compute import Network
 from cdp_repro.predict.profiling import profile_stages
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import Program
@@ -77,8 +78,8 @@ def test_twenty_steps_are_those_of_plain_modules(mode):
 def test_bytes_are_those_simulated(mode):
     batches = make_batches(3, 3)
     sample = [part[:3].clone() for part in batches[0]]
-    costs = profile_stages(stages_of(), F.cross_entropy, *sample, sources=SIX)
-    assert costs == profile_stages(stages_of(), F.cross_entropy, *sample, sources=SIX, execute=True)
+    costs = profile_stages(Network(stages_of(), F.cross_entropy, sources=SIX), *sample)
+    assert costs == profile_stages(Network(stages_of(), F.cross_entropy, sources=SIX), *sample, execute=True)
     assert costs.output_kept[1] and costs.input_kept[2] and costs.input_kept[4], "left is kept, and so is right"
     engine = engine_of(mode, traced_steps=3)
     for _ in engine.run(batches):

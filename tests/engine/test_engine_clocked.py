@@ -14,6 +14,7 @@ from small_runs import check_same, flat, make_batches, make_engine, mixed_stages
 from torch import nn
 
 from cdp_repro import Engine
+from cdp_repro.engine.compute import Network
 from cdp_repro.engine.delay import ErrorFeedback
 from cdp_repro.predict.profiling import profile_stages
 from cdp_repro.predict.simulate import simulate
@@ -149,7 +150,7 @@ def test_bytes_versions_messages_and_idle_slots_are_those_of_the_simulation(tmp_
     for (mode, n, s, choices), trace in zip(CASES[3], executed, strict=True):
         schedule = Schedule.build(mode, n, s, "parameter_server", **choices)
         ((inputs, targets),) = make_batches(1, 1)
-        costs = profile_stages(linear_tanh(s), F.cross_entropy, inputs, targets)
+        costs = profile_stages(Network(linear_tanh(s), F.cross_entropy), inputs, targets)
         simulated = simulate(Program(schedule), costs, 3)
         assert trace.records == simulated.records, mode
         assert trace.messages == simulated.messages, mode

@@ -13,6 +13,7 @@ from small_runs import mixed_stages
 from torch import nn
 
 from cdp_repro import Engine
+from cdp_repro.engine.compute import Network
 from cdp_repro.engine.mailbox import Pending
 from cdp_repro.models import ModelSpec, build_model, cut
 from cdp_repro.predict.partition import partition
@@ -133,7 +134,7 @@ def check(tmp_path, kind, mode, placement, n, s, r=1, settings=None):
 def check_trace(trace, schedule, n, s, r=1):
     """Every record and message of the first steps is as simulated."""
     stages, batches = make_stages("linear", s), make_batches("linear", n * r)
-    costs = profile_stages(stages, F.cross_entropy, *(part[:3].clone() for part in batches[0]))
+    costs = profile_stages(Network(stages, F.cross_entropy), *(part[:3].clone() for part in batches[0]))
     simulated = simulate(Program(schedule), costs, DRAIN)
     end = max(record.slot for record in simulated.records)
     assert [m for m in trace.messages if m.slot <= end] == list(simulated.messages)
@@ -202,7 +203,7 @@ def test_two_holders_exchange_gradients_with_more_stages_and_replicas_too(tmp_pa
 def test_gradients_that_leave_in_parts_compute_what_one_device_computes(tmp_path, n, s, r, mode):
     _, outcomes = check(tmp_path, UNEVEN, mode, "replicated", n, s, r)
     stages, batches = make_stages(UNEVEN, s), make_batches(UNEVEN, n * r)
-    costs = profile_stages(stages, F.cross_entropy, *(part[:3].clone() for part in batches[0]))
+    costs = profile_stages(Network(stages, F.cross_entropy), *(part[:3].clone() for part in batches[0]))
     schedule = Schedule.build(rule(mode, n, s), n, s, "replicated", replicas=r, gradient_bytes=costs.gradient_bytes)
     trace, simulated = outcomes[0][2], simulate(Program(schedule), costs, DRAIN)
     in_parts = any(message.value.parts > 1 for message in trace.messages)
@@ -237,7 +238,9 @@ def run_with_unused(mode):
 
 
 def test_only_what_the_loss_depends_on_decides_on_parts_and_the_model_copies_nothing(tmp_path):
-    costs = profile_stages([nn.Linear(8, 8), Unused()], F.cross_entropy, torch.randn(3, 8), torch.randint(8, (3,)))
+    costs = profile_stages(
+        Network([nn.Linear(8, 8), Unused()], F.cross_entropy), torch.randn(3, 8), torch.randint(8, (3,))
+    )
     schedule = Schedule.build("cdp_v2", 2, 2, "replicated", gradient_bytes=costs.gradient_bytes)
     outcomes = run_ranks(run_with_unused, 2, "cdp_v2", folder=tmp_path)
     assert list(outcomes[0][0]) == list(simulate(Program(schedule), costs, 4).messages)

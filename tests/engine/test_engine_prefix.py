@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cdp_repro import Engine
+from cdp_repro.engine.compute import Network
 from cdp_repro.models import ModelSpec, build_model, cut
 from cdp_repro.models.causal import CausalLayer
 from cdp_repro.predict.profiling import profile_stages
@@ -114,8 +115,8 @@ def test_a_run_goes_on_bitwise_from_a_checkpoint():
 def test_bytes_are_those_simulated_and_grow_with_the_tokens_before(slices):
     stages = stages_of(2)
     sample = torch.zeros(4, CONTEXT // slices, dtype=torch.long)
-    costs = profile_stages(stages, loss_of, sample, sample, slices=slices)
-    assert costs == profile_stages(stages, loss_of, sample, sample, slices=slices, execute=True)
+    costs = profile_stages(Network(stages, loss_of), sample, sample, slices=slices)
+    assert costs == profile_stages(Network(stages, loss_of), sample, sample, slices=slices, execute=True)
     keys_and_values = 2 * sample.numel() * 8 * 8  # of one attention of width 8 in float64
     masks = 8 * (CONTEXT // slices) ** 2
     assert all(keys_and_values <= each <= keys_and_values + 2 * masks for each in costs.prefix_bytes)

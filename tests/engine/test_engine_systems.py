@@ -21,6 +21,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from cdp_repro import Engine
+from cdp_repro.engine.compute import Network
 from cdp_repro.predict.profiling import profile_stages
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import Program, Schedule, add_mode, add_timeline
@@ -303,7 +304,7 @@ def test_bytes_versions_messages_and_idle_slots_are_those_of_the_simulation(tmp_
         ranks = {"ranks": 2} if n != 2 else {}
         schedule = Schedule.build(mode, n, s, "pipeline", **ranks)
         ((inputs, targets),) = make_batches(1, 1)
-        costs = profile_stages(linear_tanh(s), F.cross_entropy, inputs, targets)
+        costs = profile_stages(Network(linear_tanh(s), F.cross_entropy), inputs, targets)
         simulated = simulate(Program(schedule), costs, TRACED_STEPS)
         assert trace.records == simulated.records, mode
         assert trace.messages == simulated.messages, mode

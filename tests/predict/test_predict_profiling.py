@@ -11,6 +11,7 @@ from torch import nn
 
 from cdp_repro.config import RunConfig
 from cdp_repro.config.schema import DatasetConfig, ModelConfig
+from cdp_repro.engine.compute import Network
 from cdp_repro.models import ModelSpec, build_model
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.predict.profiling import profile_stages, time_stages
@@ -20,14 +21,16 @@ from cdp_repro.predict.profiling import profile_stages, time_stages
 def test_fake_tensors_cost_what_real_ones_cost(name):
     blocks = list(build_model(name, ModelSpec(input_shape=(3, 32, 32), classes=10)))
     inputs, targets = torch.randn(2, 3, 32, 32), torch.zeros(2, dtype=torch.long)
-    fake = profile_stages(blocks, F.cross_entropy, inputs, targets)
-    assert fake == profile_stages(blocks, F.cross_entropy, inputs, targets, execute=True)
+    fake = profile_stages(Network(blocks, F.cross_entropy), inputs, targets)
+    assert fake == profile_stages(Network(blocks, F.cross_entropy), inputs, targets, execute=True)
     assert sum(fake.forward_bytes) == sum(fake.backward_bytes) > inputs.nbytes
 
 
 def test_flops_of_a_linear_layer_are_two_for_a_multiply_add():
     costs = profile_stages(
-        [nn.Linear(5, 7), nn.Linear(7, 3)], F.cross_entropy, torch.randn(4, 5), torch.zeros(4, dtype=torch.long)
+        Network([nn.Linear(5, 7), nn.Linear(7, 3)], F.cross_entropy),
+        torch.randn(4, 5),
+        torch.zeros(4, dtype=torch.long),
     )
     assert costs.forward_flops == (2 * 4 * 5 * 7, 2 * 4 * 7 * 3)
     assert costs.backward_flops == (2 * 4 * 5 * 7, 2 * 2 * 4 * 7 * 3)  # the first stage needs no input gradient
@@ -39,8 +42,8 @@ def test_profiling_changes_nothing():
     before = copy.deepcopy(nn.Sequential(*stages).state_dict())
     random_state = torch.get_rng_state()
     inputs, targets = torch.randn(4, 1, 8, 8, generator=torch.Generator()), torch.zeros(4, dtype=torch.long)
-    profile_stages(stages, F.cross_entropy, inputs, targets, execute=True)
-    assert all(seconds > 0 for seconds in time_stages(stages, F.cross_entropy, inputs, targets, rounds=1))
+    profile_stages(Network(stages, F.cross_entropy), inputs, targets, execute=True)
+    assert all(seconds > 0 for seconds in time_stages(Network(stages, F.cross_entropy), inputs, targets, rounds=1))
     after = nn.Sequential(*stages).state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert torch.equal(torch.get_rng_state(), random_state)

@@ -22,8 +22,10 @@ from cdp_repro.engine.checkpointing import RefusingReentrant
 from cdp_repro.engine.loan import Loan
 from cdp_repro.engine.memory import ActivationMeter, storage_key
 from cdp_repro.engine.prefix import Prefix, causal_layers
+from cdp_repro.schedule.branches import Sources
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
+Autocast = Callable[[], AbstractContextManager[object]]
 Gradients = dict[str, Tensor]
 """Gradients, or sums of them, by the name of their parameter, whose shape they have."""
 
@@ -103,7 +105,7 @@ class StageCompute:
         self,
         module: nn.Module,
         loss_fn: LossFn | None,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        autocast: Autocast = nullcontext,
         stashes: bool = True,
     ) -> None:
         """The last stage computes the loss as part of its forward; the others have no `loss_fn`.
@@ -237,6 +239,26 @@ class StageCompute:
         with self.restored(saved, lent), known:
             accumulate(parameters, sums, edges, gradients)
         return saved.take_gradients()
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a micro-batch passes through, and how its forwards run."""
+
+    stages: Sequence[nn.Module]
+    loss_fn: LossFn
+    autocast: Autocast = nullcontext
+    """Makes the context of a forward."""
+    sources: Sources = ()
+    """For each stage, the stages whose outputs it reads; () for a chain."""
+
+    def compute(self, stashes: bool = True) -> list[StageCompute]:
+        """Return the compute of each stage; see `StageCompute`."""
+        last = len(self.stages) - 1
+        return [
+            StageCompute(stage, self.loss_fn if number == last else None, self.autocast, stashes)
+            for number, stage in enumerate(self.stages)
+        ]
 
 
 def accumulate(

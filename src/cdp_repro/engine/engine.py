@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Unpack
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cdp_repro.engine.batches import Feed, MiniBatch, SlicedMiniBatch, TensorMiniBatch, tensors_of
 from cdp_repro.engine.clipping import clipping
-from cdp_repro.engine.compute import LossFn, StageCompute
+from cdp_repro.engine.compute import Autocast, LossFn, Network
 from cdp_repro.engine.delay import DelayFactory, Uncorrected
 from cdp_repro.engine.ending import Ending
 from cdp_repro.engine.executor import Executor, Settings, StepResult
@@ -98,7 +98,7 @@ class Engine:
         learning_rate_factor: Callable[[int], float] = lambda _: 1.0,
         delay: DelayFactory = Uncorrected,
         clip_norm: float | None = None,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        autocast: Autocast = nullcontext,
         traced_steps: int | None = 0,
         program: Program | None = None,
         **choices: Unpack[Choices],
@@ -117,23 +117,19 @@ class Engine:
         self._device = torch.device(device)
         self.team = Team(self.schedule.ranks, self._device, str(self.schedule))
         self.learning_rate_factor = learning_rate_factor
-        self._loss_fn, self._autocast = loss_fn, autocast
         self._stages = joined(stages, self.schedule.sizes.sources)
         self._stages.zero_grad()  # remove gradients that another engine may have left
         self._stages.to(self._device)
         self._clipping = None if clip_norm is None else clipping(clip_norm, program, self.team)
         updates = Updates(optimizer, delay, self._clipping)
         self._holdings = Holdings(self.schedule, [*self._stages], self.team, self._device, updates)
-        self._compute = [
-            StageCompute(stage, loss_fn if number == count - 1 else None, autocast, self.schedule.rule.stashes)
-            for number, stage in enumerate(self._stages)
-        ]
+        self._network = Network([*self._stages], loss_fn, autocast, self.schedule.sizes.sources)
         self.traced_steps = max(3, program.steady_step + 1) if traced_steps is None else traced_steps
         self._tracer = Tracer(self.schedule, self.team, self._device, self.traced_steps)
         self._executor = Executor(
             RankProgram(program, self.team.rank),
             self._holdings,
-            self._compute,
+            self._network.compute(self.schedule.rule.stashes),
             Losses(self.schedule, self.team.rank, self.team.control),
             Settings(self._device, seed, learning_rate_factor),
             self._clipping,
@@ -201,10 +197,7 @@ class Engine:
                 return
             # an earlier run without a step may have closed them, and fake copies also read gradients
             self._holdings.open_seals()
-            layouts = layouts_of(
-                [*self._stages], self._loss_fn, first.inputs(0), first.targets(0), self._autocast,
-                self.schedule.sizes.sources,
-            )  # fmt: skip
+            layouts = layouts_of(self._network, first.inputs(0), first.targets(0))
             self._size([layout[GRADIENTS].nbytes for layout in layouts])
             with self.team.positions.noting("connecting"):
                 groups = connect(self._program, self._device)
@@ -273,11 +266,13 @@ class Engine:
         self._require_drained()
         if not is_pipelined(self.schedule):
             own = batches(range(self.team.rank, count, self.team.size))
-            return outputs_of(self.model(), own, self._autocast)
+            return outputs_of(self.model(), own, self._network.autocast)
         self._holdings.average_buffers(self.step)
         self._stages.eval()
         stages = [*self._stages]
-        return PipelinedOutputs(self.schedule, stages, self.team, self._device, self._autocast).run(batches, count)
+        return PipelinedOutputs(self.schedule, stages, self.team, self._device, self._network.autocast).run(
+            batches, count
+        )
 
     def trace(self) -> Trace:
         """Return the trace of the traced steps: actions, versions, live activation bytes, messages.

@@ -12,12 +12,11 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from cdp_repro.engine.compute import LossFn
-from cdp_repro.engine.rehearsal import Autocast, Rehearsal, fake_tensors
+from cdp_repro.engine.compute import Network
+from cdp_repro.engine.rehearsal import Rehearsal, fake_tensors
 from cdp_repro.launch.team import Team
-from cdp_repro.schedule.branches import Sources
 from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, LENT_BACKWARD, LENT_FORWARD, OUTPUT_GRADIENT
 
 
@@ -125,18 +124,12 @@ def numbered(parameters: Mapping[str, Tensor], version: int) -> dict[str, Tensor
     return {**parameters, **number}
 
 
-def layouts_of(
-    stages: Sequence[nn.Module],
-    loss_fn: LossFn,
-    inputs: Tensor,
-    targets: Tensor,
-    autocast: Autocast,
-    sources: Sources = (),
-) -> Layouts:
+def layouts_of(network: Network, inputs: Tensor, targets: Tensor) -> Layouts:
     """Return the layouts of each stage's values, for micro-batches like (inputs [B/M, ...], targets [B/M, ...])."""
     found: list[Mapping[str, Layout]] = []
+    stages = network.stages
     with fake_tensors() as convert:
-        rehearsal = Rehearsal(stages, loss_fn, autocast, convert, sources)
+        rehearsal = Rehearsal(network, convert)
         rehearsal.begin(convert(inputs), convert(targets))
         outputs = [rehearsal.forward(stage) for stage in range(len(stages))]
         for number, module in reversed([*enumerate(stages)]):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cdp_repro.engine.rehearsal import Autocast
+from cdp_repro.engine.compute import Autocast
 from cdp_repro.engine.transfers import Outgoing, Transfer
 from cdp_repro.launch import control_messages
 from cdp_repro.launch.team import Team

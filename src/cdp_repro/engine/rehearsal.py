@@ -6,19 +6,18 @@ With fake tensors, which have a shape, a type and a storage but no data, nothing
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cdp_repro.engine.compute import Gradients, LossFn, SavedForward, StageCompute, Version
+from cdp_repro.engine.compute import Gradients, Network, SavedForward, Version
 from cdp_repro.engine.memory import ActivationMeter
 from cdp_repro.engine.prefix import Prefix
-from cdp_repro.schedule.branches import Sources, chain
+from cdp_repro.schedule.branches import chain
 
-Autocast = Callable[[], AbstractContextManager[object]]
 Convert = Callable[[Tensor], Tensor]
 
 
@@ -31,22 +30,13 @@ def fake_tensors() -> Iterator[Convert]:
 
 
 class Rehearsal:
-    """A micro-batch on its way through the stages, forward and then backward; `stages` are left as they are."""
+    """A micro-batch on its way through the stages, forward and then backward; the network is left as it is."""
 
-    def __init__(
-        self,
-        stages: Sequence[nn.Module],
-        loss_fn: LossFn,
-        autocast: Autocast,
-        convert: Convert = torch.clone,
-        sources: Sources = (),
-    ) -> None:
-        """`sources` gives, for each stage, the stages whose outputs it reads; () for a chain."""
-        last = len(stages) - 1
-        self._sources = sources or chain(len(stages))
-        self._compute = [
-            StageCompute(stage, loss_fn if number == last else None, autocast) for number, stage in enumerate(stages)
-        ]
+    def __init__(self, network: Network, convert: Convert = torch.clone) -> None:
+        """`convert` makes the tensors to compute with from those of the network."""
+        stages = network.stages
+        self._sources = network.sources or chain(len(stages))
+        self._compute = network.compute()
         self._versions = [Version(0, _converted(dict(stage.named_parameters()), convert)) for stage in stages]
         self._buffers = [_converted(dict(stage.named_buffers()), convert) for stage in stages]
         self.stages = len(stages)

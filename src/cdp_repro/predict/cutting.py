@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.fitting import sizes_that_fit
 from cdp_repro.config.numerics import autocast, loss_fn, parameter_dtype
+from cdp_repro.engine.compute import Network
 from cdp_repro.models import ModelError, ModelSpec, build_model, cut
 from cdp_repro.models.chain import Branched, hidden_matrices, segments
 from cdp_repro.predict.partition import StagesError, partition_branches
@@ -67,12 +68,9 @@ def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None) -> Cut
         stages=stages,
         block_names=tuple(tuple(name for name, _ in stage.named_children()) for stage in stages),
         costs=profile_stages(
-            stages,
-            loss_fn,
+            Network(stages, loss_fn, autocast(config, "cpu"), sources),
             *sample(config, "cpu"),
-            autocast(config, "cpu"),
             slices=config.slices_of_a_sequence,
-            sources=sources,
         ),
         balanced=tuple(sum(costs[index] for index in run) for run in ranges),
         trained_bytes=tuple(sum(each.nbytes for each in stage) for stage in trained),
@@ -94,14 +92,14 @@ def _block_costs(config: RunConfig, model: nn.Sequential) -> Sequence[float]:
     if config.partition == "time":
         device = config.torch_device
         model.to(device)
-        inputs = sample(config.reading_whole(), device)
-        seconds = time_stages(blocks, loss_fn, *inputs, autocast=autocast(config, device.type), sources=sources)
+        network = Network(blocks, loss_fn, autocast(config, device.type), sources)
+        seconds = time_stages(network, *sample(config.reading_whole(), device))
         model.to("cpu")
         return seconds
     if config.partition == "parameters":
         return [sum(parameter.nbytes for parameter in block.parameters()) for block in blocks]
     inputs = sample(config.reading_whole(), "cpu")  # the same cut, whether or not sequences are cut
-    forward, backward, _ = profile_passes(blocks, loss_fn, *inputs, autocast=autocast(config, "cpu"), sources=sources)
+    forward, backward, _ = profile_passes(Network(blocks, loss_fn, autocast(config, "cpu"), sources), *inputs)
     if config.partition == "activations":
         return [came for came, _ in forward]
     return [there + back for (_, there), (_, back) in zip(forward, backward, strict=True)]

@@ -5,49 +5,40 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from cdp_repro.engine.compute import LossFn
+from cdp_repro.engine.compute import Network
 from cdp_repro.engine.memory import ActivationMeter
 from cdp_repro.engine.messages import layouts_of
 from cdp_repro.engine.prefix import Prefix
-from cdp_repro.engine.rehearsal import Autocast, Rehearsal, fake_tensors
+from cdp_repro.engine.rehearsal import Rehearsal, fake_tensors
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.schedule.branches import Sources, chain
 from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT
 
 
 def profile_stages(
-    stages: Sequence[nn.Module],
-    loss_fn: LossFn,
-    inputs: Tensor,
-    targets: Tensor,
-    autocast: Autocast = nullcontext,
-    execute: bool = False,
-    slices: int = 1,
-    sources: Sources = (),
+    network: Network, inputs: Tensor, targets: Tensor, *, execute: bool = False, slices: int = 1
 ) -> StageCosts:
     """Return the costs of each stage on one micro-batch like (inputs, targets), which are [B/M, ...].
 
-    With `slices` they are the first of that many slices of sequences, [samples, tokens, ...]. `sources` gives, for each
-    stage, the stages whose outputs it reads; () for a chain.
+    With `slices` they are the first of that many slices of sequences, [samples, tokens, ...].
 
     Bytes are counted by the engine's own meter, FLOPs by torch's FlopCounterMode. By default nothing is computed:
     the stages see fake tensors, so that a network of any size is profiled in seconds. With `execute` they run on
-    the tensors given. `stages` are left as they are.
+    the tensors given. The network is left as it is.
     """
-    forward, backward, prefix_bytes = profile_passes(
-        stages, loss_fn, inputs, targets, autocast, execute, slices, sources
-    )
+    stages = network.stages
+    forward, backward, prefix_bytes = profile_passes(network, inputs, targets, execute=execute, slices=slices)
     with _executing() if execute else fake_tensors() as convert:
-        rehearsal = Rehearsal(stages, loss_fn, autocast, convert, sources)
-        output_kept, input_kept = _kept(rehearsal, sources or chain(len(stages)), convert(inputs), convert(targets))
-    layouts = layouts_of(stages, loss_fn, inputs, targets, autocast, sources)
+        sources = network.sources or chain(len(stages))
+        output_kept, input_kept = _kept(Rehearsal(network, convert), sources, convert(inputs), convert(targets))
+    layouts = layouts_of(network, inputs, targets)
     return StageCosts(
         forward_bytes=tuple(grown for grown, _ in forward),
         backward_bytes=tuple(-grown for grown, _ in backward),
@@ -69,14 +60,7 @@ _Measured = list[tuple[int, int]]
 
 
 def profile_passes(
-    stages: Sequence[nn.Module],
-    loss_fn: LossFn,
-    inputs: Tensor,
-    targets: Tensor,
-    autocast: Autocast = nullcontext,
-    execute: bool = False,
-    slices: int = 1,
-    sources: Sources = (),
+    network: Network, inputs: Tensor, targets: Tensor, *, execute: bool = False, slices: int = 1
 ) -> tuple[_Measured, _Measured, tuple[int, ...]]:
     """Return, by stage, the change in live bytes and the FLOPs of its forward and of its backward; and `prefix_bytes`.
 
@@ -85,7 +69,7 @@ def profile_passes(
     """
     with _executing() if execute else fake_tensors() as convert:
         batch = convert(inputs), convert(targets)
-        return _walked(lambda: Rehearsal(stages, loss_fn, autocast, convert, sources), batch, slices)
+        return _walked(lambda: Rehearsal(network, convert), batch, slices)
 
 
 def _walked(
@@ -171,37 +155,21 @@ def _measured(run: Callable[[], object], meter: ActivationMeter) -> tuple[int, i
     return meter.live_bytes - before, counter.get_total_flops()
 
 
-def time_stages(
-    stages: Sequence[nn.Module],
-    loss_fn: LossFn,
-    inputs: Tensor,
-    targets: Tensor,
-    autocast: Autocast = nullcontext,
-    rounds: int = 5,
-    sources: Sources = (),
-) -> list[float]:
+def time_stages(network: Network, inputs: Tensor, targets: Tensor, rounds: int = 5) -> list[float]:
     """Return, for each stage, the median seconds of its forward plus those of its backward on one micro-batch.
 
-    `inputs` and `targets` are [B/M, ...]. The stages are run. One warm-up round is not counted. `stages` are left as
-    they are; `sources` as in `profile_stages`.
+    `inputs` and `targets` are [B/M, ...]. The stages are run. One warm-up round is not counted. The network is left
+    as it is.
     """
-    forward, backward = time_passes(stages, loss_fn, inputs, targets, autocast, rounds, sources)
+    forward, backward = time_passes(network, inputs, targets, rounds)
     return [sum(both) for both in zip(forward, backward, strict=True)]
 
 
-def time_passes(
-    stages: Sequence[nn.Module],
-    loss_fn: LossFn,
-    inputs: Tensor,
-    targets: Tensor,
-    autocast: Autocast = nullcontext,
-    rounds: int = 5,
-    sources: Sources = (),
-) -> tuple[list[float], list[float]]:
+def time_passes(network: Network, inputs: Tensor, targets: Tensor, rounds: int = 5) -> tuple[list[float], list[float]]:
     """Return the median seconds of the forward of each stage, and of the backward, as `time_stages` does."""
-    forward: list[list[float]] = [[] for _ in stages]
-    backward: list[list[float]] = [[] for _ in stages]
-    rehearsal = Rehearsal(stages, loss_fn, autocast, sources=sources)
+    forward: list[list[float]] = [[] for _ in network.stages]
+    backward: list[list[float]] = [[] for _ in network.stages]
+    rehearsal = Rehearsal(network)
     with torch.random.fork_rng():
         for _ in range(rounds + 1):
             rehearsal.begin(inputs.clone(), targets.clone())

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from cdp_repro.config import RunConfig
 from cdp_repro.config.numerics import autocast, loss_fn
+from cdp_repro.engine.compute import Network
 from cdp_repro.engine.mailbox import new_groups
 from cdp_repro.launch import launch
 from cdp_repro.launch.process_group import process_group
@@ -33,13 +34,8 @@ def measure_stages(config: RunConfig, cut: CutModel) -> tuple[tuple[float, ...],
     torch.set_num_threads(1)
     try:
         stages = [stage.to(device) for stage in cut.stages]
-        forward, backward = time_passes(
-            stages,
-            loss_fn,
-            *sample(config, device),
-            autocast=autocast(config, device.type),
-            sources=config.sources or (),
-        )
+        network = Network(stages, loss_fn, autocast(config, device.type), config.sources or ())
+        forward, backward = time_passes(network, *sample(config, device))
     finally:
         torch.set_num_threads(threads)
         for stage in cut.stages:
