@@ -174,7 +174,7 @@ def test_a_schedule_is_what_its_spec_says():
     assert spec.forwards == 12 * 4
     assert schedule.data_parallel().spec == Spec("dp", 2, 4, "pipeline", "backward_first", 3, 2, 4)
     assert schedule.data_parallel().timeline.name == "one_f_one_b"
-    assert "pipeline" in str(schedule) and "workers=2, stages=4" in str(schedule)
+    assert str(schedule) == "placement pipeline with workers=2, stages=4, replicas=2 in mode cdp_v2"
     assert hash(schedule) == hash(Schedule.from_spec(spec))
 
 

@@ -222,8 +222,10 @@ class Program:
         The pattern repeats from the first step that begins and ends in the same state, except for a shift of one
         training step, and whose versions are not clipped at 0. It is searched for in longer and longer runs.
         """
-        longest, checker, begin = self.schedule.rule.longest, Checker(self.schedule, first_step), self.begin
-        for steps in range(longest + 2, 2 * longest + MAX_STEPS):
+        rule, checker, begin = self.schedule.rule, Checker(self.schedule, first_step), self.begin
+        longest = rule.longest
+        # one step more where all reads are stale: if a run is too short, the next is made anew
+        for steps in range(longest + 2 + min(map(min, rule.matrix)), 2 * longest + MAX_STEPS):
             slots = self._generated(first_step, steps)
             for step in range(len(checker.states), steps + 1):  # a longer run begins as a shorter one does
                 checker.follow(slots, begin(step))
