@@ -65,6 +65,7 @@ STEPS_PER_ROUND = 4
 a training does once between checkpoints, and the first step after another contender's finds its memory cold."""
 OVERHEAD_WORKERS, OVERHEAD_MICRO_BATCH = 4, 16
 PROGRAM_WORKERS = (4, 16, 64, 256)
+PROGRAM_MODES = ("dp", "cdp_v1", "cdp_v2")
 MOST_FORWARDS = 400_000
 """In a hundred steps or fewer, on a single device: what the cost of an action is measured over."""
 
@@ -219,13 +220,15 @@ def programs() -> dict[str, object]:
     The start is what no rank can do without: choices to first slot, on one core. The cost of an action should not
     depend on the number of ranks; it is the mean over up to a hundred steps, of a rank that stands for all.
     """
-    rows = [_program_row(n, placement) for n in PROGRAM_WORKERS for placement in PLACEMENTS]
-    return {"config": "cdp_v2, N = S, one core, no tensors", "rows": rows}
+    rows = [
+        _program_row(mode, n, placement) for n in PROGRAM_WORKERS for mode in PROGRAM_MODES for placement in PLACEMENTS
+    ]
+    return {"config": "N = S, one core, no tensors", "rows": rows}
 
 
-def _program_row(workers: int, placement: str) -> dict[str, object]:
+def _program_row(mode: str, workers: int, placement: str) -> dict[str, object]:
     begin = time.process_time()
-    rank = RankProgram(Program(Schedule.build("cdp_v2", workers, placement=placement)), 0)
+    rank = RankProgram(Program(Schedule.build(mode, workers, placement=placement)), 0)
     next(rank.replay(0, lambda: True))
     started = time.process_time() - begin
     for steps in (5, max(5, min(100, MOST_FORWARDS // workers**2))):  # the first time, the rank picks its actions
@@ -234,6 +237,7 @@ def _program_row(workers: int, placement: str) -> dict[str, object]:
         actions = sum(len(slot.actions) for slot in rank.replay(0, lambda: next(left, None) is not None))  # noqa: B023
     each = (time.process_time() - begin) / actions
     row = {
+        "mode": mode,
         "workers": workers,
         "placement": placement,
         "ranks": rank.schedule.ranks,
@@ -288,14 +292,14 @@ def _method_table() -> list[str]:
 def _program_table() -> list[str]:
     """Return what programs cost: a row for each placement, a column for each number of workers."""
     found = json.loads((RESULTS / "programs.json").read_text())
-    cells = {(row["placement"], row["workers"]): row for row in found["rows"]}
+    cells = {(row["mode"], row["placement"], row["workers"]): row for row in found["rows"]}
     numbers = sorted({row["workers"] for row in found["rows"]})
     header = " | ".join(f"N = {n}" for n in numbers)
     lines = [f"| start [CPU s], cost of an own action [us] | {header} |", "| --- |" + " --- |" * len(numbers)]
-    for placement in dict.fromkeys(row["placement"] for row in found["rows"]):
-        each = [cells[placement, n] for n in numbers]
+    for mode, placement in dict.fromkeys((row["mode"], row["placement"]) for row in found["rows"]):
+        each = [cells[mode, placement, n] for n in numbers]
         texts = [f"{row['start_cpu_seconds']:.2f}, {row['microseconds_per_action']:.1f}" for row in each]
-        lines.append(f"| {placement} | {' | '.join(texts)} |")
+        lines.append(f"| {mode}, {placement} | {' | '.join(texts)} |")
     return [*lines, "", f"{found['config']}; {_evidence(found)}.", ""]
 
 
