@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 import cdp_repro
 from cdp_repro import Engine
@@ -242,12 +243,11 @@ def agreed(runs: dict[int, Run]) -> Run | str:
 
 
 def run_all(chosen: Sequence[Setting]) -> Iterator[tuple[Setting, Run | str]]:
-    """Run settings, a few at a time; yield them in their order, and show how far it is."""
+    """Run settings, a few at a time; yield them in their order, with a bar on a terminal."""
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        for number, (setting, found) in enumerate(zip(chosen, pool.map(run, chosen), strict=True), 1):
-            print(f"\r{number}/{len(chosen)}", end="", file=sys.stderr, flush=True)
-            yield setting, found
-    print(file=sys.stderr)
+        yield from tqdm(
+            zip(chosen, pool.map(run, chosen), strict=True), total=len(chosen), unit=" settings", disable=None
+        )
 
 
 def header() -> dict[str, str]:
@@ -291,7 +291,7 @@ def compare(path: Path, words: Sequence[str]) -> int:
     differing = 0
     for setting, found in run_all(known):
         if difference := difference_of(recorded["settings"][setting.name], found):
-            print(f"\r{setting.name}: {difference}", flush=True)
+            tqdm.write(f"{setting.name}: {difference}")
             differing += 1
     skipped = f"; {len(chosen) - len(known)} skipped, which have no recorded run" * (len(chosen) > len(known))
     same = f"{len(known) - differing} settings bitwise the same"
