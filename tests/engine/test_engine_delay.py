@@ -220,6 +220,11 @@ def test_every_placement_computes_what_one_device_computes(placement, tmp_path):
             small_runs.check_same([each[number] for each in on_ranks], expected)
 
 
+def test_modes_with_several_updates_a_step_are_refused():
+    with pytest.raises(ValueError, match="delay=prediction counts training steps, but mode=async makes 2 updates"):
+        small_runs.make_engine("async", "single_device", 2, 2, delay=Prediction)
+
+
 def refused_on_shards():
     with pytest.raises(ValueError, match="delay=prediction keeps the last steps of whole stages, but placement zero"):
         small_runs.make_engine("dp", "zero", 2, 2, delay=Prediction, collectives=True)

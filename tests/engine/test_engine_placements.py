@@ -247,6 +247,26 @@ def test_only_what_the_loss_depends_on_decides_on_parts_and_the_model_copies_not
     assert all(shared and not any(open_) for _, shared, open_ in outcomes)
 
 
+def bytes_in_modules(placement):
+    """Bytes of each stage's parameters in the modules, before and after a run, and after the model was asked for."""
+    torch.manual_seed(0)
+    stages = [nn.Linear(8, 8) for _ in range(2)]
+    engine = Engine(stages, F.cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), "cdp_v2", placement)
+    sizes = [[sum(p.nbytes for p in stage.parameters()) for stage in stages]]
+    for ask in (lambda: [*engine.run([(torch.randn(6, 8), torch.randint(8, (6,)))])], engine.model):
+        ask()
+        sizes.append([sum(p.nbytes for p in stage.parameters()) for stage in stages])
+    return sizes
+
+
+@pytest.mark.parametrize("placement", ["replicated", "pipeline", "zero"])
+def test_a_rank_keeps_no_parameters_of_stages_that_it_does_not_hold(placement, tmp_path):
+    whole = 4 * (8 * 8 + 8)
+    for rank, found in enumerate(run_ranks(bytes_in_modules, 2, placement, folder=tmp_path)):
+        held = [whole * (placement == "replicated" or stage == rank) for stage in range(2)]
+        assert found == [[whole, whole], held, [whole, whole]]
+
+
 def kept_bytes(outgoing):
     """Bytes of the memory that is kept for what may not have been sent, in which several buffers may lie."""
     kept = (transfer.buffer.untyped_storage() for _, transfer in outgoing._transfers)

@@ -78,6 +78,21 @@ def test_gradients_cannot_be_used_in_the_loop(use):
             use([*stages[0].parameters()])
 
 
+def test_nor_can_they_be_used_before_the_first_update():
+    engine = make_engine()
+    train(engine)
+    stages = engine.model()  # an ordinary model until the next run begins
+    asked = []
+
+    def batches():
+        with pytest.raises(RuntimeError, match=GRADIENT):
+            nn.utils.clip_grad_norm_(stages.parameters(), 1.0)
+        asked.append(engine.step)
+        yield from make_batches(2, engine.schedule.micro_batches)
+
+    assert len([*engine.run(batches())]) == 2 and asked == [3]
+
+
 def test_the_model_is_an_ordinary_one_after_a_run():
     engine = make_engine()
     train(engine)
