@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -265,6 +266,27 @@ def test_a_rank_keeps_no_parameters_of_stages_that_it_does_not_hold(placement, t
     for rank, found in enumerate(run_ranks(bytes_in_modules, 2, placement, folder=tmp_path)):
         held = [whole * (placement == "replicated" or stage == rank) for stage in range(2)]
         assert found == [[whole, whole], held, [whole, whole]]
+
+
+def losses_known(placement, replicas):
+    engine = make_engine("linear", "cdp_v2", placement, 2, 2, replicas)
+    return [
+        [not math.isnan(loss) for loss in result.losses]
+        for result in engine.run(make_batches("linear", 2 * replicas)[:1])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("placement", "replicas", "known"),
+    [
+        ("replicated", 1, [[True, True], [False, True]]),
+        ("pipeline", 1, [[True, True], [True, True]]),
+        ("replicated", 2, [[True, True], [False, False], [False, False], [False, False]]),
+    ],
+)
+def test_losses_are_known_on_rank_0_and_on_a_rank_that_computes_all_of_one(placement, replicas, known, tmp_path):
+    found = run_ranks(losses_known, len(known), placement, replicas, folder=tmp_path)
+    assert found == [[each] for each in known]
 
 
 def kept_bytes(outgoing):

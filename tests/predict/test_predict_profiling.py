@@ -60,3 +60,15 @@ def test_a_cut_balances_what_it_is_asked_to(partition):
     assert 1 <= cut.imbalance < 4
     own = {"parameters": cut.costs.parameter_bytes}.get(partition)
     assert own is None or tuple(cut.balanced) == own
+
+
+class Sum(nn.Module):
+    def forward(self, left, right):
+        return left + right
+
+
+def test_an_input_is_kept_by_the_stage_that_reads_it_not_by_the_one_after_its_maker():
+    stages = [nn.Linear(4, 3).requires_grad_(False), nn.Linear(4, 3), Sum()]
+    network = Network(stages, F.cross_entropy, sources=((), (), (0, 1)))
+    costs = profile_stages(network, torch.randn(2, 4), torch.zeros(2, dtype=torch.long))
+    assert costs.input_kept == (False, False, True)  # only the last takes a gradient

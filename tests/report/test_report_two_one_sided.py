@@ -39,7 +39,7 @@ def test_verdicts(differences, more, less):
 @pytest.mark.parametrize("each", [-1.0, 0.0, 0.1])
 def test_equal_differences_show_no_spread_and_settle_nothing(each):
     """Coarse numbers give them by chance; an interval of width 0 would be sure of them."""
-    theirs = {0: 80.1, 1: 79.9, 2: 81.3}
+    theirs = {0: 80.1, 1: 3.7, 2: 81.3}  # whose differences are equal but for rounding
     found = equivalence(Difference.paired({seed: value + each for seed, value in theirs.items()}, theirs), 0.3, True)
     assert found.verdict == NOT_SETTLED and math.isnan(found.p_value)
     assert found.difference.text() == f"{each:+.2f} (3)"
