@@ -269,7 +269,7 @@ def test_a_resumed_run_is_cut_as_it_was(tmp_path, tiny, monkeypatch):
     """Measured times differ from run to run; the cut must not."""
     whole = run(tmp_path / "run", *tiny, "partition=time")
     (tmp_path / "run" / "summary.json").unlink()
-    slow_first_block = lambda blocks, *_, **__: [1.0, *[0.0] * (len(blocks) - 1)]  # noqa: E731
+    slow_first_block = lambda network, *_: [1.0, *[0.0] * (len(network.stages) - 1)]  # noqa: E731
     monkeypatch.setattr("cdp_repro.predict.cutting.time_stages", slow_first_block)
     assert resume(tmp_path / "run")["stages/blocks"] == whole["stages/blocks"]
 
