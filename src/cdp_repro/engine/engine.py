@@ -121,9 +121,9 @@ class Engine:
         self._stages.zero_grad()  # remove gradients that another engine may have left
         self._stages.to(self._device)
         self._clipping = None if clip_norm is None else clipping(clip_norm, program, self.team)
-        updates = Updates(optimizer, delay, self._clipping)
-        self._holdings = Holdings(self.schedule, [*self._stages], self.team, self._device, updates)
         self._network = Network([*self._stages], loss_fn, autocast, self.schedule.sizes.sources)
+        updates = Updates(optimizer, delay, self._clipping)
+        self._holdings = Holdings(self.schedule, self._network.stages, self.team, updates)
         self.traced_steps = max(3, program.steady_step + 1) if traced_steps is None else traced_steps
         self._tracer = Tracer(self.schedule, self.team, self._device, self.traced_steps)
         self._executor = Executor(
@@ -269,10 +269,8 @@ class Engine:
             return outputs_of(self.model(), own, self._network.autocast)
         self._holdings.average_buffers(self.step)
         self._stages.eval()
-        stages = [*self._stages]
-        return PipelinedOutputs(self.schedule, stages, self.team, self._device, self._network.autocast).run(
-            batches, count
-        )
+        stages, autocast = self._network.stages, self._network.autocast
+        return PipelinedOutputs(self.schedule, stages, self.team, self._device, autocast).run(batches, count)
 
     def trace(self) -> Trace:
         """Return the trace of the traced steps: actions, versions, live activation bytes, messages.

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from cdp_repro.engine.clipping import Clipping
@@ -43,7 +42,6 @@ class Holdings:
         schedule: Schedule,
         stages: Sequence[nn.Module],
         team: Team,
-        device: torch.device,
         updates: Updates,
     ) -> None:
         self.values: dict[Value, Any] = {}
@@ -52,7 +50,7 @@ class Holdings:
         self._layouts = [Layout.like(dict(stage.named_parameters())) for stage in stages]
         is_sharded = schedule.placement.is_sharded
         self.shards = [
-            Shards(dict(stage.named_parameters()), team.rank, team.size, device) for stage in stages if is_sharded
+            Shards(dict(stage.named_parameters()), team.rank, team.size, team.device) for stage in stages if is_sharded
         ]
         """Of each stage; empty if stages are held whole."""
         self.states = {

@@ -35,7 +35,8 @@ class Rehearsal:
     def __init__(self, network: Network, convert: Convert = torch.clone) -> None:
         """`convert` makes the tensors to compute with from those of the network."""
         stages = network.stages
-        self._sources = network.sources or chain(len(stages))
+        self.sources = network.sources or chain(len(stages))
+        """For each stage, the stages whose outputs it reads."""
         self._compute = network.compute()
         self._versions = [Version(0, _converted(dict(stage.named_parameters()), convert)) for stage in stages]
         self._buffers = [_converted(dict(stage.named_buffers()), convert) for stage in stages]
@@ -49,7 +50,7 @@ class Rehearsal:
     def begin(self, inputs: Tensor, targets: Tensor) -> None:
         """Start a micro-batch, [B/M, ...] each."""
         self._targets = targets
-        first = [stage for stage, read in enumerate(self._sources) if not read]
+        first = [stage for stage, read in enumerate(self.sources) if not read]
         self._data = {stage: inputs if stage == first[-1] else inputs.clone() for stage in first}
 
     def forward(self, stage: int, meter: ActivationMeter | None = None, prefix: Prefix | None = None) -> Tensor:
@@ -57,7 +58,7 @@ class Rehearsal:
 
         The result is its output, [B/M, ...], or the loss, [].
         """
-        inputs = [self.outputs.pop(each) for each in self._sources[stage]] or [self._data.pop(stage)]
+        inputs = [self.outputs.pop(each) for each in self.sources[stage]] or [self._data.pop(stage)]
         self._input_storages = [weakref.ref(each.untyped_storage()) for each in inputs]
         output, saved = self._compute[stage].forward(
             self._versions[stage], self._buffers[stage], inputs, self._targets, meter, prefix=prefix
@@ -83,7 +84,7 @@ class Rehearsal:
         stage = len(self._saved) - 1
         of_output = self._gradients.pop(stage)
         of_inputs = self._compute[stage].backward(self._saved.pop(), of_output, gradients, later=later)
-        self._gradients.update(zip(self._sources[stage], of_inputs, strict=False))  # data takes none
+        self._gradients.update(zip(self.sources[stage], of_inputs, strict=False))  # data takes none
         return of_output, gradients
 
 

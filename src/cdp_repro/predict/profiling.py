@@ -18,7 +18,6 @@ from cdp_repro.engine.messages import layouts_of
 from cdp_repro.engine.prefix import Prefix
 from cdp_repro.engine.rehearsal import Rehearsal, fake_tensors
 from cdp_repro.predict.costs import StageCosts
-from cdp_repro.schedule.branches import Sources, chain
 from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT
 
 
@@ -36,8 +35,7 @@ def profile_stages(
     stages = network.stages
     forward, backward, prefix_bytes = profile_passes(network, inputs, targets, execute=execute, slices=slices)
     with _executing() if execute else fake_tensors() as convert:
-        sources = network.sources or chain(len(stages))
-        output_kept, input_kept = _kept(Rehearsal(network, convert), sources, convert(inputs), convert(targets))
+        output_kept, input_kept = _kept(Rehearsal(network, convert), convert(inputs), convert(targets))
     layouts = layouts_of(network, inputs, targets)
     return StageCosts(
         forward_bytes=tuple(grown for grown, _ in forward),
@@ -119,14 +117,13 @@ def _executing() -> Iterator[Callable[[Tensor], Tensor]]:
         yield torch.clone
 
 
-def _kept(
-    rehearsal: Rehearsal, sources: Sources, inputs: Tensor, targets: Tensor
-) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+def _kept(rehearsal: Rehearsal, inputs: Tensor, targets: Tensor) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     """Return, for each stage run separately, whether its output stays alive for its backward.
 
     Also return, for each input `x_j`, whether it stays alive for the backward of the stage that reads it; `x_0` is the
     data.
     """
+    sources = rehearsal.sources
     outputs, kept = [], [False] * len(sources)
     rehearsal.begin(inputs, targets)
     del inputs

@@ -18,7 +18,7 @@ from cdp_repro.schedule.values import GRADIENTS, PARAMETERS, Value
 def clips_globally(schedule: Schedule) -> bool:
     """Whether no micro-batch reads a new version before all sums of the step that makes it are complete."""
     rule = schedule.rule
-    return rule.longest == 0 or min(map(min, rule.matrix)) >= 1
+    return rule.longest == 0 or rule.least >= 1
 
 
 def knows_norms_in_time(program: Program) -> bool:

@@ -224,8 +224,8 @@ class Program:
         """
         rule, checker, begin = self.schedule.rule, Checker(self.schedule, first_step), self.begin
         longest = rule.longest
-        # one step more where all reads are stale: if a run is too short, the next is made anew
-        for steps in range(longest + 2 + min(map(min, rule.matrix)), 2 * longest + MAX_STEPS):
+        shortest = longest + 2 + rule.least // rule.sizes.updates  # if a run is too short, the next is made anew
+        for steps in range(shortest, 2 * longest + MAX_STEPS):
             slots = self._generated(first_step, steps)
             for step in range(len(checker.states), steps + 1):  # a longer run begins as a shorter one does
                 checker.follow(slots, begin(step))

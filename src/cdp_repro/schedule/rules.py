@@ -48,6 +48,11 @@ class Rule(ABC):
         return tuple(map(max, zip(*self.matrix, strict=True)))
 
     @cached_property
+    def least(self) -> int:
+        """The smallest staleness on any stage, in updates; 0 if some read is fresh."""
+        return min(map(min, self.matrix))
+
+    @cached_property
     def mean(self) -> float:
         """The mean staleness over micro-batches and stages, in updates."""
         return sum(map(sum, self.matrix)) / (self.sizes.turns * self.sizes.stages)
