@@ -15,7 +15,10 @@ from ranks import run_ranks
 from torch import nn
 
 from cdp_repro import Engine
+from cdp_repro.engine.compute import Version
 from cdp_repro.engine.delay import DELAYS, Compensation, ErrorFeedback, Prediction, Uncorrected
+from cdp_repro.engine.memory import ActivationMeter
+from cdp_repro.predict.training_state import copied_bytes
 from cdp_repro.schedule import Schedule
 
 STEPS = 12
@@ -170,6 +173,28 @@ def test_stale_reads_of_one_version_share_one_copy_that_dies_with_them():
     assert old.read_in(old.number + 1) is ahead and ahead.number == old.number
     del ahead
     assert not old._ahead
+
+
+@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2", MATRIX], ids=str)
+@pytest.mark.parametrize("choices", [{}, {"slot_order": "backward_first"}, {"accumulate": 2}], ids=str)
+def test_copies_take_the_bytes_that_the_program_says(monkeypatch, mode, choices):
+    if mode is MATRIX and "accumulate" in choices:
+        pytest.skip("a matrix has one row for each of three micro-batches")
+    meter, most, moved = ActivationMeter(), [0], Version._moved
+
+    def metered(version, name, steps):
+        tensor = moved(version, name, steps)
+        if tensor is not version.tensors[name]:
+            meter.hold(tensor)
+            most[0] = max(most[0], meter.live_bytes)
+        return tensor
+
+    monkeypatch.setattr(Version, "_moved", metered)
+    engine = make_engine(mode, delay=Prediction, **choices)
+    trained(engine, make_batches(8))
+    sizes = [sum(p.nbytes for p in stage.parameters() if p.requires_grad) for stage in make_stages()]
+    assert most[0] == copied_bytes(engine._program, sizes)
+    assert (most[0] > 0) == (mode != "dp") and not meter.live_bytes
 
 
 # ------------------------------------------------------------------------------------------------- resume, placements

@@ -7,8 +7,14 @@ import pytest
 from cdp_repro.cli.plan import main
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.numerics import parameter_dtype
+from cdp_repro.observe.text import format_bytes
 from cdp_repro.predict.cutting import cut_model
-from cdp_repro.predict.training_state import optimizer_states, training_state
+from cdp_repro.predict.training_state import (
+    copied_bytes,
+    optimizer_states,
+    predicted_parameter_bytes,
+    training_state,
+)
 from cdp_repro.training.assembly import build_engine, load_data, program_of
 
 
@@ -58,6 +64,20 @@ def test_the_plan_says_what_is_kept(capsys):
     assert main(["mode=cdp_v1", "optim=adamw", "delay=error_feedback", "workers=2"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "beside them optim=adamw keeps 607.5 KiB on the device with most, delay=error_feedback 303.7 KiB"
+
+
+def test_the_plan_counts_the_copies_that_stale_reads_see(tiny, capsys):
+    overrides = [*tiny, "mode=cdp_v1", "delay=prediction"]
+    config = compose_config(overrides)
+    cut, program = cut_model(config), program_of(config)
+    copies = predicted_parameter_bytes(config, cut, program)
+    assert copies == copied_bytes(program, cut.trained_bytes) > sum(cut.trained_bytes), "two versions at a time"
+    assert main(overrides) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.endswith(f" and copies for stale reads of at most {format_bytes(copies)}"), said
+    for without in ("delay=none", "delay=error_feedback", "mode=dp"):
+        config = compose_config([*overrides, without])
+        assert predicted_parameter_bytes(config, cut, program_of(config)) == 0
 
 
 def test_the_price_counts_the_last_steps(capsys):

@@ -235,6 +235,14 @@ def test_a_rate_that_diverges_is_told_and_never_wins(world):
     assert [row[5] for row in table.rows] == ["diverged"] * len(SETTINGS)
 
 
+@pytest.mark.parametrize(("nbytes", "shown"), [(2**19, " + 2.00 + 0.50"), (0, " + 2.00")])
+def test_copies_that_stale_reads_see_are_shown_where_there_are_any(world, nbytes, shown):
+    verdict = world.studies["verdict"]
+    changed = {"memory/predicted_parameter_bytes_per_device": nbytes}
+    world.have("verdict", compared(verdict, lambda number, seed: 90 + 0.1 * seed, **changed))
+    assert world.table("verdict").rows[1][7] == f"not measured + 1.00{shown}"
+
+
 def test_verdicts_come_from_fresh_seeds_alone_and_the_other_table_chooses(world):
     world.judge(0.05, 1.0)
     table = world.table("verdict", {("digits", setting_of(world.studies["verdict"].cells[1].settings)): "1.02"})

@@ -12,7 +12,7 @@ from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.simulate import SlotTotals, simulate_slots, simulate_totals, version_bytes
 from cdp_repro.predict.stage_cut import StageCut
-from cdp_repro.predict.training_state import training_state
+from cdp_repro.predict.training_state import predicted_parameter_bytes, training_state
 from cdp_repro.schedule import SLOT_ORDERS, Program, Schedule, Slot
 from cdp_repro.schedule.grid import text_grid
 from cdp_repro.trace import Trace, write_actions_csv, write_comms_csv, write_memory_csv, write_perfetto
@@ -203,7 +203,10 @@ def _state(plan: Plan) -> str:
     config, schedule = plan.config, plan.chosen.program.schedule
     optimizer, delay = training_state(config, plan.cut, schedule).most_on_a_rank(schedule)
     found = f"beside them optim={config.optim.name} keeps {format_bytes(optimizer)} on the device with most"
-    return found + (f", delay={config.delay.name} {format_bytes(delay)}" if config.delay.name != "none" else "")
+    if config.delay.name != "none":
+        found += f", delay={config.delay.name} {format_bytes(delay)}"
+    copies = predicted_parameter_bytes(config, plan.cut, plan.chosen.program)
+    return found + (f" and copies for stale reads of at most {format_bytes(copies)}" if copies else "")
 
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:

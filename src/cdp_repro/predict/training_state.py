@@ -1,13 +1,20 @@
-"""What a run keeps of each stage beside its parameters: the optimizer's state, and the last steps of `delay=`."""
+"""What a run keeps of each stage beside its versions: the optimizer's state, and what `delay=` needs."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cdp_repro.config import RunConfig
 from cdp_repro.config.schema import OptimConfig
 from cdp_repro.predict.stage_cut import StageCut
-from cdp_repro.schedule import Schedule
+from cdp_repro.schedule import Op, Program, Schedule
+from cdp_repro.schedule.values import PARAMETERS
+
+if TYPE_CHECKING:  # torch takes seconds
+    from cdp_repro.engine.delay import Uncorrected
 
 
 @dataclass(frozen=True)
@@ -47,10 +54,49 @@ def kept_steps(config: RunConfig, schedule: Schedule) -> list[int]:
     """Return how many last steps each stage keeps to make up for the stale reads of a schedule."""
     if config.delay.name == "none":
         return [0] * schedule.stages
+    return [method.kept_steps for method in _methods(config, schedule)]
+
+
+def _methods(config: RunConfig, schedule: Schedule) -> list[Uncorrected]:
+    """Return the method against delay of each stage."""
     from cdp_repro.config.numerics import delay_factory  # here: torch takes seconds
 
-    make = delay_factory(config.delay)
-    return [make(column).kept_steps for column in zip(*schedule.rule.matrix, strict=True)]
+    return [*map(delay_factory(config.delay), zip(*schedule.rule.matrix, strict=True))]
+
+
+def predicted_parameter_bytes(config: RunConfig, cut: StageCut, program: Program) -> int:
+    """Return the bytes of predicted parameters, which stale reads see with `delay=prediction`, at most on a rank."""
+    if config.delay.name == "none" or not any(each.reads_ahead for each in _methods(config, program.schedule)):
+        return 0
+    return copied_bytes(program, cut.trained_bytes)
+
+
+def copied_bytes(program: Program, stage_bytes: Sequence[int]) -> int:
+    """Return the bytes of moved-on copies, at most on a rank, if each stale read of a stage sees one of `stage_bytes`.
+
+    Stale reads of one version share a copy if the micro-batches belong to the same update. It lives from the first
+    forward to the last backward among them. The initial parameters have no copies, as no step has made them. Copies
+    that are lent to other ranks are not counted: they live only until they have been sent.
+    """
+    copy_of: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
+    """By rank, stage and micro-batch under way: rank, stage, version and update of the copy that it reads."""
+    readers: Counter[tuple[int, int, int, int]] = Counter()
+    held: dict[int, int] = defaultdict(int)
+    most = 0
+    for action in (action for slot in program.complete_run for action in slot.actions):
+        rank, stage, micro_batch = action.rank, action.stage, action.micro_batch
+        if action.op is Op.FORWARD:
+            update = micro_batch // program.schedule.sizes.summed
+            for version in (value.number for value in action.reads if value.kind == PARAMETERS):
+                if 0 < version < update:
+                    copy = copy_of[rank, stage, micro_batch] = (rank, stage, version, update)
+                    held[rank] += 0 if readers[copy] else stage_bytes[stage]
+                    readers[copy] += 1
+                    most = max(most, held[rank])
+        elif action.op.gives_gradients and (read := copy_of.pop((rank, stage, micro_batch), None)):
+            readers[read] -= 1
+            held[rank] -= 0 if readers[read] else stage_bytes[stage]
+    return most
 
 
 def optimizer_states(optim: OptimConfig) -> int:

@@ -20,6 +20,7 @@ from cdp_repro.studies.study import Cell, Study
 
 METHOD_TIMES = Path("bench") / "methods.json"
 """File below the results with the measurements of `python scripts/bench.py methods`."""
+_COPIES = "memory/predicted_parameter_bytes"
 
 Times = Mapping[tuple[str, Setting], str]
 """By data set and setting: the time of a step over that of data parallelism, as text."""
@@ -142,9 +143,14 @@ def _rate(group: Group, tuned: Mapping[Setting, TunedRate]) -> str:
 
 
 def _state(group: Group) -> str:
-    """Return the MiB of parameters, optimizer and method on the device with most of each, as `0.60 + 0.30 + 0.30`."""
+    """Return the MiB of parameters, optimizer and method on the device with most of each, as `0.60 + 0.30 + 0.30`.
+
+    What the method keeps comes in two numbers if stale reads see copies and the row counts them.
+    """
     summary: Mapping[str, Any] = group.rows[0].summary
-    kinds = ("memory/parameter_peak_bytes", "memory/optimizer_bytes", "memory/delay_bytes")
+    kinds = ["memory/parameter_peak_bytes", "memory/optimizer_bytes", "memory/delay_bytes"]
+    if summary.get(f"{_COPIES}_per_device"):
+        kinds.append(_COPIES)
     found = [summary.get(f"{kind}_per_device") for kind in kinds]
     return " + ".join("not measured" if nbytes is None else f"{nbytes / 2**20:.2f}" for nbytes in found)
 
@@ -176,8 +182,8 @@ def _notes(study: Study) -> list[str]:
     return [
         "Mean ± standard deviation over seeds, number of runs in brackets; differences are paired by seed, "
         f"{better} is better. Each setting is compared with dp of the same optimizer. What a device "
-        "keeps, at most: all versions of the parameters, the optimizer's state, the method's (without the copies of "
-        "parameters that stale reads see with prediction, which live only from forward to backward). Time: median and "
+        "keeps, at most: all versions of the parameters, the optimizer's state, the method's (with prediction also the "
+        "copies that stale reads see, in rows that count them). Time: median and "
         "quartiles of alternating rounds (`python scripts/bench.py methods`).",
         OF_TWO_VERSIONS,
         rule,

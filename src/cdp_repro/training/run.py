@@ -30,6 +30,7 @@ from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.cutting import CutModel, cut_model
 from cdp_repro.predict.remembered_cuts import remember
 from cdp_repro.predict.simulate import simulate_totals, version_bytes
+from cdp_repro.predict.training_state import predicted_parameter_bytes
 from cdp_repro.schedule import Program
 from cdp_repro.trace import Trace
 from cdp_repro.training.assembly import build_engine, load_data, program_of
@@ -243,6 +244,7 @@ class _Run:
         summary = {
             **self._described(status),
             **self._trainer.measured(),
+            "memory/predicted_parameter_bytes_per_device": predicted_parameter_bytes(self._config, self._cut, program),
             "memory/activation_peak_bytes_simulated": _simulated_peak(program, self._cut.costs),
             "memory/activation_peak_bytes_simulated_dp": _simulated_peak(
                 Program(program.schedule.data_parallel()), costs_of_dp
