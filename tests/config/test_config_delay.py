@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from cdp_repro.baselines.baseline import Baseline
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
+from cdp_repro.config.limits import _CHOICES
 from cdp_repro.config.loading import without_effect
 from cdp_repro.config.numerics import delay_factory
 from cdp_repro.engine.delay import DELAYS, Compensation, ErrorFeedback, Uncorrected
 from cdp_repro.schedule import MODES
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.parametrize("name", DELAYS)
@@ -18,6 +23,10 @@ def test_each_method_composes(name):
     config = compose_config([f"delay={name}"])
     assert config.delay.name == name
     assert type(delay_factory(config.delay)([1, 0])) is DELAYS[name]
+
+
+def test_every_method_has_its_file_and_no_other_name_is_taken():
+    assert {*_CHOICES["delay.name"]} == {*DELAYS} == {path.stem for path in (CONFIGS / "delay").glob("*.yaml")}
 
 
 def test_strength_arrives():

@@ -22,8 +22,6 @@ LIBRARY = ("asyncio", "collections", "email", "http", "json", "logging", "urllib
 """Packages of Python's standard library that are the default text, about 1.4 MB. Every machine has them without a
 download. They vary with the version of Python; the fingerprint tells versions apart."""
 
-TOKENS = ("bytes", "characters")
-
 
 def load_text(root: Path | None, *, context: int, tokens: str) -> TextDataset:
     """Return the text of a file, or of all files of a folder in the order of their names, cut into sequences.
@@ -31,7 +29,7 @@ def load_text(root: Path | None, *, context: int, tokens: str) -> TextDataset:
     Args:
         root: the file or folder; None for Python's own library.
         context: tokens of a sequence.
-        tokens: one of `TOKENS`.
+        tokens: "bytes" or "characters".
 
     Raises:
         DatasetError: there is no such file, one is empty or not UTF-8, or the text is too short for the context.
