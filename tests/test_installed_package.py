@@ -30,7 +30,7 @@ from torch import nn
 
 from cdp_repro.data.in_memory import InMemoryDataset, Split
 from cdp_repro.schedule.rules import UniformDelay
-from cdp_repro.schedule.schedule import Mode
+from cdp_repro.schedule.modes import Mode
 from cdp_repro.schedule.timelines.cyclic import Cyclic
 
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from cdp_repro.config import ConfigError
-from cdp_repro.schedule.schedule import MODES
+from cdp_repro.schedule.modes import MODES
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))

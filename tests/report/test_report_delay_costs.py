@@ -152,7 +152,11 @@ def test_what_goes_on_is_what_the_committed_rows_chose(benchmark):
     groups = {each.name: grouped(read_rows(ROWS / each.name), each.varied) for each in studies.values()}
     keys = [setting_of(cell.settings) for cell in studies["delay-tuning"].cells[:: len(benchmark.grid)]]
     of_setting = dict(zip(benchmark.settings, keys, strict=True))
-    for chosen, after in ((benchmark.finalists, "delay-finals"), (benchmark.rates, "delay"), (benchmark.best, "verdict")):
+    for chosen, after in (
+        (benchmark.finalists, "delay-finals"),
+        (benchmark.rates, "delay"),
+        (benchmark.best, "verdict"),
+    ):
         assert bool(chosen) == (after in studies), "none runs before the study that chooses for it"
         assert chosen or not (ROWS / f"{benchmark.name}-{after}").exists()
     if benchmark.finalists:

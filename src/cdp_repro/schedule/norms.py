@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cdp_repro.schedule.program import Program
-from cdp_repro.schedule.schedule import Schedule, Spec
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.spec import Spec
 from cdp_repro.schedule.values import GRADIENTS, PARAMETERS, Value
 
 

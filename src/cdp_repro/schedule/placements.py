@@ -177,3 +177,8 @@ PLACEMENTS: ByName[type[Placement]] = ByName(
         for placement in (SingleDevice, Replicated, Zero, ModelParallel, Pipeline, ParameterServer)
     },
 )
+
+
+def add_placement(placement: type[Placement]) -> None:
+    """Enter a placement under its name."""
+    PLACEMENTS[placement.name] = placement

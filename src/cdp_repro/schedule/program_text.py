@@ -32,7 +32,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from cdp_repro.schedule.actions import Action, Slot
 from cdp_repro.schedule.check import ScheduleError
 from cdp_repro.schedule.program import MAX_STEPS, Piece, Program, Run, overlap
-from cdp_repro.schedule.schedule import Schedule, Spec, frozen
+from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.spec import Spec, frozen
 
 FIRST_LINE = "cdp-repro program, format 1"
 _GRADIENT_BYTES = "gradient_bytes"

@@ -15,7 +15,7 @@ from cdp_repro.schedule.timelines.sequential import Sequential
 from cdp_repro.schedule.timelines.simultaneous import Simultaneous
 from cdp_repro.schedule.timelines.timeline import Timeline
 
-__all__ = ["TIMELINES", "Timeline"]
+__all__ = ["TIMELINES", "Timeline", "add_timeline"]
 
 TIMELINES: ByName[type[Timeline]] = ByName(
     "timelines",
@@ -35,3 +35,8 @@ TIMELINES: ByName[type[Timeline]] = ByName(
         )
     },
 )
+
+
+def add_timeline(timeline: type[Timeline]) -> None:
+    """Enter a timeline under its name, for modes to use."""
+    TIMELINES[timeline.name] = timeline

@@ -1,0 +1,194 @@
+"""A spec: what a user chooses of a schedule, as plain data."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+from cdp_repro.schedule.branches import chain
+from cdp_repro.schedule.modes import DEFAULT_SLACK, MODE_SIZES, MODES, Mode
+from cdp_repro.schedule.placements import PLACEMENTS
+from cdp_repro.schedule.rules import Matrix
+from cdp_repro.schedule.sizes import Sizes
+
+SLOT_ORDERS = ("paper", "backward_first")
+PIPELINE_SCHEDULES = ("one_f_one_b", "gpipe")
+PLACEMENT_SIZES = {"ranks": "pipeline", "servers": "parameter_server"}
+"""For each size that only one placement has, the name of that placement."""
+SPEED_PLACEMENTS = ("single_device", "parameter_server")
+"""Placements on which workers may have speeds of their own."""
+CHOOSING_PLACEMENTS = ("single_device", "pipeline")
+"""Placements on which M may be any number. Elsewhere workers are ranks, each with k micro-batches."""
+COLLECTIVE_PLACEMENTS = ("replicated", "zero")
+"""Placements on which each worker is a rank, so a collective of all ranks is one of all workers."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The choices of a user: plain data, checked when a `Schedule` is made from them."""
+
+    mode: str | tuple[tuple[int, ...], ...]
+    """A name, or a staleness matrix for the cyclic timeline: a row for each turn of a step."""
+    workers: int
+    """N."""
+    stages: int
+    """S."""
+    placement: str = "single_device"
+    slot_order: str = "paper"
+    """How a device orders the actions of a slot: `paper` (forwards first) or `backward_first`."""
+    accumulate: int = 1
+    """k."""
+    replicas: int = 1
+    """R."""
+    ranks: int | None = None
+    """D, for the placement `pipeline` only; None: N."""
+    servers: int | None = None
+    """P, for the placement `parameter_server` only; None: 1."""
+    speeds: tuple[int, ...] | None = None
+    """Micro-batches that each worker computes in the same time, for `dp`, `ssp` and `async`; None: all are equal."""
+    jitter: int | None = None
+    """Seed of uneven times of micro-batches, for `ssp` and `async`; None: all of a worker take the same time."""
+    message_time: float | None = None
+    """Time of a pull, and of a push, in micro-batches of the fastest worker, for `ssp` and `async`; None: 0."""
+    slack: int | None = None
+    """Pushes by which a worker may be ahead of the slowest one when it starts, for `ssp` only; None: 3."""
+    micro_batches: int | None = None
+    """M / (R L), on `CHOOSING_PLACEMENTS`; None: k N."""
+    slices: int | None = None
+    """L: micro-batches that sequences are cut into along their tokens, for `terapipe` only; None: 2."""
+    sources: tuple[tuple[int, ...], ...] | None = None
+    """For each stage, the earlier stages whose outputs it reads (`branches`); None: a chain."""
+    pipeline_schedule: str = "one_f_one_b"
+    """How data parallelism runs on the placement `pipeline`: `one_f_one_b` or `gpipe`."""
+    collectives: bool = False
+    """Whether data parallelism on `replicated` or `zero` uses the library's collectives in place of ordered messages.
+    Collectives sum in an order of their own; on `zero` each rank then has a shard of every stage."""
+
+    @property
+    def chosen_mode(self) -> Mode:
+        """The mode of the name or matrix `mode`; `dp` on a pipeline has the timeline `pipeline_schedule`.
+
+        Raises:
+            ValueError: there is no mode of that name.
+        """
+        if not isinstance(self.mode, str):
+            rows = self.mode
+            return Mode("cyclic", lambda sizes: Matrix.checked(sizes, rows))
+        if self.mode not in MODES:
+            nearest = difflib.get_close_matches(self.mode, MODES, n=1, cutoff=0.3)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ValueError(f"unknown mode {self.mode!r}: choose {', '.join(MODES)} or give a staleness matrix{hint}")
+        mode = MODES[self.mode]
+        if mode.timeline == "simultaneous" and self.placement == "pipeline":
+            return replace(mode, timeline=self.pipeline_schedule)
+        return mode
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes, with defaults filled in."""
+        pipeline_ranks = 1 if self.placement != "pipeline" else self.workers if self.ranks is None else self.ranks
+        mode = self.chosen_mode
+        slack = DEFAULT_SLACK if self.slack is None else self.slack
+        return Sizes(
+            stages=self.stages,
+            workers=self.workers,
+            accumulate=self.accumulate,
+            replicas=self.replicas,
+            pipeline_ranks=pipeline_ranks,
+            servers=1 if self.servers is None else self.servers,
+            updates_each=mode.updates_each,
+            pushes=mode.pushes,
+            speeds=tuple(self.speeds or ()),
+            jitter=self.jitter,
+            message_time=self.message_time or 0,
+            slack=slack if "slack" in mode.sizes else None,
+            slices=mode.slices(self.slices),
+            chosen_turns=self.micro_batches,
+            branches=() if self.sources is None or self.sources == chain(self.stages) else self.sources,
+        )
+
+    @property
+    def mode_name(self) -> str:
+        """The name of the mode; `matrix` for a staleness matrix."""
+        return self.mode if isinstance(self.mode, str) else "matrix"
+
+    def __str__(self) -> str:
+        return (
+            f"placement {self.placement} with workers={self.workers}, stages={self.stages}, replicas={self.replicas} "
+            f"in mode {self.mode_name}"
+        )
+
+    def on(self, placement: str) -> Spec:
+        """Return the same spec on another placement, without the sizes that only other placements have."""
+        left_out: dict[str, Any] = {name: None for name, of in PLACEMENT_SIZES.items() if of != placement}
+        return replace(self, placement=placement, **left_out)
+
+    def in_mode(self, mode: str | tuple[tuple[int, ...], ...]) -> Spec:
+        """Return the same spec in another mode, without the sizes that this mode does not have."""
+        moved = replace(self, mode=mode)
+        left_out: dict[str, Any] = {name: None for name in MODE_SIZES if name not in moved.chosen_mode.sizes}
+        return replace(moved, **left_out)
+
+    def check(self) -> None:
+        """Raise ValueError, with values that work, for a value that is out of range or of another mode or placement."""
+        for name, value, choices in (
+            ("placement", self.placement, PLACEMENTS),
+            ("slot_order", self.slot_order, SLOT_ORDERS),
+            ("pipeline_schedule", self.pipeline_schedule, PIPELINE_SCHEDULES),
+        ):
+            if value not in choices:
+                raise ValueError(f"unknown {name} {value!r}: choose {', '.join(choices)}")
+        for name, of in PLACEMENT_SIZES.items():
+            if (value := getattr(self, name)) is not None and self.placement != of:
+                raise ValueError(
+                    f"{name}={value} is for placement={of}; placement={self.placement} derives its ranks from "
+                    f"workers, stages and replicas: leave {name} out"
+                )
+        self._check_mode_sizes()
+        self.sizes.check()
+
+    def _check_mode_sizes(self) -> None:
+        """Raise ValueError for a size that the mode does not have, and for speeds on a placement without them."""
+        for name in MODE_SIZES:
+            if (value := getattr(self, name)) is not None and name not in self.chosen_mode.sizes:
+                modes = [each for each, mode in MODES.items() if name in mode.sizes]
+                shown = [*value] if isinstance(value, tuple) else value
+                raise ValueError(
+                    f"{name}={shown} is for mode={' or '.join(modes)}; mode={self.mode_name} has none: leave {name} out"
+                )
+        if self.speeds is not None and self.placement not in SPEED_PLACEMENTS:
+            raise ValueError(
+                f"speeds={[*self.speeds]} needs workers that wait only for parameters, not "
+                f"placement={self.placement}: use placement={' or '.join(SPEED_PLACEMENTS)}"
+            )
+
+    @property
+    def forwards(self) -> int:
+        """Number of forwards in a training step: M S."""
+        return self.sizes.micro_batches * self.stages
+
+
+class Choices(TypedDict, total=False):
+    """The fields of `Spec` with a default, except placement and slot order, in the types that people write."""
+
+    accumulate: int
+    replicas: int
+    ranks: int | None
+    servers: int | None
+    speeds: Sequence[int] | None
+    jitter: int | None
+    message_time: float | None
+    slack: int | None
+    micro_batches: int | None
+    slices: int | None
+    sources: Sequence[Sequence[int]] | None
+    pipeline_schedule: str
+    collectives: bool
+
+
+def frozen(value: Any) -> Any:
+    """Return a value in the form that `Spec` has: sequences as tuples."""
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+    return tuple(map(frozen, value)) if is_sequence else value
