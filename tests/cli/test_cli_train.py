@@ -79,6 +79,10 @@ def test_a_mistake_in_one_cell_stops_the_sweep_before_it_starts(tiny, capsys):
             ["launcher.jobs=0: must be", "hydra.sweep.dir cannot be resolved", "workers=0: must be"],
         ),
         (["-m", "launcher=slrum", "workers"], ["unknown launcher 'slrum'", "'workers' is not of the form key=value"]),
+        (
+            ["seed=[", "modle=mlp", "workers", "epochs=0"],
+            ["'seed=[' is not of the form", "'workers' is not of", "unknown key 'modle'", "epochs=0: must be"],
+        ),
         (["workers=0", "run_dir=a", "hydra.run.dir=b"], ["name two folders", "workers=0: must be"]),
         (
             ["resume=", "seed=1", "restart=maybe"],

@@ -18,7 +18,7 @@ from yaml import YAMLError
 from cdp_repro.config.errors import ConfigError, refuse
 from cdp_repro.config.keys import leaves
 from cdp_repro.config.loading import load_config
-from cdp_repro.config.overrides import parse_long_forms, text_of
+from cdp_repro.config.overrides import parse_long_forms, readable_forms, text_of
 from cdp_repro.config.paths import refuse_long_names
 from cdp_repro.config.schema import RunConfig
 from cdp_repro.config.source import OURS, TREE, Source
@@ -58,7 +58,7 @@ def written_out(overrides: Sequence[str], source: Source = OURS) -> list[str]:
     """Return the overrides in the form that Hydra reads, with our short forms written out; values are not checked.
 
     Raises:
-        ConfigError: lists all overrides that cannot be read; if there are none, all unknown keys and choices.
+        ConfigError: lists all overrides that cannot be read, and all unknown keys and choices.
     """
     composable, problems, _ = _examined(overrides, source)
     refuse(problems)
@@ -88,7 +88,7 @@ def _examined(overrides: Sequence[str], source: Source) -> tuple[list[str], list
     The choices of groups decide which keys exist, so they are composed first. If no other override is left for Hydra,
     this tree is complete; otherwise None stands in its place.
     """
-    parsed = parse_long_forms(overrides, source)
+    parsed, unreadable = readable_forms(overrides, source)
     problems = {id(override): problem for override in parsed if (problem := unknown_choice(override, source))}
     groups = [
         text_of(override)
@@ -100,7 +100,7 @@ def _examined(overrides: Sequence[str], source: Source) -> tuple[list[str], list
     known, missing = [key for key, _ in found], [key for key, value in found if value == MISSING]
     problems |= {id(item): problem for item in parsed if (problem := unknown_key(item, source, known, missing))}
     composable = [text_of(override) for override in parsed if id(override) not in problems]
-    sentences = [*problems.values(), *_placement_of_baseline(parsed)]
+    sentences = [*unreadable, *problems.values(), *_placement_of_baseline(parsed)]
     return composable, sentences, deepcopy(tree) if composable == groups else None
 
 

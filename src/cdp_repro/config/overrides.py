@@ -22,6 +22,17 @@ def parse_long_forms(overrides: Sequence[str], source: Source) -> list[Override]
     return [form for override in parse(overrides) for form in _forms(override, source)]
 
 
+def readable_forms(overrides: Sequence[str], source: Source) -> tuple[list[Override], list[str]]:
+    """Return what `parse_long_forms` returns for all overrides that can be read, and a sentence for each other one."""
+    found, problems = list[Override](), list[str]()
+    for text in overrides:
+        try:
+            found += parse_long_forms([text], source)
+        except ConfigError as error:
+            problems += error.problems
+    return found, problems
+
+
 def parse(overrides: Sequence[str]) -> list[Override]:
     """Return the overrides as Hydra reads them; raise ConfigError that lists all that cannot be read."""
     parser = OverridesParser.create()
