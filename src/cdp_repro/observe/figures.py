@@ -80,7 +80,7 @@ def _draw_timeline(axis: Axes, timeline: Sequence[Slot], lanes: Lanes) -> None:
 
 
 def _label(axis: Axes, action: Action, x: float, y: float, height: float) -> None:
-    arrow = {Op.FORWARD: "↑", Op.BACKWARD_WEIGHTS: "•"}.get(action.op, "↓")
+    arrow = "↑" if action.op is Op.FORWARD else "↓" if action.op.passes_on else "•"
     size = 9 if height > 0.5 else max(3.5, 14 * height)
     text = f"{arrow}$_{{{action.version}}}$" if height > 0.3 else arrow
     axis.text(x, y, text, ha="center", va="center", fontsize=size)

@@ -28,6 +28,10 @@ class Op(StrEnum):
 
     is_compute: bool
     """Whether the action is a forward, a backward or a part of one; such an action takes a slot of its rank."""
+    passes_on: bool
+    """Whether the micro-batch goes on by this compute, to the next stage or back; a compute that does not can wait."""
+    backward_share: float
+    """Share of the time of a stage's backward; in a linear layer, each part of a split one is one of two products."""
     gives_gradients: bool
     """Whether the action gives the gradients of a stage's parameters for one micro-batch."""
     sums_gradients: bool
@@ -37,6 +41,8 @@ class Op(StrEnum):
 
     def __init__(self, letter: str) -> None:
         self.is_compute = letter in "FBIW"
+        self.passes_on = letter in "FBI"
+        self.backward_share = {"B": 1.0, "I": 0.5, "W": 0.5}.get(letter, 0.0)
         self.gives_gradients = letter in "BW"
         self.sums_gradients = letter in "BWA"
         self.is_message = letter in "SR"

@@ -193,7 +193,7 @@ class Checker:
     def _occupy(self, action: Action) -> None:
         """Enter a compute: a micro-batch's branch, a rank and, unless shared, a stage have at most one per slot."""
         sizes, m = self._schedule.sizes, action.micro_batch
-        users = [("micro-batch", m, sizes.branch_of[action.stage])] if action.op is not Op.BACKWARD_WEIGHTS else []
+        users = [("micro-batch", m, sizes.branch_of[action.stage])] if action.op.passes_on else []
         if self._ranks > 1:  # a single device computes for all workers in turn
             users.append(("rank", action.rank, 0))
         if self._schedule.timeline.has_exclusive_stages:

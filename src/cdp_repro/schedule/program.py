@@ -305,8 +305,8 @@ class RankProgram:
         if held := sum(self.rank in holders(stage) for stage in stages):
             return Op.UPDATE, held * self.schedule.sizes.updates
         own = self._picked(self._program.run_from(0)[0].period)[self.rank]
-        last = Op.BACKWARD_WEIGHTS if self.schedule.timeline.splits_backward else Op.BACKWARD
-        return last, sum(action.op is last for slot in own for action in slot.actions)
+        giving = [action.op for slot in own for action in slot.actions if action.op.gives_gradients]
+        return giving[0] if giving else Op.BACKWARD, len(giving)
 
     def replay(self, first_step: int, upcoming: Upcoming) -> Iterator[Slot]:
         """Yield the slots of a run from `first_step` in which the rank acts."""

@@ -207,17 +207,10 @@ class _SelfTimedClock:
         """At the start of each training step: times of ranks and links, sorted, because ranks may take turns."""
         self.is_done = False
         """Whether all times grew by the same amount in the last two steps, or `MAX_STEPS` steps have passed."""
-        half = [seconds / 2 for seconds in cluster.backward_seconds]  # in a linear layer, each part is one product
+        whole = {Op.FORWARD: cluster.forward_seconds, Op.UPDATE: cluster.update_seconds}
+        parts = {op: [op.backward_share * each for each in cluster.backward_seconds] for op in Op if op.backward_share}
         self.seconds = {
-            (op, stage): seconds
-            for op, times in (
-                (Op.FORWARD, cluster.forward_seconds),
-                (Op.BACKWARD, cluster.backward_seconds),
-                (Op.BACKWARD_INPUT, half),
-                (Op.BACKWARD_WEIGHTS, half),
-                (Op.UPDATE, cluster.update_seconds),
-            )
-            for stage, seconds in enumerate(times)
+            (op, stage): seconds for op, times in (whole | parts).items() for stage, seconds in enumerate(times)
         }
         """Seconds of an op on a stage."""
 

@@ -25,7 +25,7 @@ def _boundary(action: Action, schedule: Schedule) -> list[Action]:
             wanted.append((micro_batch_value(INPUT, stage + 1, m), rank_of(m, sizes.readers[stage])))
         statistics = schedule.statistics_of(m)
         wanted.append((buffers(stage, statistics), rank_of(schedule.next_with(statistics, m + 1), stage)))
-    elif action.op is not Op.BACKWARD_WEIGHTS:
+    elif action.op.passes_on:
         for source in sizes.sources[stage]:
             wanted.append((micro_batch_value(OUTPUT_GRADIENT, source, m), rank_of(m, source)))
     return [end for value, rank in wanted if rank != action.rank for end in send(value, action.rank, rank)]
