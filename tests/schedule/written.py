@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, MODES, PLACEMENTS, Action, Op, Schedule, Slot
 from cdp_repro.schedule.check import Checker
 from cdp_repro.schedule.generate import generate
-from cdp_repro.schedule.spec import CHOOSING_PLACEMENTS
+from cdp_repro.schedule.schedule_spec import CHOOSING_PLACEMENTS
 
 CYCLIC = ("cdp_v1", "cdp_v2")
 DISTRIBUTED = tuple(name for name in PLACEMENTS if name != "single_device")

@@ -28,7 +28,7 @@ from cdp_repro.launch.team import Team
 from cdp_repro.models.chain import joined
 from cdp_repro.schedule import Program, RankProgram, Schedule
 from cdp_repro.schedule.forward_only import is_pipelined
-from cdp_repro.schedule.spec import Choices
+from cdp_repro.schedule.schedule_spec import Choices
 from cdp_repro.schedule.summation import strategy_of
 from cdp_repro.schedule.values import GRADIENTS
 from cdp_repro.trace import Trace

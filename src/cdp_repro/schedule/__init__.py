@@ -6,7 +6,8 @@ A `Schedule` is the choice of a timeline, a rule and a placement; its `Program` 
     branches        the stages whose outputs a stage reads
     rules           the version of the parameters that a micro-batch reads
     placements      the rank that computes, and the ranks that hold the state
-    modes, spec     a timeline and a rule under one name; all that a user chooses
+    modes           a timeline and a rule under one name
+    schedule_spec   all that a user chooses
     passes/         messages, lent parameters, last reads
     summation/      ways to sum gradients, one per file
     generate        the passes in order: a run, written out
@@ -23,7 +24,13 @@ from cdp_repro.schedule.modes import MODES, Mode, add_mode
 from cdp_repro.schedule.placements import PLACEMENTS, add_placement
 from cdp_repro.schedule.program import Program, RankProgram
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.spec import COLLECTIVE_PLACEMENTS, PIPELINE_SCHEDULES, PLACEMENT_SIZES, SLOT_ORDERS, Spec
+from cdp_repro.schedule.schedule_spec import (
+    COLLECTIVE_PLACEMENTS,
+    PIPELINE_SCHEDULES,
+    PLACEMENT_SIZES,
+    SLOT_ORDERS,
+    Spec,
+)
 from cdp_repro.schedule.timelines import TIMELINES, add_timeline
 from cdp_repro.schedule.values import Value
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from cdp_repro.schedule.program import Program
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.spec import Spec
+from cdp_repro.schedule.schedule_spec import Spec
 from cdp_repro.schedule.values import GRADIENTS, PARAMETERS, Value
 
 

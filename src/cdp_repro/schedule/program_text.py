@@ -33,7 +33,7 @@ from cdp_repro.schedule.actions import Action, Slot
 from cdp_repro.schedule.check import ScheduleError
 from cdp_repro.schedule.program import MAX_STEPS, Piece, Program, Run, overlap
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.spec import Spec, frozen
+from cdp_repro.schedule.schedule_spec import Spec, frozen
 
 FIRST_LINE = "cdp-repro program, format 1"
 _GRADIENT_BYTES = "gradient_bytes"

@@ -10,8 +10,8 @@ from typing import Unpack
 
 from cdp_repro.schedule.placements import PLACEMENTS, Placement
 from cdp_repro.schedule.rules import Rule
+from cdp_repro.schedule.schedule_spec import CHOOSING_PLACEMENTS, COLLECTIVE_PLACEMENTS, Choices, Spec, frozen
 from cdp_repro.schedule.sizes import Sizes
-from cdp_repro.schedule.spec import CHOOSING_PLACEMENTS, COLLECTIVE_PLACEMENTS, Choices, Spec, frozen
 from cdp_repro.schedule.timelines import TIMELINES
 from cdp_repro.schedule.timelines.timeline import Timeline
 
