@@ -18,7 +18,7 @@ from yaml import YAMLError
 from cdp_repro.config.errors import ConfigError, refuse
 from cdp_repro.config.keys import leaves
 from cdp_repro.config.loading import load_config
-from cdp_repro.config.overrides import parse_long_forms, readable_forms, text_of
+from cdp_repro.config.overrides import long_forms, parse_long_forms, readable, text_of
 from cdp_repro.config.paths import refuse_long_names
 from cdp_repro.config.schema import RunConfig
 from cdp_repro.config.source import OURS, TREE, Source
@@ -88,7 +88,8 @@ def _examined(overrides: Sequence[str], source: Source) -> tuple[list[str], list
     The choices of groups decide which keys exist, so they are composed first. If no other override is left for Hydra,
     this tree is complete; otherwise None stands in its place.
     """
-    parsed, unreadable = readable_forms(overrides, source)
+    can_be_read, unreadable = readable(overrides)
+    parsed = long_forms(can_be_read, source)
     problems = {id(override): problem for override in parsed if (problem := unknown_choice(override, source))}
     groups = [
         text_of(override)

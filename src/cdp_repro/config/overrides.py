@@ -19,22 +19,23 @@ INSTALLED = {"mode": "modes", "placement": "placements", "model": "models", "dat
 
 def parse_long_forms(overrides: Sequence[str], source: Source) -> list[Override]:
     """Return the overrides as Hydra reads them, with our short forms written out; raise ConfigError as `parse` does."""
-    return [form for override in parse(overrides) for form in _forms(override, source)]
+    return long_forms(parse(overrides), source)
 
 
-def readable_forms(overrides: Sequence[str], source: Source) -> tuple[list[Override], list[str]]:
-    """Return what `parse_long_forms` returns for all overrides that can be read, and a sentence for each other one."""
-    found, problems = list[Override](), list[str]()
-    for text in overrides:
-        try:
-            found += parse_long_forms([text], source)
-        except ConfigError as error:
-            problems += error.problems
-    return found, problems
+def long_forms(parsed: Sequence[Override], source: Source) -> list[Override]:
+    """Return the overrides with our short forms written out."""
+    return [form for override in parsed for form in _forms(override, source)]
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
     """Return the overrides as Hydra reads them; raise ConfigError that lists all that cannot be read."""
+    parsed, problems = readable(overrides)
+    refuse(problems)
+    return parsed
+
+
+def readable(overrides: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """Return the overrides that can be read, as Hydra reads them, and a sentence for each problem of the others."""
     parser = OverridesParser.create()
     parsed, problems = [], []
     for text in overrides:
@@ -51,8 +52,7 @@ def parse(overrides: Sequence[str]) -> list[Override]:
             key, equals, _ = text.partition("=")
             closed = f": close its brackets and quotes, or write {key}='...' if it is text" if equals else ""
             problems.append(f"{text!r} is not of the form key=value{closed or ', such as workers=4'}")
-    refuse(problems)
-    return parsed
+    return parsed, problems
 
 
 def _forms(override: Override, source: Source) -> list[Override]:

@@ -13,8 +13,8 @@ from matplotlib.patches import Patch, Rectangle
 from cdp_repro.observe.figures import WORKER_COLOURS
 from cdp_repro.schedule import Op, Slot
 
-_SHADES = {"forward": 1.0, "backward": 0.55, "gradients of weights, apart": 0.25}
-"""Opacity of each kind of compute."""
+_KINDS = _FORWARD, _BACKWARD, _APART = ("forward", 1.0), ("backward", 0.55), ("gradients of weights, apart", 0.25)
+"""Kinds of compute, with the opacity of each."""
 
 SHOWN_SLOTS = 64
 """The most slots of a timeline that are drawn."""
@@ -33,7 +33,7 @@ def rank_timelines(timelines: Mapping[str, Sequence[Slot]], ranks: int) -> Figur
         axis.tick_params(length=0, labelsize="x-small")
     axes[-1].set_xlabel("time slot", fontsize="small")
     figure.legend(
-        handles=[Patch(color=WORKER_COLOURS[0], alpha=alpha, label=name) for name, alpha in _SHADES.items()],
+        handles=[Patch(color=WORKER_COLOURS[0], alpha=alpha, label=name) for name, alpha in _KINDS],
         loc="outside lower center", ncols=3, frameon=False, fontsize="small",
     )  # fmt: skip
     return figure
@@ -45,7 +45,7 @@ def _draw(axis: Axes, slots: Sequence[Slot], shown: int) -> None:
         for action in slot.actions:
             if action.op.is_compute:
                 colour = WORKER_COLOURS[action.micro_batch % len(WORKER_COLOURS)]
-                cells[colour, _SHADES[_kind(action.op)]].append(Rectangle((slot.number, action.rank), 1, 1))
+                cells[colour, _opacity(action.op)].append(Rectangle((slot.number, action.rank), 1, 1))
                 where = slot.number + 0.5, action.rank + 0.5
                 label = axis.text(*where, str(action.micro_batch), ha="center", va="center", fontsize=5)
                 label.set_in_layout(False)  # labels are inside the axes
@@ -53,7 +53,6 @@ def _draw(axis: Axes, slots: Sequence[Slot], shown: int) -> None:
         axis.add_collection(PatchCollection(rectangles, facecolor=colour, alpha=alpha, edgecolor="white"))
 
 
-def _kind(op: Op) -> str:
-    if op is Op.FORWARD:
-        return "forward"
-    return "backward" if op.passes_on else "gradients of weights, apart"
+def _opacity(op: Op) -> float:
+    _, opacity = _FORWARD if op is Op.FORWARD else _BACKWARD if op.passes_on else _APART
+    return opacity
