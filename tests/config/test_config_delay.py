@@ -9,9 +9,9 @@ import pytest
 from cdp_repro.baselines.baseline import Baseline
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
-from cdp_repro.config.limits import _CHOICES
 from cdp_repro.config.loading import without_effect
 from cdp_repro.config.numerics import delay_factory
+from cdp_repro.config.ranges import _CHOICES
 from cdp_repro.engine.delay import DELAYS, Compensation, ErrorFeedback, Uncorrected
 from cdp_repro.schedule import MODES
 

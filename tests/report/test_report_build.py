@@ -15,7 +15,8 @@ import pytest
 from report_rows import row_of
 
 from cdp_repro.cli import report as command
-from cdp_repro.report.build import Report, build, drawn, marked, stale, undrawn, write
+from cdp_repro.report.build import build, drawn, marked, stale, undrawn, write
+from cdp_repro.report.contents import Report
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.rows import RowError, write_row
 

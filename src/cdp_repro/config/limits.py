@@ -1,121 +1,23 @@
-"""The range of each setting, and the settings that exclude each other."""
+"""Settings that exclude each other, and runs that are too large."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
 
-from cdp_repro.baselines import BASELINES
-from cdp_repro.config.errors import nearest
+from cdp_repro.config.ranges import LARGEST_RATE
 from cdp_repro.config.schema import RunConfig
 from cdp_repro.config.task import FIXED_SHAPES
-from cdp_repro.schedule import MODES, PIPELINE_SCHEDULES, PLACEMENTS, SLOT_ORDERS, Program
+from cdp_repro.schedule import Program
 from cdp_repro.schedule.norms import clips_globally, knows_norms_in_time, refusal
 from cdp_repro.schedule.sizes import check_divisible
 
-PARTITIONS = ("flops", "parameters", "activations", "time")
-
-_CHOICES: dict[str, Collection[str | None]] = {
-    "mode.name": MODES,
-    "placement.name": PLACEMENTS,
-    "optim.name": ("sgd", "adamw", "nadamw", "muon"),
-    "delay.name": ("none", "error_feedback", "prediction", "compensation"),  # as engine.delay.DELAYS, which needs torch
-    "dataset.tokens": ("bytes", "characters"),
-    "optim.schedule": ("constant", "step", "cosine"),
-    "baseline": (None, *BASELINES),
-    "pipeline_schedule": PIPELINE_SCHEDULES,
-    "partition": PARTITIONS,
-    "slot_order": SLOT_ORDERS,
-    "precision": ("fp32", "fp64", "bf16"),
-    "device": ("auto", "cpu", "cuda"),
-    "wandb": ("offline", "online", "disabled"),
-}
-
-_MINIMA = {
-    **dict.fromkeys(
-        ("workers", "accumulate", "replicas", "batch_size", "epochs", "timeout_seconds", "grace_seconds",
-         "evaluate_every_epochs", "evaluation_batch_size", "checkpoint_every_steps", "keep_checkpoints",
-         "log_every_steps", "optim.step_epochs", "dataset.channels", "dataset.image_size",
-         "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden", "model.depth",
-         "model.width", "model.heads", "model.context",
-         "cluster.devices_per_host", "cluster.bandwidth_bytes_per_second"), 1,
-    ),
-    **dict.fromkeys(
-        ("seed", "optim.lr", "optim.weight_decay", "optim.warmup_epochs", "optim.gamma",
-         "dataset.loader_workers", "cluster.latency_seconds"), 0,
-    ),
-}  # fmt: skip
-
-_SIZES = (
-    "timeout_seconds", "grace_seconds", "workers", "stages", "accumulate", "replicas", "ranks", "servers",
-    "micro_batches", "batch_size", "evaluation_batch_size", "dataset.channels", "dataset.image_size",
-    "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden", "model.width",
-    "model.heads", "model.context",
-)  # fmt: skip
-_LARGEST_SIZE = 2**31 - 1
-_LARGEST_RATE = 1e38
-_LARGEST_DEPTH = 1000
-"""Blocks; a model with this many takes seconds to build and to measure."""
 _LARGEST_PROGRAM = 2_000_000
 """Forwards and backwards; a program with this many takes about a minute to make and check."""
 
 _LARGEST_INPUT = 2**31
 """Values in a mini-batch; in fp32, this many take 8 GiB."""
-
-_OPTIONAL_MINIMA = {
-    "stages": 1, "ranks": 1, "servers": 1, "jitter": 0, "message_time": 0, "slack": 0, "slices": 1, "micro_batches": 1,
-    "traced_steps": 0,
-    "delay.strength": 0,
-    "cluster.between_hosts_latency_seconds": 0, "cluster.between_hosts_bandwidth_bytes_per_second": 1,
-    "cluster.flops_per_second": 1,
-}  # fmt: skip
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
-    """Yield each key whose value is out of range, with a sentence that says so."""
-    for key, choices in _CHOICES.items():
-        value = _value(config, key)
-        if value not in choices and (key, value) != ("mode.name", "matrix"):
-            names = [str(choice) for choice in choices if choice is not None]
-            yield key, f"{key}={value}: choose {', '.join(names)}{nearest(str(value), names)}"
-    for key, minimum in _MINIMA.items():
-        value = _value(config, key)
-        if not (value >= minimum and math.isfinite(value)):
-            yield key, f"{key}={value}: must be a finite number, {minimum} or more"
-    for key, least in _OPTIONAL_MINIMA.items():
-        value = _value(config, key)
-        if value is not None and not (value >= least and math.isfinite(value)):
-            yield key, f"{key}={value}: must be a finite number, {least} or more"
-    if config.optim.clip_norm is not None and not 0 < config.optim.clip_norm < math.inf:
-        yield (
-            "optim.clip_norm",
-            f"optim.clip_norm={config.optim.clip_norm}: must be a finite number above 0, such as 1.0",
-        )
-    for key in ("model.dropout", "optim.momentum", "optim.beta1", "optim.beta2"):
-        value = _value(config, key)
-        if not 0 <= value < 1:
-            yield key, f"{key}={value}: must be at least 0 and below 1"
-    for key in ("optim.lr", "optim.weight_decay", "delay.strength"):
-        value = _value(config, key)
-        if value is not None and _LARGEST_RATE < value < math.inf:
-            yield key, f"{key}={value}: must be at most {_LARGEST_RATE:g}, beyond which fp32 ends"
-    for key in _SIZES:
-        value = _value(config, key)
-        if value is not None and value > _LARGEST_SIZE:
-            yield key, f"{key}={value}: must be at most {_LARGEST_SIZE}"
-    if config.model.depth > _LARGEST_DEPTH:
-        yield "model.depth", f"model.depth={config.model.depth}: must be at most {_LARGEST_DEPTH}"
-    if config.seed >= 2**63:
-        yield "seed", f"seed={config.seed}: must be below 2^63"
 
 
 def inconsistent_in_schedule(config: RunConfig) -> Iterable[str]:
@@ -266,12 +168,12 @@ def _wrong_with_clipping(config: RunConfig) -> Iterable[str]:
 def _too_large_in_the_end(config: RunConfig) -> Iterable[str]:
     """Yield a sentence if a schedule in steps leads to a learning rate beyond fp32, where an optimizer would fail."""
     optim, steps = config.optim, (config.epochs - 1) // max(1, config.optim.step_epochs)
-    if optim.schedule == "step" and steps > 0 and optim.lr <= _LARGEST_RATE and optim.gamma < math.inf:
-        largest = (_LARGEST_RATE / max(1.0, optim.lr)) ** (1 / steps)
+    if optim.schedule == "step" and steps > 0 and optim.lr <= LARGEST_RATE and optim.gamma < math.inf:
+        largest = (LARGEST_RATE / max(1.0, optim.lr)) ** (1 / steps)
         if optim.gamma > largest:
             yield (
                 f"optim.gamma={optim.gamma} multiplies optim.lr={optim.lr} {steps} times in epochs={config.epochs}, "
-                f"beyond {_LARGEST_RATE:g}, where fp32 ends: use at most optim.gamma={0.99 * largest:.3g}"
+                f"beyond {LARGEST_RATE:g}, where fp32 ends: use at most optim.gamma={0.99 * largest:.3g}"
             )
 
 

@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from cdp_repro.config.errors import ConfigError, nearest, refuse
 from cdp_repro.config.fitting import sizes_that_fit
 from cdp_repro.config.keys import SCHEDULE_KEYS, defaults, example_of, leaves, nested
-from cdp_repro.config.limits import inconsistent_elsewhere, inconsistent_in_schedule, out_of_range
+from cdp_repro.config.limits import inconsistent_elsewhere, inconsistent_in_schedule
+from cdp_repro.config.ranges import out_of_range
 from cdp_repro.config.schema import OptimConfig, RunConfig
 
 
