@@ -75,8 +75,9 @@ def copied_bytes(program: Program, stage_bytes: Sequence[int]) -> int:
     """Return the bytes of moved-on copies, at most on a rank, if each stale read of a stage sees one of `stage_bytes`.
 
     Stale reads of one version share a copy if the micro-batches belong to the same update. It lives from the first
-    forward to the last backward among them. The initial parameters have no copies, as no step has made them. Copies
-    that are lent to other ranks are not counted: they live only until they have been sent.
+    forward to the last backward among them. The initial parameters, which no step has made, have no copies; they count
+    here all the same, as later versions need no fewer. Copies that are lent to other ranks are not counted: they live
+    only until they have been sent.
     """
     copy_of: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
     """By rank, stage and micro-batch under way: rank, stage, version and update of the copy that it reads."""
@@ -88,7 +89,7 @@ def copied_bytes(program: Program, stage_bytes: Sequence[int]) -> int:
         if action.op is Op.FORWARD:
             update = micro_batch // program.schedule.sizes.summed
             for version in (value.number for value in action.reads if value.kind == PARAMETERS):
-                if 0 < version < update:
+                if version < update:
                     copy = copy_of[rank, stage, micro_batch] = (rank, stage, version, update)
                     held[rank] += 0 if readers[copy] else stage_bytes[stage]
                     readers[copy] += 1
