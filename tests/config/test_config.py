@@ -305,6 +305,7 @@ def test_short_forms_are_written_out():
         (["workers=100000"], "use numbers whose product is at most 333,333"),
         (["accumulate=1000000000"], "use numbers whose product is at most 333,333"),
         (["stages=1000000"], "use numbers whose product is at most 333,333"),
+        (["mode=pipedream", "workers=700"], "use numbers whose product is at most 333,333"),
         (["mode=[[1000000,1],[1,1]]", "workers=2"], "use a staleness of at most 249998"),
         (
             ["mode=[[1,1],[1,1]]", "workers=300"],

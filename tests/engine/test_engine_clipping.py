@@ -22,7 +22,7 @@ def test_ranks_tell_each_other_what_those_parts_complete(tmp_path):
     check_same([each[0] for each in found], train("zero_bubble", "single_device", *case[2:], **choices))
 
 
-@pytest.mark.parametrize("limit", [0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan"), float("inf"), "1"])
 def test_a_norm_that_is_no_bound_is_refused(limit):
     with pytest.raises(ValueError, match="use a finite number above 0"):
         make_engine("dp", "single_device", 2, 2, clip_norm=limit)

@@ -129,6 +129,13 @@ def test_without_stale_reads_nothing_changes(method):
     assert corrected.delay_bytes == 0
 
 
+@pytest.mark.parametrize("method", [ErrorFeedback, Compensation])
+@pytest.mark.parametrize("strength", [-0.5, float("nan"), float("inf"), "1"])
+def test_a_strength_that_is_no_amount_is_refused(method, strength):
+    with pytest.raises(ValueError, match="use a finite number, 0 or more"):
+        method([1], strength=strength)
+
+
 def test_error_feedback_is_the_plain_optimizer_moved_on_by_its_last_step():
     """With a gradient that does not depend on the parameters the corrections add up."""
     parameter = nn.Parameter(torch.tensor([3.0, -1.0]).double())

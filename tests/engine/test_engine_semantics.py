@@ -458,6 +458,25 @@ def test_state_of_another_model():
         engine.load_state_dict(state_of(stages=linears(2)))
 
 
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda stage: stage.pop("optimizer"), "damaged, or not of state_dict.*optimizer"),
+        (lambda stage: stage.pop("buffers"), "damaged, or not of state_dict.*buffers"),
+        (lambda stage: stage.update(versions=None), "damaged, or not of state_dict"),
+        (lambda stage: stage["optimizer"]["state"].pop("state"), "damaged, or not of state_dict"),
+        (lambda stage: stage["optimizer"]["state"]["state"].update({7: {}}), r"parameters in no group: \[7\]"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(damage, said):
+    engine, state = Engine(linears(), F.cross_entropy, sgd, "cdp_v1"), state_of()
+    before = copy.deepcopy(engine.state_dict())
+    damage(state["stages"][-1])
+    with pytest.raises(ValueError, match=said):
+        engine.load_state_dict(state)
+    assert str(engine.state_dict()) == str(before)
+
+
 def test_state_of_another_number_of_workers():
     state = state_of("dp", workers=1)
     with pytest.raises(ValueError, match=r"1 workers, this run has 3"):

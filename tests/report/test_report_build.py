@@ -46,7 +46,8 @@ def test_what_is_committed_is_what_the_rows_give(committed):
 @pytest.mark.xdist_group("report")
 def test_the_page_is_small_and_holds_every_table_and_figure(committed):
     text = committed[ROOT / "results" / "report.html"].decode()
-    assert len(text) < 3_000_000 and "http" not in re.sub(r'src="data:[^"]*"', "", text)
+    assert len(text) < 3_000_000
+    assert not re.search(r"https?:|//[a-z]", re.sub(r'src="data:[^"]*"', "", text))  # it loads nothing
     figures = ("timelines", "peaks", "communication", "accuracy", "staleness", "reduction", "memory")
     for name in ("claims", "accuracy", "memory", "costs_N4", *(f"figure-{figure}" for figure in figures)):
         assert text.count(f'id="{name}"') == 1, name

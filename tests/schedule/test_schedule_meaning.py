@@ -81,12 +81,21 @@ def test_any_value_too_few_or_too_many_is_a_fault(schedule, data):
         (ZERO, "R x1.m0<1: x1.m0 -> x1.m0", "it must write what it receives, and read nothing"),
         (SHARDED, "C pf0.m0@v0: p0@v0#2/2 -> pf0.m0@v0", "it must bring its rank's shard of the version"),
         (SHARDED, "C g0[0:2]#1/2: p0@v0#1/2 -> g0[0:2]#1/2", "it must bring a sum of gradients"),
+        (SHARDED, "C g0[0:999999999]: g0[0:1] -> g0[0:999999999]", "g0[0:999999999] would mix training steps"),
         (SHARDED, "U0@v1: p0@v0 g0[0:2] -> p0@v1", "it must read p0@v0#1/2, g0[0:2]#1/2"),
     ],
 )  # fmt: skip
 def test_faults_say_what_is_wrong(schedule, text, said):
     fault = fault_of(Action.parse(text, 0), schedule)
     assert fault is not None and said in fault
+
+
+def test_collectives_are_refused_where_the_schedule_has_none():
+    """They add in an order of their own, which the same seed would not repeat."""
+    action = Action.parse("C g0[0:2]: g0[0:1]! -> g0[0:2]", 0)
+    plain, collective = (Schedule.build("dp", 2, placement="replicated", collectives=each) for each in (False, True))
+    assert fault_of(action, collective) is None
+    assert "the schedule has collectives = false" in str(fault_of(action, plain))
 
 
 def test_a_compute_on_another_rank_is_a_fault():

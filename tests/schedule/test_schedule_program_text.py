@@ -7,6 +7,9 @@ import pytest
 from cdp_repro.schedule import Program, Schedule, ScheduleError
 from cdp_repro.schedule.program_text import FIRST_LINE, read_program, write_program
 
+NINES = "9" * 5000
+"""More digits than Python turns into a number."""
+
 SETTINGS = [
     ("cdp_v2", 2, 2, {"placement": "replicated"}),
     ("cdp_v1", 3, 3, {"placement": "zero", "replicas": 2}),
@@ -34,6 +37,11 @@ def test_what_is_written_is_read_back(mode, workers, stages, choices):
             ours, theirs = ([[s.number, *sorted(map(str, s.actions))] for s in each.slots(steps, first_step)]
                             for each in (written, read))  # fmt: skip
             assert ours == theirs
+
+
+def test_a_tab_parts_the_slot_from_the_action():
+    text = write_program(program(placement="zero"))
+    assert write_program(read_program(text.replace("  0  F", "\t0\tF"))) == text
 
 
 def test_notes_and_blank_lines_say_nothing():
@@ -181,6 +189,13 @@ def test_line_ends_of_windows_are_refused():
         ("\nrank 0\n", "\n", "belongs to no rank of a piece"),
         ("  0  F0.m0@v0", "  F0.m0@v0", "has no slot in front of its action"),
         ("  0  F0.m0@v0", "  40  F0.m0@v0", "fill 0 has the slots 0 to 2"),
+        ("  0  F0.m0@v0", f"  {NINES}  F0.m0@v0", "has no slot in front of its action"),
+        ("F0.m0@v0", f"F0.m{NINES}@v0", "not an action"),
+        ("p0@v0", f"p0@v{NINES}", "not a value"),
+        ("fill 0", f"fill {NINES}", "belongs to no rank of a piece"),
+        ("rank 0", f"rank {NINES}", "belongs to no rank of a piece"),
+        ("workers = 2", f"workers = {NINES}", "is no JSON value of workers"),
+        ("workers = 2", "workers = 999999999", "stages=2 is not a multiple"),
     ],
 )
 def test_a_broken_file_names_the_line_and_the_reason(old, new, said):

@@ -50,6 +50,10 @@ def test_refusals_name_a_value_that_works(arguments, needle):
         (("interleaved", 5, 4, "pipeline"), {"ranks": 2}, "use workers=4 or workers=6 with ranks=2"),
         (("chimera", 6, 4, "single_device"), {"micro_batches": 5}, "use micro_batches=6$"),
         (("dpp", 2, 2), {"speeds": [1, 2]}, "unknown mode 'dpp'.*did you mean 'dp'"),
+        (("dp", "2", 2), {}, "workers='2' is of the type str: int is needed"),
+        (("dp", 2, 2), {"accumulate": 1.5}, "accumulate=1.5 is of the type float: int is needed"),
+        (("dp", 2, 2), {"collectives": 1}, "collectives=1 is of the type int: bool is needed"),
+        (("async", 2, 2), {"speeds": [1, 2.0]}, r"speeds=\(1, 2.0\) is of the type tuple: tuple\[int, ...\] \| None"),
     ],
 )
 def test_advice_names_the_setting_that_is_to_be_changed(arguments, choices, needle):

@@ -73,8 +73,12 @@ def _too_large_input(config: RunConfig) -> str | None:
 def _too_large_program(config: RunConfig) -> str | None:
     """Return a sentence if making the program would take minutes or more; estimated without making it."""
     matrix = config.mode.staleness
-    longest = 1 if matrix is None else max((max(row, default=0) for row in matrix), default=0)
-    forwards, steps = config.step_micro_batches * config.stage_count, longest + 2  # steps until the pattern repeats
+    longest = config.workers - 1 if config.updates_each else 1
+    if matrix is not None:
+        longest = max((max(row, default=0) for row in matrix), default=0)
+    forwards = config.step_micro_batches * config.stage_count
+    # steps until the pattern repeats; where each micro-batch is a step, the pipeline has both to fill and to empty
+    steps = 3 * longest + 2 if config.updates_each else longest + 2
     if 2 * forwards * steps <= _LARGEST_PROGRAM:
         return None
     said = (
@@ -82,7 +86,7 @@ def _too_large_program(config: RunConfig) -> str | None:
         f"stages={config.stage_count} and a staleness of up to {longest} need a program of {2 * forwards * steps:,} "
         f"forwards and backwards, more than {_LARGEST_PROGRAM:,}"
     )
-    if 6 * forwards <= _LARGEST_PROGRAM:
+    if matrix is not None and 6 * forwards <= _LARGEST_PROGRAM:
         return f"{said}: use a staleness of at most {_LARGEST_PROGRAM // (2 * forwards) - 2}"
     return (
         f"{said}: use numbers whose product is at most {_LARGEST_PROGRAM // 6:,}, e.g. workers=4 accumulate=1 "

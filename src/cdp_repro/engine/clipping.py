@@ -100,8 +100,8 @@ def clipping(limit: float, program: Program, team: Team) -> Clipping:
     Raises:
         ValueError: the limit is not a finite number above 0, or clipping is global and a sum is complete too late.
     """
-    if not 0 < limit < math.inf:
-        raise ValueError(f"clip_norm={limit}: use a finite number above 0, such as clip_norm=1.0")
+    if not isinstance(limit, (int, float)) or not 0 < limit < math.inf:
+        raise ValueError(f"clip_norm={limit!r}: use a finite number above 0, such as clip_norm=1.0")
     if not clips_globally(program.schedule):
         return Clipping(limit)
     if not knows_norms_in_time(program):

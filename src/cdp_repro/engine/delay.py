@@ -7,6 +7,7 @@ the optimizer's own state, beside momentum, so checkpoints and placements need n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
@@ -85,7 +86,7 @@ class ErrorFeedback(_Remembering):
         """`strength` is a. By default it is the share of the stage's reads that are stale: (ceil((S-j)/c)-1)/M for
         `cdp_v2` with S = cN, 1 for `cdp_v1`, 0 for `dp`."""
         super().__init__(staleness)
-        self._strength = _share(staleness, 1) if strength is None else strength
+        self._strength = _share(staleness, 1) if strength is None else _checked(strength)
         self.kept_steps = int(self._strength != 0)
 
     def _correct(self, parameter: nn.Parameter, step: Tensor, past: Sequence[Tensor]) -> None:
@@ -122,7 +123,7 @@ class Compensation(_Remembering):
     def __init__(self, staleness: Sequence[int], strength: float = 1.0) -> None:
         """`strength` is lambda; 1 uses g g as the diagonal of the Hessian."""
         super().__init__(staleness)
-        self._strength = strength
+        self._strength = _checked(strength)
         self.kept_steps = max(staleness) if strength else 0
 
     def _gradient(self, gradient: Tensor, past: Sequence[Tensor]) -> Tensor:
@@ -162,6 +163,12 @@ def _moving(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
         for parameter in group["params"]:
             if parameter.grad is not None or last_steps(optimizer, parameter):
                 yield parameter
+
+
+def _checked(strength: float) -> float:
+    if not isinstance(strength, (int, float)) or not 0 <= strength < math.inf:
+        raise ValueError(f"strength={strength!r}: use a finite number, 0 or more, such as strength=1.0")
+    return strength
 
 
 def _share(staleness: Sequence[int], age: int) -> float:

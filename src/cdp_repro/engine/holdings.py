@@ -219,6 +219,15 @@ class Holdings:
         Raises:
             ValueError: it is of another model, mode or optimizer; nothing is changed.
         """
+        try:
+            own = self._checked(step, stages)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the state is damaged, or not of state_dict(): {error!r}") from None
+        versions = {number: mine.load_state_dict(own[number]) for number, mine in self.states.items()}
+        self._set(step, versions, [stage["buffers"] for stage in stages])
+
+    def _checked(self, step: int, stages: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Return what this rank takes of a state, by stage, after a check that it can be loaded."""
         if len(stages) != len(self._stages):
             raise ValueError(f"the checkpoint has {len(stages)} stages, this engine {len(self._stages)}")
         own = {
@@ -229,8 +238,7 @@ class Holdings:
             mine.check_state(own[number], {*self._keepers(number, step)})
         for stage, theirs in zip(self._stages, stages, strict=True):
             check_buffers(dict(stage.named_buffers()), theirs["buffers"], self._schedule.sizes.statistics)
-        versions = {number: mine.load_state_dict(own[number]) for number, mine in self.states.items()}
-        self._set(step, versions, [stage["buffers"] for stage in stages])
+        return own
 
     @property
     def parameter_bytes(self) -> int:

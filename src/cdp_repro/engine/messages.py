@@ -76,16 +76,23 @@ class Layout:
         return [part.view(dtype) for part, dtype in zip(parts, sizes, strict=True)]
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise RuntimeError if `tensors` are not those of the layout."""
+        """Raise ValueError if `tensors` are not those of the layout."""
         if tensors.keys() != self.tensors.keys():
             differing = sorted(tensors.keys() ^ self.tensors.keys())
-            raise RuntimeError(f"a micro-batch differs from the first in what takes a gradient: {differing[:3]}")
+            raise ValueError(f"a micro-batch differs from the first in what takes a gradient: {differing[:3]}")
+        for name, layout in self.tensors.items():
+            if tensors[name].shape != layout.shape:
+                raise ValueError(
+                    f"a micro-batch makes a tensor {[*tensors[name].shape]} where the first made {[*layout.shape]}: "
+                    "ranks that send activations need mini-batches of one size; any sizes work on "
+                    "placement=single_device"
+                )
 
     def pack(self, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """Return a new buffer, [nbytes] uint8, that holds copies of the tensors.
 
         Raises:
-            RuntimeError: the tensors are not those of the layout.
+            ValueError: the tensors are not those of the layout.
         """
         self.check(tensors)
         buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)

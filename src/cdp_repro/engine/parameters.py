@@ -159,12 +159,15 @@ class StageState:
                 f"the checkpoint is of the optimizer {state['optimizer']['class']}, "
                 f"this engine has {self._optimizer_class}"
             )
-        theirs = [len(group["params"]) for group in (state["optimizer"]["state"] or {}).get("param_groups", ())]
+        saved = state["optimizer"]["state"] or {"param_groups": (), "state": {}}
+        theirs = [len(group["params"]) for group in saved["param_groups"]]
         if theirs != (ours := [len(group["params"]) for group in self._groups]):
             raise ValueError(
                 f"the checkpoint is of an optimizer with groups of {theirs} parameters, "
                 f"this engine's has groups of {ours}"
             )
+        if unknown := saved["state"].keys() - {index for group in saved["param_groups"] for index in group["params"]}:
+            raise ValueError(f"the checkpoint's optimizer has a state of parameters in no group: {sorted(unknown)[:3]}")
         for tensors in state["versions"].values():
             check_same_tensors(self._parameters, tensors)
 

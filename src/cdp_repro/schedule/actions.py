@@ -8,7 +8,7 @@ from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
 
-from cdp_repro.schedule.values import Value
+from cdp_repro.schedule.values import NUMBER, Value
 
 
 class Op(StrEnum):
@@ -167,8 +167,8 @@ _fast = partial(tuple.__new__, Action)
 
 
 _TEXT = re.compile(
-    r"(?P<label>(?P<op>[FBIWUSRAC])(?:(?P<stage>\d+)(?:\.m(?P<micro_batch>\d+))?@v(?P<version>\d+)"
-    r"|\s+(?P<value>[^\s<>]+?)(?:[<>](?P<peer>\d+))?))"
+    rf"(?P<label>(?P<op>[FBIWUSRAC])(?:(?P<stage>{NUMBER})(?:\.m(?P<micro_batch>{NUMBER}))?@v(?P<version>{NUMBER})"
+    rf"|\s+(?P<value>[^\s<>]+?)(?:[<>](?P<peer>{NUMBER}))?))"
     r":(?P<reads>[^:>]*(?:\[[^\]]*\][^:>]*)*)->(?P<writes>.*)"
 )
 _EXAMPLES = "F2.m5@v1: x2.m5! p2@v1 b2.w1! -> s2.m5 x3.m5 b2.w1, S x3.m5>3: x3.m5! ->, R x3.m5<0: -> x3.m5"

@@ -158,14 +158,17 @@ def _receive_fault(action: Action, _: Schedule) -> str | None:
 
 def _collective_fault(action: Action, schedule: Schedule) -> str | None:
     value = action.value
+    if not schedule.spec.collectives:
+        return "the schedule has collectives = false: its sums are of micro-batches in their order, by messages"
     if value is None or action.writes != (value,) or len(action.reads) != 1 or action.reads[0].stage != value.stage:
         return "it must read what its rank brings, and write what it gets"
     (read,) = action.reads
     if value.kind in LENT:
         is_shard = read == parameters(value.stage, value.version).divided(action.rank + 1, schedule.ranks)
         return None if is_shard else "it must bring its rank's shard of the version"
-    is_sum = value.kind == GRADIENTS == read.kind and value.parts in (1, schedule.ranks)
-    return None if is_sum else "it must bring a sum of gradients"
+    if value.kind != GRADIENTS or read.kind != GRADIENTS or value.parts not in (1, schedule.ranks):
+        return "it must bring a sum of gradients"
+    return _mixed(value, schedule)
 
 
 def _differs(action: Action, reads: tuple[Value, ...], writes: tuple[Value, ...]) -> str | None:

@@ -220,12 +220,13 @@ class Program:
         """Return the run from `first_step`.
 
         The pattern repeats from the first step that begins and ends in the same state, except for a shift of one
-        training step, and whose versions are not clipped at 0. It is searched for in longer and longer runs.
+        training step, and whose versions are not clipped at 0. It is searched for in longer and longer runs, each made
+        anew: so each is longer by as much as a pipeline takes to fill.
         """
         rule, checker, begin = self.schedule.rule, Checker(self.schedule, first_step), self.begin
         longest = rule.longest
         shortest = longest + 2 + rule.least // rule.sizes.updates  # if a run is too short, the next is made anew
-        for steps in range(shortest, 2 * longest + MAX_STEPS):
+        for steps in range(shortest, 3 * longest + MAX_STEPS, max(1, longest)):
             slots = self._generated(first_step, steps)
             for step in range(len(checker.states), steps + 1):  # a longer run begins as a shorter one does
                 checker.follow(slots, begin(step))

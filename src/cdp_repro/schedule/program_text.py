@@ -26,18 +26,20 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, asdict, fields
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from cdp_repro.schedule.actions import Action, Slot
 from cdp_repro.schedule.check import ScheduleError
 from cdp_repro.schedule.program import MAX_STEPS, Piece, Program, Run, overlap
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.schedule_spec import Spec, frozen
+from cdp_repro.schedule.schedule_spec import Spec, frozen, is_of, kinds, named
+from cdp_repro.schedule.values import NUMBER
 
 FIRST_LINE = "cdp-repro program, format 1"
 _GRADIENT_BYTES = "gradient_bytes"
-_SECTION = re.compile(r"(?P<kind>run from step|fill|period|drain after) (?P<number>\d+)")
+_SECTION = re.compile(rf"(?P<kind>run from step|fill|period|drain after) (?P<number>{NUMBER})")
+_RANK = re.compile(rf"rank ({NUMBER})")
+_ACTION = re.compile(rf"({NUMBER})\s+(.*)")
 
 
 def write_program(program: Program) -> str:
@@ -128,8 +130,8 @@ class _Reader:
                 if repeated := entry.keys() & header:
                     raise _broken(number, f"the header has {', '.join(repeated)} twice")
                 header |= entry
-            elif line.startswith("rank ") and line[5:].isdecimal():
-                rank = int(line[5:])
+            elif (said := _RANK.fullmatch(line)) is not None:
+                rank = int(said[1])
             elif place is None or rank < 0:
                 raise _broken(
                     number, f"{line!r} belongs to no rank of a piece: it needs `fill 0` and `rank 0` before it"
@@ -200,20 +202,10 @@ def _entry(number: int, line: str) -> dict[str, Any]:
         found = frozen(json.loads(value))
     except ValueError:
         raise _broken(number, f'{value!r} is no JSON value of {name}, such as 4 or "zero"') from None
-    kind = tuple[int, ...] if name == _GRADIENT_BYTES else get_type_hints(Spec)[name]
-    if not _is_of(found, kind):
-        said = kind.__name__ if isinstance(kind, type) else kind
-        raise _broken(number, f"{value} is no value of {name}: it is of the type {said}, in JSON")
+    kind = tuple[int, ...] if name == _GRADIENT_BYTES else kinds()[name]
+    if not is_of(found, kind):
+        raise _broken(number, f"{value} is no value of {name}: it is of the type {named(kind)}, in JSON")
     return {name: found}
-
-
-def _is_of(value: object, kind: Any) -> bool:
-    """Return whether a value is of a type: a plain one, a tuple of one, or a union."""
-    if isinstance(kind, UnionType):
-        return any(_is_of(value, each) for each in get_args(kind))
-    if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_is_of(each, get_args(kind)[0]) for each in value)
-    return type(value) is kind or (kind is float and type(value) is int)
 
 
 def _schedule(header: dict[str, Any]) -> Schedule:
@@ -230,11 +222,11 @@ def _schedule(header: dict[str, Any]) -> Schedule:
 
 def _action(number: int, line: str, rank: int) -> tuple[int, int, Action]:
     """Return the line's number, slot and action."""
-    slot, _, text = line.partition(" ")
-    if not slot.isdecimal():
+    found = _ACTION.fullmatch(line)
+    if found is None:
         raise _broken(number, f"{line[:60]!r} has no slot in front of its action")
     try:
-        return number, int(slot), Action.parse(text, rank)
+        return number, int(found[1]), Action.parse(found[2], rank)
     except ValueError as error:
         raise _broken(number, str(error)) from None
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from functools import cache
+from types import UnionType
+from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 
 from cdp_repro.schedule.branches import chain
 from cdp_repro.schedule.modes import DEFAULT_SLACK, MODE_SIZES, MODES, Mode
@@ -132,7 +134,11 @@ class Spec:
         return replace(moved, **left_out)
 
     def check(self) -> None:
-        """Raise ValueError, with values that work, for a value that is out of range or of another mode or placement."""
+        """Raise ValueError, with values that work, for a value of another type, out of range, or of another mode or
+        placement."""
+        for name, kind in kinds().items():
+            if name != "mode" and not is_of(value := getattr(self, name), kind):  # the rule of a matrix checks it
+                raise ValueError(f"{name}={value!r} is of the type {type(value).__name__}: {named(kind)} is needed")
         for name, value, choices in (
             ("placement", self.placement, PLACEMENTS),
             ("slot_order", self.slot_order, SLOT_ORDERS),
@@ -168,6 +174,26 @@ class Spec:
     def forwards(self) -> int:
         """Number of forwards in a training step: M S."""
         return self.sizes.micro_batches * self.stages
+
+
+@cache
+def kinds() -> dict[str, Any]:
+    """Return the type of each field of `Spec`."""
+    return get_type_hints(Spec)
+
+
+def is_of(value: object, kind: Any) -> bool:
+    """Return whether a value is of a type: a plain one, a tuple of one, or a union."""
+    if isinstance(kind, UnionType):
+        return any(is_of(value, each) for each in get_args(kind))
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(is_of(each, get_args(kind)[0]) for each in value)
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def named(kind: Any) -> str:
+    """Return how a message names a type."""
+    return kind.__name__ if isinstance(kind, type) and get_origin(kind) is None else str(kind)
 
 
 class Choices(TypedDict, total=False):

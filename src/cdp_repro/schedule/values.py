@@ -39,10 +39,13 @@ LENT = (LENT_FORWARD, LENT_BACKWARD)
 BUFFERS: Final = "b"
 # plain strings: a large program hashes millions of values, and hashing an enum member runs Python code
 
+NUMBER: Final = r"\d{1,9}"
+"""A number in a text, for `re`. A longer one is a slip of the pen, and no machine word would hold it."""
+
 _TEXT = re.compile(
-    r"(?P<kind>pf|pb|[xsdwkhgpb])(?P<stage>\d+)"
-    r"(?:\.[mw](?P<number>\d+)|\[(?P<start>\d+):(?P<stop>\d+)(?::(?P<stride>\d+))?\])?"
-    r"(?:@v(?P<version>\d+))?(?:#(?P<part>\d+)/(?P<parts>\d+))?"
+    rf"(?P<kind>pf|pb|[xsdwkhgpb])(?P<stage>{NUMBER})"
+    rf"(?:\.[mw](?P<number>{NUMBER})|\[(?P<start>{NUMBER}):(?P<stop>{NUMBER})(?::(?P<stride>{NUMBER}))?\])?"
+    rf"(?:@v(?P<version>{NUMBER}))?(?:#(?P<part>{NUMBER})/(?P<parts>{NUMBER}))?"
 )
 
 
