@@ -75,8 +75,6 @@ class Spaced(Timeline):
 class TwoLate(Rule):
     """The first half of the stages is two training steps late, the second half one."""
 
-    name = "two_late"
-
     def staleness(self, i: int, j: int) -> int:
         return 2 if 2 * j < self.sizes.stages else 1
 
@@ -86,22 +84,15 @@ class Reversed(Placement):
 
     name = "reversed"
 
-    @property
-    def ranks(self) -> int:
-        return self.timeline.sizes.stages
-
     def holders(self, stage: int) -> range:
-        return range(self.ranks - 1 - stage, self.ranks - stage)
+        last = self.timeline.sizes.stages - 1
+        return range(last - stage, last - stage + 1)
 
 
 class Paired(Placement):
     """Each stage on two ranks, which take turns: micro-batch m computes stage j on rank 2j + m mod 2."""
 
     name = "paired"
-
-    @property
-    def ranks(self) -> int:
-        return 2 * self.timeline.sizes.stages
 
     def holders(self, stage: int) -> range:
         return range(2 * stage, 2 * stage + 2)

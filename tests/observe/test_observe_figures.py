@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from cdp_repro.observe.figures import memory_figure, save_figure, timeline_figure
+from cdp_repro.observe.rank_figures import rank_timelines
 from cdp_repro.observe.text import format_bytes
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import simulate
@@ -20,6 +23,26 @@ def test_the_timeline_has_a_cell_for_every_action(tmp_path):
     assert len(texts) == 2 * 3 * 3 * 2
     assert sum(text.startswith("↑") for text in texts) == sum(text.startswith("↓") for text in texts)
     assert axis.get_xlabel() and axis.get_ylabel() == "stage"
+
+
+SPLIT = Program(Schedule.build("zero_bubble", 2, placement="pipeline"))
+"""With forwards, backwards, and gradients of weights that are computed apart."""
+
+
+def test_arrows_point_where_a_micro_batch_goes_and_a_dot_where_it_stays():
+    slots = SPLIT.slots(1)
+    figure = timeline_figure({"": slots}, {"": SPLIT.schedule.timeline.lanes}, stages=2)
+    drawn = Counter(text.get_text()[0] for text in figure.axes[0].texts)
+    letters = Counter(str(action.op) for slot in slots for action in slot.actions if action.op.is_compute)
+    assert drawn == {"↑": letters["F"], "↓": letters["B"] + letters["I"], "•": letters["W"]} and letters["W"]
+
+
+def test_each_kind_of_compute_has_its_own_opacity_on_a_rank():
+    figure = rank_timelines({"zero_bubble": SPLIT.slots(1)}, 2)
+    cells = Counter()
+    for patches in figure.axes[0].collections:
+        cells[patches.get_alpha()] += len(patches.get_paths())
+    assert cells == {1.0: 4, 0.55: 4, 0.25: 4}
 
 
 def test_the_memory_curve_shows_bytes_per_slot():

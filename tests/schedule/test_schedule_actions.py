@@ -110,6 +110,13 @@ def test_a_shift_moves_all_that_an_action_names(schedule, steps, more):
             assert (turned.rank, turned.peer) == (action.rank + 7, action.peer + 7 if action.peer >= 0 else -1)
 
 
+def test_the_parts_of_a_split_backward_take_as_long_as_the_whole():
+    """Each is one of the two products of a linear layer."""
+    whole, *parts = (op.backward_share for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHTS))
+    assert parts == [whole / 2] * 2
+    assert {op for op in Op if op.backward_share} == {Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHTS}
+
+
 def test_slot_prints_its_number_and_actions():
     texts = ("B0.m1@v0: s0.m1! d0.m1! p0@v0 -> g0[1:2]", "U0@v1: p0@v0! g0[0:2]! -> p0@v1")
     assert str(Slot(7, tuple(map(Action.parse, texts)))) == "7: B0.m1@v0 U0@v1"

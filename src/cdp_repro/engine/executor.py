@@ -122,7 +122,7 @@ class Executor:
         """Run the actions of one slot; return the training steps that they finish on this rank."""
         self._positions.enter("slot", slot)
         self._feed = feed
-        doing: object = f"waiting, in slot {slot.number}, for what it has sent a training step before"
+        doing: object = f"waiting, in slot {slot.number}, for a rank that has not yet taken what was sent"
         results: list[StepResult] = []
         try:
             if self.mailbox is not None:

@@ -7,7 +7,8 @@ Workers 0, 1, 2 on ranks of their own, one stage and one training step (r = rank
     r2                 B.m2 + g[0:2] -> g[0:3] = total  S>0  U
 
 A rank needs the total only when it first reads the version made from it. So the total visits the holders in the order
-in which they need it. Each hands it on after its update. No rank keeps an old version longer than it reads it.
+in which they need it. The rank that completes it sends it at once; each of the others hands it on after its update. No
+rank keeps an old version longer than it reads it.
 """
 
 from __future__ import annotations
