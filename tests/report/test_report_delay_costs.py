@@ -15,7 +15,7 @@ from cdp_repro.config.task import task_of
 from cdp_repro.report import standing, tuning
 from cdp_repro.report.claims import FAILS, HOLDS, PARTLY, UNKNOWN, claims
 from cdp_repro.report.delay_advice import advice
-from cdp_repro.report.delay_costs import delay_table, read_times
+from cdp_repro.report.delay_costs import _notes, delay_table, read_times
 from cdp_repro.report.groups import Difference, grouped
 from cdp_repro.report.standing import best_of_each_mode, standings
 from cdp_repro.report.tuning import method_of, passed_on, rate_table, setting_of, tuned_rates
@@ -459,6 +459,12 @@ def test_a_text_study_is_judged_by_nats_of_which_fewer_are_better(monkeypatch):
 def test_the_advice_says_what_fresh_seeds_judged_and_before_that_the_best_so_far(world):
     finals = world.studies["delay-finals"]
     world.have("delay-finals", tried(finals, [BEST_AT_02, (1.2, 1.0, 0.85, 1.1), *OTHERS[1:]]))
+    short = world.studies["delay-tuning"]
+    for tunings in ([short, finals], [finals, short]):
+        assert "in runs of full length, one seed" in advice([], tunings, world.groups)
+    said = advice([], [short], world.groups)
+    assert "the lowest training loss of each mode so far in short runs, with which the tuning" in said
+    assert "goes on" not in said
     said = advice([], [finals], world.groups)
     assert (
         "resnet8 is not judged on fresh seeds yet; the" in said
@@ -477,9 +483,17 @@ def test_the_advice_says_what_fresh_seeds_judged_and_before_that_the_best_so_far
     assert advice([*world.standings("delay"), *begun], [finals], world.groups) == said, "some fresh seeds judge nothing"
     said = advice([*world.standings("delay"), *world.judge(0, 1.0)], [finals], world.groups)
     assert "not judged" not in said
-    assert said.startswith("Within 0.3 points of data parallelism is `mode=cdp_v1 delay=prediction optim.lr=0.2`")
-    assert "Less accurate than data parallelism, even at its best, is `mode=cdp_v2 delay=compensation" in said
+    assert said.startswith("Within 0.3 points of data parallelism with sgd is `mode=cdp_v1 delay=prediction optim.lr=")
+    assert "Less accurate than data parallelism with sgd, even at its best, is `mode=cdp_v2 delay=compensation" in said
+    said = advice([*world.judge(0, 1.0)][::-1], [finals], world.groups)
+    assert said.startswith("Within"), "what can be used comes first"
     assert advice([], [], {}) == "Not measured yet."
+
+
+def test_where_accumulation_shrinks_micro_batches_the_table_says_so():
+    by_name = {study.name: " ".join(_notes(study)) for study in CIFAR10.studies()}
+    assert "over which BatchNorm takes its statistics" in by_name["cifar10-delay"]
+    assert "over which BatchNorm takes its statistics" not in by_name["cifar10-verdict"]
 
 
 def test_times_are_of_the_bench_and_a_damaged_file_is_refused(tmp_path):

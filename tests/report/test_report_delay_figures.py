@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from report_rows import row_of
 
+from cdp_repro.report.charts import style
 from cdp_repro.report.delay_figures import _near_best, differences, rate_caption, rate_curves
 from cdp_repro.report.groups import grouped
 from cdp_repro.report.standing import standings
@@ -76,7 +77,7 @@ def test_differences_are_those_of_paired_seeds_with_their_interval():
     assert means == pytest.approx([-1.0, 0.0, 0.0], abs=1e-9)
     (low,), (high,) = (cap.get_xdata() for cap in axis.containers[1].lines[1])
     assert low == pytest.approx(-high) and low < -1, "Student's t with two degrees, of differences 0, 0.5, -0.5"
-    assert axis.get_xlabel() == "test top-1 [%] minus that of dp with the same optimizer [points], right is better"
+    assert axis.get_xlabel() == "test top-1 [%] minus that of dp with the same optimizer\n[points], right is better"
     assert not axis.patches, "no margin was stated"
 
 
@@ -97,6 +98,12 @@ def test_without_anything_to_compare_there_is_no_figure():
     alone = [group for group in delay_groups(DELAY, [(0.0, 1.0, 2.0)] * 4) if group.mode == "dp"]
     assert differences({}) is None
     assert differences({"digits": standings(DELAY, {DELAY.name: alone})}) is None
+
+
+def test_as_many_methods_as_all_networks_have_look_different():
+    methods = [f"method {number}" for number in range(20)]
+    looks = [str(style(each, methods)) for each in (*methods, "dp", "cdp_v1")]
+    assert len(looks) == len({*looks})
 
 
 def test_methods_look_the_same_in_all_panels_and_losses_near_the_lowest_fill_the_frame():

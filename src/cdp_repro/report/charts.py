@@ -32,8 +32,11 @@ _ORDER_NAMES = {"paper": "paper order", "backward_first": "backward first"}
 
 def style(mode: str, others: Sequence[str] = ()) -> dict[str, Any]:
     """Return colour and line of a mode; those beyond the paper's are told apart by their place in `others`."""
-    colour, line = _MODES.get(mode) or _OTHERS[list(others).index(mode) % len(_OTHERS)]
-    return {"color": colour, "linestyle": line}
+    if mode in _MODES:
+        colour, line = _MODES[mode]
+        return {"color": colour, "linestyle": line}
+    again, place = divmod(list(others).index(mode), len(_OTHERS))  # colours come again with other lines
+    return {"color": _OTHERS[place][0], "linestyle": _OTHERS[(place + again) % len(_OTHERS)][1]}
 
 
 def plain_axes(axis: Axes) -> None:

@@ -16,6 +16,7 @@ from cdp_repro.report.activation_memory import Case
 from cdp_repro.report.cost_table import Line
 from cdp_repro.report.standing import Standing
 from cdp_repro.report.tables import Table
+from cdp_repro.report.tuning import method_of
 from cdp_repro.report.two_one_sided import BETTER, EQUIVALENT, NOT_SETTLED, WORSE
 from cdp_repro.schedule import Program, Schedule
 from cdp_repro.studies.rows import Row
@@ -180,7 +181,7 @@ def _busiest_share(mode: str, workers: int) -> float:
 
 
 def _accurate(accuracy: Sequence[Comparison], standings: Sequence[Standing]) -> Claim:
-    """Judge by tuned settings that have a verdict on fresh seeds; before there are any, by untuned ones."""
+    """Judge by tuned settings that have a verdict on fresh seeds; before there are any, by those at the rate of dp."""
     text = "Accuracy equals or betters data parallelism on CIFAR-10 and ImageNet, for CDP-v1 and CDP-v2"
     ours = [each for each in accuracy if each.group.mode in _CLAIMED_MODES and each.is_at_rate_of_dp
             and each.difference and each.difference.n > 1]  # fmt: skip
@@ -188,23 +189,25 @@ def _accurate(accuracy: Sequence[Comparison], standings: Sequence[Standing]) -> 
     if not ours and not judged:
         return Claim(3, text, UNKNOWN, "")
     claimed = [each for each in ours if each.group.config["dataset.name"] in _CLAIMED_DATA]
-    untuned = ", ".join(f"{each.group.mode} {each.difference.mean:+.2f}" for each in claimed if each.difference)
-    verdict = _untuned_verdict(claimed) if claimed else UNKNOWN
-    brief = f"{untuned} points of top-1 on {claimed[0].group.config['dataset.name']}" if claimed else ""
+    plain = ", ".join(f"{each.group.mode} {each.difference.mean:+.2f}" for each in claimed if each.difference)
+    verdict = _plain_verdict(claimed) if claimed else UNKNOWN
+    brief = f"{plain} points of top-1 on {claimed[0].group.config['dataset.name']}" if claimed else ""
     because = []
     if ours:
         shown = "; ".join(f"{each.study} {each.group.config['model.name']} {each.group.mode}: "
                           f"{each.difference.text(each.task.digits)} {each.task.difference_unit}"
                           for each in ours if each.difference)  # fmt: skip
-        because = [f"With the learning rate of data parallelism: {verdict}. Difference from data parallelism, "
-                   f"95 % interval, number of seeds: {shown}."]  # fmt: skip
+        because = [f"Without a method, at the learning rate of data parallelism: {verdict}. Difference from data "
+                   f"parallelism, 95 % interval, number of seeds: {shown}."]  # fmt: skip
     if any(map(_is_claimed, judged)):  # a verdict on a learning rate is not one on the method
         verdict = tuned_verdict(judged)
     if judged:
         shown = "; ".join(f"{each.study.network}: {each.text}" for each in judged)
         because = [f"With a learning rate and a method of its own, on fresh seeds: {shown}.", *because]
-        told = ", ".join(f"{each.group.mode} {each.verdict}" for each in judged if _is_claimed(each))
-        brief = "; ".join([*([f"tuned: {told}"] if told else []), *([f"untuned: {brief}"] if brief else [])])
+        told = [f"{each.group.mode} with {method_of(each.group.config)} {each.verdict}"
+                for each in judged if _is_claimed(each)]  # fmt: skip
+        plainly = [f"without a method, at the rate of dp: {brief}"] if brief else []
+        brief = "; ".join([*([f"tuned: {', '.join(told)}"] if told else []), *plainly])
     note = (
         "The claim names CIFAR-10 and ImageNet; what was run of them has a small network and few epochs, not the "
         "authors' ResNets at full length, and nothing of ImageNet. An interval that contains 0 does not prove "
@@ -220,7 +223,7 @@ def _is_claimed(standing: Standing) -> bool:
     return standing.group.config["dataset.name"] in _CLAIMED_DATA
 
 
-def _untuned_verdict(claimed: Sequence[Comparison]) -> str:
+def _plain_verdict(claimed: Sequence[Comparison]) -> str:
     """Judge by 95 % intervals: one above 0 is better, one below is worse, and one that contains 0 settles nothing.
 
     The claim holds if both modes are better throughout, holds in part if one is, and fails if all are worse.
@@ -261,12 +264,13 @@ def _fewer_devices(costs: Sequence[Line]) -> Claim:
         " against ".join(format_bytes(line.simulated[quantity]) for line in (cdp, dp))
         for quantity in ("sent_bytes_per_device", "most_sent_bytes")
     )
+    price = "sends more" if cdp.simulated["most_sent_bytes"] > dp.simulated["most_sent_bytes"] else "sends no more"
     return Claim(
         4, text, HOLDS if ours < theirs else FAILS,
         f"Executed with N = {cdp.workers}: {ours:g} processes against {theirs:g} (N(N+1)/2 against N^2), idle in "
         f"{100 * cdp.executed['idle_share']:.0f} % of the slots against {100 * dp.executed['idle_share']:.0f} %. "
-        f"Simulated, a device sends {mean} a step on average, the one with most {most}: fewer devices share as many "
-        "micro-batches. A pipeline with N devices does the same without idle slots.",
+        f"Simulated, a device {price}, as fewer share as many micro-batches: {mean} a step on average, the one with "
+        f"most {most}. A pipeline with N devices does the same without idle slots.",
         brief=f"{ours:g} processes against {theirs:g} with N = {cdp.workers}",
     )  # fmt: skip
 

@@ -121,7 +121,7 @@ class Report:
     @cached_property
     def advice(self) -> str:
         """Which setting to use, in one paragraph."""
-        return advice(self.standings, self._begun("delay-finals"), self.groups)
+        return advice(self.standings, self._begun("delay-tuning", "delay-finals"), self.groups)
 
     @cached_property
     def texts(self) -> dict[str, str]:

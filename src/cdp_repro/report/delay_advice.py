@@ -11,38 +11,41 @@ from cdp_repro.report.tuning import loss_of, tuned_rates
 from cdp_repro.report.two_one_sided import BETTER, EQUIVALENT, NOT_SETTLED, WORSE
 from cdp_repro.studies.study import Study
 
-_OF_A_SETTING = ("mode=", "optim", "delay", "accumulate=")
+_OF_A_SETTING = ("mode=", "optim=", "optim.nesterov=", "optim.lr=", "delay", "accumulate=")
 """Beginnings of the overrides that readers take into runs of their own; the others belong to the study's network."""
 
 _BEGINNINGS = {
-    EQUIVALENT: "Within {margin:g} {unit} of data parallelism is",  # it may be lower, but by less than that
-    BETTER: "More accurate than data parallelism is",
-    WORSE: "Less accurate than data parallelism, even at its best, is",
-    NOT_SETTLED: "Not settled is",
+    BETTER: "More accurate than {reference} is",
+    EQUIVALENT: "Within {margin:g} {unit} of {reference} is",  # it may be lower, but by less than that
+    NOT_SETTLED: "Not settled against {reference} is",
+    WORSE: "Less accurate than {reference}, even at its best, is",
 }
+"""By verdict, what readers may use first."""
 
 
-def advice(standings: Sequence[Standing], finals: Sequence[Study], groups: Mapping[str, Sequence[Group]]) -> str:
+def advice(standings: Sequence[Standing], tunings: Sequence[Study], groups: Mapping[str, Sequence[Group]]) -> str:
     """Return the paragraph: the verdicts on fresh seeds; for networks without one, the best of each mode so far.
 
-    That is the best of the study that chooses or, before it has begun, of the tuning. Each of `finals` has its own
-    network. `groups` are those of all studies by name.
+    That is the best of the study that chooses or, before it has begun, of the tuning. Of the `tunings` of a network,
+    the runs of full length count, if they have begun. `groups` are those of all studies by name.
     """
-    judged = [each for each in standings if each.verdict]
+    judged = sorted((each for each in standings if each.verdict), key=lambda each: [*_BEGINNINGS].index(each.verdict))
     done = {each.study.network for each in judged}
     said = [*map(_judged, judged)]
-    for study in finals:
-        if study.network not in done:
-            choosing = [each for each in standings if each.study.chooses and each.study.network == study.network]
+    last = {study.network: study for study in sorted(tunings, key=_is_finals)}
+    for network, study in last.items():
+        if network not in done:
+            choosing = [each for each in standings if each.study.chooses and each.study.network == network]
             best = [*best_of_each_mode(choosing).values()]
             so_far = _chosen(best) if best else _tuned(study, groups)
-            said.append(f"{study.network} is not judged on fresh seeds yet; {so_far}.")
+            said.append(f"{network} is not judged on fresh seeds yet; {so_far}.")
     return " ".join(said) or "Not measured yet."
 
 
 def _judged(each: Standing) -> str:
     unit = each.task.difference_unit
-    beginning = _BEGINNINGS[each.verdict].format(margin=each.study.margin, unit=unit)
+    reference = f"data parallelism with {each.optimizer}"
+    beginning = _BEGINNINGS[each.verdict].format(margin=each.study.margin, unit=unit, reference=reference)
     return f"{beginning} `{overrides(each.group)}` ({each.study.network}, fresh seeds: {each.difference} {unit})."
 
 
@@ -55,17 +58,24 @@ def _chosen(best: Sequence[Standing]) -> str:
     )
 
 
-def _tuned(finals: Study, groups: Mapping[str, Sequence[Group]]) -> str:
+def _is_finals(study: Study) -> bool:
+    return study.kind == "delay-finals"
+
+
+def _tuned(study: Study, groups: Mapping[str, Sequence[Group]]) -> str:
     """Say for each mode which setting has the lowest training loss so far, and whether its tuning has ended."""
-    tuned = tuned_rates(finals, groups)
+    is_final = _is_finals(study)
+    tuned = tuned_rates(study, groups) if is_final else {}
     best: dict[str, Group] = {}
-    for group in sorted(groups[finals.name], key=loss_of, reverse=True):
+    for group in sorted(groups[study.name], key=loss_of, reverse=True):
         best[group.mode] = group
     told = [
-        f"`{overrides(group)}` {loss_of(group):.3f}" + (" (tuning goes on)" if untuned(group, tuned) else "")
+        f"`{overrides(group)}` {loss_of(group):.3f}"
+        + (" (tuning goes on)" if is_final and untuned(group, tuned) else "")
         for group in sorted(best.values(), key=lambda group: group.mode != "dp")
     ]
-    return f"the lowest training loss of each mode so far in runs of full length, one seed: {', '.join(told)}"
+    runs = "runs of full length" if is_final else "short runs, with which the tuning begins"
+    return f"the lowest training loss of each mode so far in {runs}, one seed: {', '.join(told)}"
 
 
 def overrides(group: Group) -> str:

@@ -179,6 +179,10 @@ def _notes(study: Study) -> list[str]:
         )
     else:
         rule = "No verdict: the seeds are few, and the learning rates are those that suit the smaller network."
+    mixed = (
+        "Accumulation cuts the same mini-batch into smaller micro-batches, over which BatchNorm takes its statistics: "
+        "such a difference is not of the delay alone."
+    )
     return [
         "Mean ± standard deviation over seeds, number of runs in brackets; differences are paired by seed, "
         f"{better} is better. Each setting is compared with dp of the same optimizer. What a device "
@@ -186,5 +190,6 @@ def _notes(study: Study) -> list[str]:
         "copies that stale reads see, in rows that count them). Time: median and "
         "quartiles of alternating rounds (`python scripts/bench.py methods`).",
         OF_TWO_VERSIONS,
+        *([mixed] if any(cell.settings["accumulate"] > 1 for cell in study.cells) else []),
         rule,
     ]

@@ -148,8 +148,8 @@ def _draw_differences(axis: Axes, standings: Sequence[Standing]) -> None:
     axis.invert_yaxis()
     task = standings[0].task
     side = "right" if task.more_is_better else "left"
-    minus_dp = f"{task.label} minus that of dp with the same optimizer [{task.difference_unit}], {side} is better"
-    axis.set_xlabel(minus_dp, fontsize="small")
+    minus_dp = f"{task.label} minus that of dp with the same optimizer"
+    axis.set_xlabel(f"{minus_dp}\n[{task.difference_unit}], {side} is better", fontsize="small")
     axis.grid(axis="x", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
 

@@ -52,11 +52,16 @@ class Standing:
         return mean if self.task.more_is_better else -mean
 
     @property
+    def optimizer(self) -> str:
+        """The optimizer, which is also that of the data parallelism on the other side."""
+        return method_of({**self.group.config, "delay.name": "none", "accumulate": 1})
+
+    @property
     def text(self) -> str:
         """The verdict with its evidence."""
         return (
             f"{self.group.mode} with {method_of(self.group.config)} {self.verdict} "
-            f"({self.difference} {self.task.difference_unit})"
+            f"({self.difference} {self.task.difference_unit}, minus dp with {self.optimizer})"
         )
 
 
