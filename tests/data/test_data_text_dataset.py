@@ -104,7 +104,7 @@ def test_the_fingerprint_depends_on_the_text_and_on_its_cut(file):
         (b"abc\xff", "is not UTF-8 text: byte 3 is 0xff"),
         (b"abc\0" * 100, "is binary: it holds the byte 0 at 3"),
         (b"\x89PNG\r\n\x1a\n\0\0", "is binary: it holds the byte 0 at 8"),
-        ("a text".encode("utf-16"), "is not UTF-8 text: byte 0 is 0xff; convert it, e.g. by iconv -t utf-8, or leave"),
+        ("a text".encode("utf-16"), "is not UTF-8 text: byte 0 is 0xff; convert it, e.g. by iconv -f utf-16 -t utf-8"),
         (b"a" * 50, "has 45 bytes for training and 5 for validation, but model.context=8 needs at least 9 of each: use "
                     "model.context=4 or less"),
         (b"a", "use a longer text"),
@@ -115,6 +115,18 @@ def test_what_is_no_text_is_refused(tmp_path, content, words):
     path.write_bytes(content)
     with pytest.raises(DatasetError, match=words):
         load(path)
+
+
+def test_all_files_that_are_no_text_are_told_of_at_once(tmp_path):
+    for number in range(13):
+        (tmp_path / f"{number:02}").write_bytes(b"abc\0")
+    (tmp_path / "good").write_text(TEXT)
+    with pytest.raises(DatasetError) as caught:
+        load(tmp_path)
+    said = str(caught.value).splitlines()
+    assert (
+        len(said) == 11 and "00 is binary" in said[0] and "09 is binary" in said[9] and said[10] == "and 3 more files"
+    )
 
 
 def test_missing_files_and_empty_folders_are_refused(tmp_path):

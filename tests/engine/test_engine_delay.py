@@ -334,7 +334,7 @@ def test_ranks_clip_together_by_the_norm_over_all_stages(ranks, tmp_path):
 
 def refused_with_collectives():
     with pytest.raises(
-        ValueError, match="no rank in particular has a whole sum: use collectives=false placement=pipeline, or"
+        ValueError, match="no rank in particular has a whole sum: use collectives=false placement=single"
     ):
         small_runs.make_engine("dp", "replicated", 2, 2, clip_norm=1.0, collectives=True)
     return True

@@ -18,6 +18,9 @@ from cdp_repro.data.dataset import Dataset, DatasetError, Form, MiniBatch
 VALIDATION_PART = 10
 """The last 1/10 of the tokens is for validation: a tail, so that no sentence is in both parts."""
 
+_TOLD = 10
+"""The most files of a folder that a message names."""
+
 LIBRARY = ("asyncio", "collections", "email", "http", "json", "logging", "urllib")
 """Packages of Python's standard library that are the default text, about 1.4 MB. Every machine has them without a
 download. They vary with the version of Python; the fingerprint tells versions apart."""
@@ -40,7 +43,7 @@ def load_text(root: Path | None, *, context: int, tokens: str) -> TextDataset:
     else:
         found = _files(root)
         description = f"text of {root.name}" + (f", {len(found)} files" if root.is_dir() else "")
-    text = "\n".join(_read(path) for path in found)
+    text = "\n".join(_read_all(found))
     dataset = TextDataset(f"{description}, {tokens}", text, context=context, tokens=tokens)
     shortest = min(len(dataset.train_tokens), len(dataset.test_tokens))
     if shortest <= context:
@@ -77,6 +80,22 @@ def _files(root: Path) -> list[Path]:
     return found
 
 
+def _read_all(paths: Sequence[Path]) -> list[str]:
+    """Return the texts of files; raise one DatasetError for all that cannot be read, so that one run tells of all."""
+    texts: list[str] = []
+    faults: list[str] = []
+    for path in paths:
+        try:
+            texts.append(_read(path))
+        except DatasetError as error:
+            faults.append(str(error))
+    if len(faults) > _TOLD:
+        faults[_TOLD:] = [f"and {len(faults) - _TOLD} more files"]
+    if faults:
+        raise DatasetError("\n".join(faults))
+    return texts
+
+
 def _read(path: Path) -> str:
     try:
         raw = path.read_bytes()
@@ -84,15 +103,16 @@ def _read(path: Path) -> str:
         raise DatasetError(f"{path} cannot be read: {error.strerror or error}; give another dataset.root=") from error
     if not raw:
         raise DatasetError(f"{path} is empty: give a file with text")
-    if b"\0" in raw and not raw.startswith((codecs.BOM_UTF16_BE, codecs.BOM_UTF16_LE)):
+    is_utf16 = raw.startswith((codecs.BOM_UTF16_BE, codecs.BOM_UTF16_LE))
+    if b"\0" in raw and not is_utf16:
         where = raw.index(b"\0")
         raise DatasetError(f"{path} is binary: it holds the byte 0 at {where}; leave it out, or give a file with text")
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
         raise DatasetError(
-            f"{path} is not UTF-8 text: byte {error.start} is {raw[error.start]:#04x}; convert it, e.g. by iconv -t "
-            "utf-8, or leave it out"
+            f"{path} is not UTF-8 text: byte {error.start} is {raw[error.start]:#04x}; convert it, e.g. by iconv -f "
+            f"{'utf-16' if is_utf16 else 'latin1'} -t utf-8, or leave it out"
         ) from error
 
 

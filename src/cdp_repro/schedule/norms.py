@@ -67,7 +67,8 @@ def refusal(schedule: Schedule) -> str:
     plain = replace(schedule.spec, collectives=False)
     ways = {
         first: plain,
-        f"{first}placement=pipeline": replace(plain, placement="pipeline"),
+        f"{first}placement=single_device": plain.on("single_device"),
+        f"{first}placement=pipeline": plain.on("pipeline"),
         f"{first}mode=cdp_v2, which clips each stage by itself": plain.in_mode("cdp_v2"),
     }
     works = [] if schedule.sizes.pushes else [way.strip() for way, spec in ways.items() if way and _can_clip(spec)]
