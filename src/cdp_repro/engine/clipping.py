@@ -63,7 +63,7 @@ class GlobalClipping(Clipping):
         self._updating = {r for stage in range(schedule.stages) for r in schedule.placement.holders(stage)}
         """Ranks that need the norm; others would never receive it."""
         self._outgoing = Outgoing()
-        self._lag = (schedule.rule.longest + 4) * schedule.sizes.updates
+        self._lag = schedule.max_lead * schedule.sizes.updates
         """Number of updates by which one rank can be ahead of another."""
 
     def enter(self, total: Value, gradients: Gradients) -> None:

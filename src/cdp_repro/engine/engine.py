@@ -288,8 +288,8 @@ class Engine:
 
     @property
     def max_lead(self) -> int:
-        """Largest number of training steps by which one rank can be ahead of another."""
-        return self.schedule.rule.longest + 4
+        """The most training steps by which one rank can be ahead of another."""
+        return self.schedule.max_lead
 
     @property
     def is_tracing(self) -> bool:

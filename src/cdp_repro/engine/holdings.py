@@ -169,11 +169,12 @@ class Holdings:
             found.append(dict(broadcast(self._team, layout, own, source)))
         return found
 
-    def _keepers(self, number: int, step: int) -> dict[int, int]:
-        """Return, for each version of a stage that is held after `step` training steps, the first rank that holds it.
+    def _savers(self, number: int, step: int) -> dict[int, int]:
+        """Return, for each version of a stage that is held after `step` training steps, the rank that saves it.
 
-        Only that rank puts the version into a checkpoint. Holders of a stage may have different versions: if
-        micro-batches take turns on them, each has the newest and those that later micro-batches read there.
+        It is the first that holds it; only that rank puts the version into a checkpoint. Holders of a stage may have
+        different versions: if micro-batches take turns on them, each has the newest and those that later micro-batches
+        read there.
         """
         held = held_after(self._schedule, step)
         found: dict[int, int] = {}
@@ -196,11 +197,11 @@ class Holdings:
 
     def _own_state(self, number: int, step: int) -> dict[str, Any]:
         """Return this rank's part of a stage's state: all of its shards, or else what no earlier holder has."""
-        keepers, rank = self._keepers(number, step), self._team.rank
+        savers, rank = self._savers(number, step), self._team.rank
         versions = {
             value.number: content
             for value, content in self.values.items()
-            if value.kind == PARAMETERS and value.stage == number and (self.shards or keepers[value.number] == rank)
+            if value.kind == PARAMETERS and value.stage == number and (self.shards or savers[value.number] == rank)
         }
         own = self.states[number].state_dict(versions)
         is_first = self.shards or self._schedule.placement.holders(number)[0] == rank
@@ -235,7 +236,7 @@ class Holdings:
             for number, mine in self.states.items()
         }
         for number, mine in self.states.items():
-            mine.check_state(own[number], {*self._keepers(number, step)})
+            mine.check_state(own[number], {*self._savers(number, step)})
         for stage, theirs in zip(self._stages, stages, strict=True):
             check_buffers(dict(stage.named_buffers()), theirs["buffers"], self._schedule.sizes.statistics)
         return own

@@ -130,6 +130,15 @@ class Schedule:
         """Slots for which a rank keeps a buffer that it sends, and within which the receive must stand: 2S."""
         return 2 * self.stages
 
+    @property
+    def max_lead(self) -> int:
+        """The most training steps by which one rank can be ahead of another.
+
+        A version needs the gradients of all ranks, so a rank at most `longest` + 1 steps ahead finds what it reads;
+        3 more are room for steps that a rank has begun, or taken from its batches, before it waits.
+        """
+        return self.rule.longest + 4
+
     @cached_property
     def lent(self) -> frozenset[int]:
         """The stages whose parameters are brought to ranks that compute with them but do not hold all of them."""

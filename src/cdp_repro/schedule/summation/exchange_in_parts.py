@@ -110,23 +110,23 @@ def sum_by_exchange_in_parts(slots: Slots, schedule: Schedule, stages: frozenset
     rank first computes, then sends what it has just made, and only then waits for what it adds.
     """
     parts = parts_of(schedule.gradient_bytes)
-    lanes = {schedule.placement.rank_of(worker, 0): _Lane(schedule, worker) for worker in range(2)}
+    directions = {schedule.placement.rank_of(worker, 0): _Direction(schedule, worker) for worker in range(2)}
     found: Slots = []
     for number, actions in enumerate(sum_by_exchange(slots, schedule, stages)):
         for action in actions:
             if action.op is Op.FORWARD and action.stage == 0:
-                lanes[action.rank].begin(action.micro_batch, number)
+                directions[action.rank].begin(action.micro_batch, number)
         computing = {action.rank for action in actions if action.op.is_compute}
-        paced = [end for lane in lanes.values() for end in lane.receives.until(number)]
-        paced += [end for rank in sorted(lanes.keys() - computing) for end in lanes[rank].sends.until(number)]
+        paced = [end for each in directions.values() for end in each.receives.until(number)]
+        paced += [end for rank in sorted(directions.keys() - computing) for end in directions[rank].sends.until(number)]
         for action in actions:
             if action.op is Op.ADD:
-                paced += [end for lane in lanes.values() for queue in lane.queues for end in queue.rest_of(action)]
-                paced.append(_add_of_parts(action, lanes[action.rank].worker, parts[action.stage]))
+                paced += [end for each in directions.values() for queue in each.queues for end in queue.rest_of(action)]
+                paced.append(_add_of_parts(action, directions[action.rank].worker, parts[action.stage]))
             elif not action.op.is_message:
                 paced.append(action)
             if action.op.is_compute:
-                paced += lanes[action.rank].sends.until(number)
+                paced += directions[action.rank].sends.until(number)
         found.append(paced)
     return found
 
@@ -164,7 +164,7 @@ class _Queue:
         return [self.ends.popleft()[1] for _ in range(wanted[-1] + 1 if wanted else 0)]
 
 
-class _Lane:
+class _Direction:
     """The messages of one rank to the other, in order: planned sends here, and planned receives there."""
 
     def __init__(self, schedule: Schedule, worker: int) -> None:
