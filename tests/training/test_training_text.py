@@ -38,7 +38,9 @@ def test_a_run_learns_and_speaks_of_tokens(tmp_path, text, capsys):
     assert summary["memory/activation_peak_bytes_total"] == summary["memory/activation_peak_bytes_simulated"]
     assert summary["delay"] == "prediction" and summary["memory/delay_bytes_per_device"] > 0
     assert summary["memory/predicted_parameter_bytes_per_device"] > 0
-    assert f"validation loss       {summary['eval/nats_per_token']:.4f} nats a token after 2" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"validation loss       {summary['eval/nats_per_token']:.4f} nats a token after 2" in told
+    assert ", mode cdp_v2 with prediction, " in told
     last = [row for row in read_metrics(run_dir / "metrics.jsonl") if "eval/nats_per_token" in row][-1]
     assert last["eval/nats_per_token"] == summary["eval/nats_per_token"]
     row = collect(run_dir, "mine")

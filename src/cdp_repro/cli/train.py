@@ -36,7 +36,7 @@ from cdp_repro.observe.run_directory import (
     arguments_to_go_on,
     newest_checkpoint,
 )
-from cdp_repro.observe.text import format_bytes
+from cdp_repro.observe.text import format_bytes, mode_text
 from cdp_repro.schedule import PLACEMENT_SIZES
 from cdp_repro.studies.cells import Cell, cells_of, write_list
 from cdp_repro.studies.start_cells import array_script, queue, refuse_without_sbatch, train_here
@@ -304,10 +304,10 @@ def _summary_text(summary: dict[str, Any], run_dir: Path) -> str:
 
 
 def _told(summary: dict[str, Any], run_dir: Path) -> str:
-    task = task_of(summary["dataset"])
+    task, mode = task_of(summary["dataset"]), mode_text(summary["mode"], summary.get("delay", "none"))
     lines = [
         "",
-        f"{summary['model']} on {summary['dataset/description']}, mode {summary['mode']}, {summary['workers']} workers",
+        f"{summary['model']} on {summary['dataset/description']}, mode {mode}, {summary['workers']} workers",
         f"  {task.name:<21} {task.score_text(summary)} after {summary['epochs']} epochs",
     ]
     peak = summary.get("memory/activation_peak_bytes_total")

@@ -30,3 +30,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def mode_text(mode: str, delay: str) -> str:
+    """Return how people are told what runs: the mode, with the method against delay if there is one."""
+    return mode if delay == "none" else f"{mode} with {delay}"

@@ -23,6 +23,7 @@ from cdp_repro.launch.signals import StopRequest
 from cdp_repro.launch.team import Team
 from cdp_repro.observe.metrics import MetricsLog
 from cdp_repro.observe.run_directory import RunDirectory, arguments_to_go_on
+from cdp_repro.observe.text import mode_text
 from cdp_repro.observe.trace_files import mirror_trace, write_trace_files
 from cdp_repro.observe.versions import code_hash, versions
 from cdp_repro.observe.wandb_mirror import WandbMirror, previous_run_id
@@ -213,8 +214,8 @@ class _Run:
         config = self._config
         logger.info(
             "%s on %s, %s, N = %d workers, S = %d stages, %s on %s%s",
-            config.model.name, self._dataset.description, config.mode.name, config.workers, config.stage_count,
-            config.baseline or config.placement.name, config.torch_device,
+            config.model.name, self._dataset.description, mode_text(config.mode.name, config.delay.name),
+            config.workers, config.stage_count, config.baseline or config.placement.name, config.torch_device,
             f" in {self._engine.team.size} processes" if self._engine.team.size > 1 else "",
         )  # fmt: skip
         torch.manual_seed(config.seed)  # for what a model or loss draws on its own; a checkpoint keeps this state
