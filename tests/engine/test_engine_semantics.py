@@ -525,6 +525,7 @@ def test_a_state_of_other_parameter_groups_changes_nothing():
         ({"loss_fn": None}, r"loss_fn is a NoneType, not a function: give torch\.nn\.functional\.cross_entropy"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, r"optimizer is a SGD, not a function: give lambda"),
         ({"optimizer": lambda _: None}, r"made a NoneType, not an optimizer of torch: each stage has one of its own"),
+        ({"optimizer": torch.optim.LBFGS}, r"made a LBFGS, whose step computes the loss again and again"),
         ({"optimizer": lambda p: sgd(p[:1])}, r"made one of 1 parameters, not of the 2 given"),
         (
             {"delay": "error_feedback"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -255,6 +256,12 @@ def _made(optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.
     made = optimizer(list(parameters))
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"optimizer made a {type(made).__name__}, not an optimizer of torch: {_FACTORY}")
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer made a {type(made).__name__}, whose step computes the loss again and again: an update here has "
+            "the gradients of one read each; use one whose step() needs no closure, such as torch.optim.SGD"
+        )
     found = {id(parameter) for group in made.param_groups for parameter in group["params"]}
     if found != {id(parameter) for parameter in parameters}:
         raise ValueError(
