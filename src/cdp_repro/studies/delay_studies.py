@@ -212,11 +212,26 @@ TEXT = Benchmark(
         "optim=muon mode=cdp_v1",
         "optim=muon mode=cdp_v1 delay=error_feedback",
     ),
-    # within 0.0005 to 0.008, most AdamW settings were best at the lower end, and Muon at the upper
-    grid=(1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2),
+    # within 0.0005 to 0.008, most AdamW settings were best at the lower end, and Muon at the upper, even at 0.032
+    grid=(1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
     margin=0.01,
     seeds=tuple(range(3)),
     tuning_epochs=1,
+    finalists={
+        "optim=adamw mode=dp": (2e-3, 1e-3),
+        "optim=nadamw mode=dp": (5e-4, 1e-3),
+        "optim=adamw mode=cdp_v1": (5e-4, 1e-3),
+        "optim=nadamw mode=cdp_v1": (5e-4, 2e-3),
+        "optim=adamw mode=cdp_v1 delay=error_feedback": (5e-4, 1e-3),
+        "optim=adamw mode=cdp_v1 delay=prediction": (5e-4, 1e-3),
+        "optim=adamw mode=cdp_v2": (1e-3, 5e-4),
+        "optim=nadamw mode=cdp_v2": (1e-3, 5e-4),
+        "optim=adamw mode=cdp_v2 delay=error_feedback": (2e-3, 1e-3),
+        "optim=adamw mode=cdp_v2 delay=prediction": (1e-3, 5e-4),
+        "optim=muon mode=dp": (1.6e-2, 3.2e-2),
+        "optim=muon mode=cdp_v1": (8e-3, 4e-3),
+        "optim=muon mode=cdp_v1 delay=error_feedback": (8e-3, 4e-3),
+    },
 )
 
 DELAY_STUDIES = tuple(study for benchmark in (CIFAR10, TEXT) for study in benchmark.studies())
