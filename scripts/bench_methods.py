@@ -66,7 +66,8 @@ def _optimizer(config: RunConfig) -> tuple[object, ...]:
 
 def _engine(config: RunConfig) -> Engine:
     torch.manual_seed(0)
-    engine = build_engine(config, cut_model(config), TRAINED_SAMPLES, program_of(config))
+    cut = cut_model(config)
+    engine = build_engine(config, cut, TRAINED_SAMPLES, program_of(config, cut))
     assert isinstance(engine, Engine)
     return engine
 

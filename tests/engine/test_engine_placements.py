@@ -238,11 +238,13 @@ def run_with_unused(mode):
     return engine.trace().messages, shared, (mailbox._leaving, mailbox._arriving)
 
 
-def test_only_what_the_loss_depends_on_decides_on_parts_and_the_model_copies_nothing(tmp_path):
-    costs = profile_stages(
-        Network([nn.Linear(8, 8), Unused()], F.cross_entropy), torch.randn(3, 8), torch.randint(8, (3,))
-    )
-    schedule = Schedule.build("cdp_v2", 2, 2, "replicated", gradient_bytes=costs.gradient_bytes)
+def test_parts_of_gradients_that_the_loss_does_not_depend_on_are_empty_and_the_model_copies_nothing(tmp_path):
+    """Trained parameters decide on parts, before anything runs; what is sent are the gradients that there are."""
+    stages = [nn.Linear(8, 8), Unused()]
+    costs = profile_stages(Network(stages, F.cross_entropy), torch.randn(3, 8), torch.randint(8, (3,)))
+    trained = [sum(parameter.nbytes for parameter in stage.parameters()) for stage in stages]
+    schedule = Schedule.build("cdp_v2", 2, 2, "replicated", gradient_bytes=trained)
+    assert leaves_in_parts(schedule) and not leaves_in_parts(schedule.sized(costs.gradient_bytes))
     outcomes = run_ranks(run_with_unused, 2, "cdp_v2", folder=tmp_path)
     assert list(outcomes[0][0]) == list(simulate(Program(schedule), costs, 4).messages)
     assert all(shared and not any(open_) for _, shared, open_ in outcomes)

@@ -32,7 +32,7 @@ from cdp_repro.training.assembly import build_engine, load_data, program_of
 def test_the_bytes_are_those_of_a_run(tiny, overrides):
     config = compose_config([*tiny, *overrides])
     cut, dataset = cut_model(config), load_data(config)
-    engine = build_engine(config, cut, dataset.train_size, program_of(config))
+    engine = build_engine(config, cut, dataset.train_size, program_of(config, cut))
     batches = dataset.train_batches(
         range(3), batch_size=config.batch_size, parts=config.sample_parts, seed=0, device=config.torch_device,
         dtype=parameter_dtype(config),
@@ -69,7 +69,8 @@ def test_the_plan_says_what_is_kept(capsys):
 def test_the_plan_counts_the_copies_that_stale_reads_see(tiny, capsys):
     overrides = [*tiny, "mode=cdp_v1", "delay=prediction"]
     config = compose_config(overrides)
-    cut, program = cut_model(config), program_of(config)
+    cut = cut_model(config)
+    program = program_of(config, cut)
     copies = predicted_parameter_bytes(config, cut, program)
     assert copies == copied_bytes(program, cut.trained_bytes) > sum(cut.trained_bytes), "two versions at a time"
     assert main(overrides) == 0
@@ -77,7 +78,7 @@ def test_the_plan_counts_the_copies_that_stale_reads_see(tiny, capsys):
     assert said.endswith(f" and copies for stale reads of at most {format_bytes(copies)}"), said
     for without in ("delay=none", "delay=error_feedback", "mode=dp"):
         config = compose_config([*overrides, without])
-        assert predicted_parameter_bytes(config, cut, program_of(config)) == 0
+        assert predicted_parameter_bytes(config, cut, program_of(config, cut)) == 0
 
 
 def test_the_price_counts_the_last_steps(capsys):
@@ -88,3 +89,10 @@ def test_the_price_counts_the_last_steps(capsys):
         shown.append(capsys.readouterr().out.splitlines())
     differing = [one.split()[:2] for one, other in zip(*shown, strict=True) if one != other]
     assert ["cdp_v1", "single_device"] in differing and ["dp", "single_device"] not in differing
+
+
+def test_the_price_says_which_copies_it_leaves_out(capsys):
+    ways = ["price=true", "cluster.flops_per_second=1e9", "model=mlp", "model.depth=1", "workers=2", "mode=cdp_v1"]
+    for delay, leaves_out in {"prediction": True, "error_feedback": False, "none": False}.items():
+        assert main([*ways, f"delay={delay}"]) == 0
+        assert ("without the copies that stale reads see" in capsys.readouterr().out) == leaves_out

@@ -29,8 +29,6 @@ from cdp_repro.models.chain import joined
 from cdp_repro.schedule import Program, RankProgram, Schedule
 from cdp_repro.schedule.forward_only import is_pipelined
 from cdp_repro.schedule.schedule_spec import Choices
-from cdp_repro.schedule.summation import strategy_of
-from cdp_repro.schedule.values import GRADIENTS
 from cdp_repro.trace import Trace
 from cdp_repro.trace.record import as_plain, from_plain
 
@@ -109,7 +107,11 @@ class Engine:
         count = len(stages)
         if program is None:
             together = count if workers is None else workers
-            program = Program(Schedule.build(mode, together, count, placement, slot_order, **choices))
+            trained = [[each.nbytes for each in stage.parameters() if each.requires_grad] for stage in stages]
+            sizes = [sum(each) for each in trained]
+            program = Program(
+                Schedule.build(mode, together, count, placement, slot_order, gradient_bytes=sizes, **choices)
+            )
         self.schedule = program.schedule
         if self.schedule.stages != count:
             raise ValueError(f"the program is for {self.schedule.stages} stages, not for {count}: give as many")
@@ -198,23 +200,11 @@ class Engine:
             # an earlier run without a step may have closed them, and fake copies also read gradients
             self._holdings.open_seals()
             layouts = layouts_of(self._network, first.inputs(0), first.targets(0))
-            self._size([layout[GRADIENTS].nbytes for layout in layouts])
             with self.team.positions.noting("connecting"):
                 groups = connect(self._program, self._device)
             shards, kept_slots = self._holdings.shards, self.schedule.kept_slots
             self._executor.mailbox = Mailbox(layouts, shards, groups, self._device, kept_slots)
         self._holdings.drop_others()
-
-    def _size(self, gradient_bytes: Sequence[int]) -> None:
-        """Rebuild the program if the bytes of gradients, now known, change the strategy of a stage."""
-        if self._program.is_given:
-            return
-        sized, stages = self.schedule.sized(gradient_bytes), range(self.schedule.stages)
-        differs = any(strategy_of(sized, stage) is not strategy_of(self.schedule, stage) for stage in stages)
-        self.schedule = sized
-        if differs:
-            self._program = Program(sized)
-            self._executor.program = RankProgram(self._program, self.team.rank)
 
     def _results(self, feed: Feed) -> Iterator[StepResult]:
         program, first_step = self._executor.program, self.step

@@ -66,9 +66,12 @@ def _methods(config: RunConfig, schedule: Schedule) -> list[Uncorrected]:
 
 def predicted_parameter_bytes(config: RunConfig, cut: StageCut, program: Program) -> int:
     """Return the bytes of predicted parameters, which stale reads see with `delay=prediction`, at most on a rank."""
-    if config.delay.name == "none" or not any(each.reads_ahead for each in _methods(config, program.schedule)):
-        return 0
-    return copied_bytes(program, cut.trained_bytes)
+    return copied_bytes(program, cut.trained_bytes) if reads_ahead(config, program.schedule) else 0
+
+
+def reads_ahead(config: RunConfig, schedule: Schedule) -> bool:
+    """Whether stale reads see predicted parameters, which are copies."""
+    return config.delay.name != "none" and any(method.reads_ahead for method in _methods(config, schedule))
 
 
 def copied_bytes(program: Program, stage_bytes: Sequence[int]) -> int:

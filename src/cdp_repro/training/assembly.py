@@ -71,8 +71,8 @@ def reading_rule(schedule: Schedule, engine: Engine | Baseline) -> Callable[[int
     return reads
 
 
-def program_of(config: RunConfig) -> Program:
-    """Return the program of a run: that of its file, or else that of its schedule.
+def program_of(config: RunConfig, cut: CutModel) -> Program:
+    """Return the program of a run of a model cut into stages: that of its file, or else that of its schedule.
 
     A baseline does not execute it, but its memory is compared with what the program would take.
 
@@ -81,7 +81,7 @@ def program_of(config: RunConfig) -> Program:
         ScheduleError: the program is broken; the message says in which line and why.
     """
     if config.program is None:
-        return Program(config.schedule())
+        return Program(config.schedule(cut.costs.gradient_bytes))
     program = read_program_file(config.program)
     refuse_other_values(config.program, asdict(program.schedule.spec), asdict(config.spec()))
     return program

@@ -94,7 +94,7 @@ def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcom
         dataset = load_data(config)
         cut = cut_model(config, blocks_per_stage)
         start_from_file(config, cut.stages)
-        program = program_of(config)
+        program = program_of(config, cut)
         engine = build_engine(config, cut, dataset.train_size, program)
         losses: list[list[float]] = []
         with engine.team.naming_stalled():

@@ -81,9 +81,9 @@ def train(
             return finished
         if checkpoint is not None:
             refuse_foreign(checkpoint.meta, {"config": config.to_dict()})  # nothing is known of data and engine yet
-        program = program_of(config)
         dataset = load_data(config)
         cut = _same_cut(config, team, _earlier_cut(checkpoint))
+        program = program_of(config, cut)
         weights = "" if checkpoint else start_from_file(config, cut.stages)
         settings = {**config.to_dict(), "run_dir": None}
         refuse_differing(

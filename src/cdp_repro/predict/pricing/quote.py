@@ -29,7 +29,7 @@ from cdp_repro.predict.pricing import (
 )
 from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.stage_cut import StageCut
-from cdp_repro.predict.training_state import kept_steps, optimizer_states
+from cdp_repro.predict.training_state import kept_steps, optimizer_states, reads_ahead
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, PLACEMENTS, Schedule, Spec
 
 PRICED_MODES = ("dp", "cdp_v1", "cdp_v2", "accumulation")
@@ -192,6 +192,11 @@ def quote_text(quote: Quote) -> str:
     micro_batches |= {name: Schedule.from_spec(job).micro_batches for name, job in _jobs(config).items()}
     rows = [columns, *(_row(name, each, micro_batches[name] * micro_batch) for name, each in quote.prices.items())]
     notes = "one training step; activations, parameters+optimizer: the device with most; sent: the mean device"
+    if reads_ahead(config, config.schedule()):
+        notes += (
+            f"\ndelay={config.delay.name}: with the last steps that it keeps, without the copies that stale reads see, "
+            "which cdp-plan tells without price=true"
+        )
     return "\n".join(head) + f"\n\n{table(rows)}\n{notes}\n"
 
 
