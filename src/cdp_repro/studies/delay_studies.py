@@ -209,8 +209,7 @@ TEXT = Benchmark(
             for optim, method in (("optim=adamw", ""), ("optim=nadamw", ""), *(("optim=adamw", m) for m in _METHODS))
         ),
         "optim=muon mode=dp",
-        "optim=muon mode=cdp_v1",
-        "optim=muon mode=cdp_v1 delay=error_feedback",
+        *(f"optim=muon {mode} {method}".strip() for mode in _MODES for method in ("", _METHODS[0])),
     ),
     # within 0.0005 to 0.008, most AdamW settings were best at the lower end, and Muon at the upper, even at 0.032
     grid=(1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
