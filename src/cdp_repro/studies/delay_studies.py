@@ -242,6 +242,7 @@ TEXT = Benchmark(
         "optim=nadamw mode=cdp_v2": 1e-3,
         "optim=adamw mode=cdp_v2 delay=error_feedback": 2e-3,
         "optim=adamw mode=cdp_v2 delay=prediction": 1e-3,
+        "optim=muon mode=dp": 8e-3,
         "optim=muon mode=cdp_v1": 8e-3,
         "optim=muon mode=cdp_v1 delay=error_feedback": 8e-3,
     },
