@@ -21,6 +21,7 @@ from cdp_repro.predict.partition import partition
 from cdp_repro.predict.profiling import profile_stages
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Program, Schedule
+from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.summation.exchange_in_parts import leaves_in_parts
 from cdp_repro.schedule.values import parameters
 
@@ -244,7 +245,7 @@ def test_parts_of_gradients_that_the_loss_does_not_depend_on_are_empty_and_the_m
     costs = profile_stages(Network(stages, F.cross_entropy), torch.randn(3, 8), torch.randint(8, (3,)))
     trained = [sum(parameter.nbytes for parameter in stage.parameters()) for stage in stages]
     schedule = Schedule.build("cdp_v2", 2, 2, "replicated", gradient_bytes=trained)
-    assert leaves_in_parts(schedule) and not leaves_in_parts(schedule.sized(costs.gradient_bytes))
+    assert leaves_in_parts(schedule) and not leaves_in_parts(Schedule.from_spec(schedule.spec, costs.gradient_bytes))
     outcomes = run_ranks(run_with_unused, 2, "cdp_v2", folder=tmp_path)
     assert list(outcomes[0][0]) == list(simulate(Program(schedule), costs, 4).messages)
     assert all(shared and not any(open_) for _, shared, open_ in outcomes)
@@ -304,7 +305,7 @@ def left_over(kind, mode, placement, settings):
             pass
     mailbox, values = engine._executor.mailbox, engine._executor.values
     under_way = sum(isinstance(content, Pending) for content in values.values())
-    too_many = values.keys() - set(engine._program.held_at(engine.step)[engine.rank])
+    too_many = values.keys() - set(held_after(engine.schedule, engine.step)[engine.rank])
     return kept_bytes(mailbox._outgoing), *map(len, (mailbox._leaving, mailbox._arriving, too_many)), under_way
 
 

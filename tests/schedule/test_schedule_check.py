@@ -340,6 +340,12 @@ def test_foreign_actions_are_caught(mode):
         refused_and_wrong(schedule, broken)
 
 
+def test_no_update_makes_the_version_that_is_there_from_the_start():
+    schedule, slots = program("dp", n=1)
+    slots[1].append(Action.parse("U0@v0: p0@v0 g0[0:1] -> p0@v0"))
+    assert "U0@v0: an update makes version 1 or a later one" in refused_and_wrong(schedule, slots)
+
+
 @everywhere
 def test_slots_out_of_order_are_caught(mode):
     schedule, slots = program(mode)

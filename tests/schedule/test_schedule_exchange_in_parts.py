@@ -172,11 +172,11 @@ def test_only_two_ranks_that_exchange_everything_send_parts(placement, n, option
 
 def test_what_leaves_in_parts_is_checked_before_anything_starts(monkeypatch):
     plain = Schedule.build("cdp_v2", 2, 6, "replicated")
-    assert plain.sized(RESNET) == Schedule.build("cdp_v2", 2, 6, "replicated", gradient_bytes=RESNET)
-    monkeypatch.setattr(exchange_in_parts._Queue, "until", lambda *_: [])
-    monkeypatch.setattr(exchange_in_parts._Queue, "rest_of", lambda *_: [])
+    assert Schedule.from_spec(plain.spec, RESNET) == Schedule.build("cdp_v2", 2, 6, "replicated", gradient_bytes=RESNET)
+    monkeypatch.setattr(exchange_in_parts, "_until", lambda *_: [])
+    monkeypatch.setattr(exchange_in_parts, "_rest_of", lambda *_: [])
     with pytest.raises(ScheduleError):
-        Program(plain.sized(RESNET))
+        Program(Schedule.from_spec(plain.spec, RESNET))
 
 
 @pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2"])

@@ -18,7 +18,7 @@ from cdp_repro.schedule.passes.placing import compute
 def test_the_other_passes_leave_each_compute_in_its_slot_and_order(schedule, first):
     placed, whole = compute(schedule, first, 2), generate(schedule, first, 2)
     names = [
-        [(a.op, a.stage, a.micro_batch, a.version, a.rank) for a in actions if a.op.is_compute] for actions in whole
+        [(a.op, a.stage, a.micro_batch, a.version, a.rank) for a in slot.actions if a.op.is_compute] for slot in whole
     ]
     expected = [[(a.op, a.stage, a.micro_batch, a.version, a.rank) for a in actions] for actions in placed]
     assert names == expected + [[]] * (len(whole) - len(placed))
@@ -28,10 +28,10 @@ def test_the_other_passes_leave_each_compute_in_its_slot_and_order(schedule, fir
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_receives_come_first_and_every_holder_updates_once_a_step(schedule, first):
     updates = Counter()
-    for actions in generate(schedule, first, 2):
-        receives = [action.op is Op.RECEIVE for action in actions]
+    for slot in generate(schedule, first, 2):
+        receives = [action.op is Op.RECEIVE for action in slot.actions]
         assert receives == sorted(receives, reverse=True), "which never wait"
-        updates.update((a.stage, a.version, a.rank) for a in actions if a.op is Op.UPDATE)
+        updates.update((a.stage, a.version, a.rank) for a in slot.actions if a.op is Op.UPDATE)
     assert updates == Counter(
         (j, version, rank)
         for j in range(schedule.stages) for version in (first + 1, first + 2) for rank in schedule.placement.holders(j)

@@ -125,7 +125,7 @@ def test_a_run_that_ends_later_is_the_same_up_to_the_slot_before_the_next_step(s
     """What lets a rank begin a step before it knows whether another comes."""
     short, long = generate(schedule, first, steps), generate(schedule, first, steps + 1)
     same = steps * schedule.slots_per_step - 1
-    trim = [[[a._replace(frees=()) for a in each] for each in slots[:same]] for slots in (short, long)]
+    trim = [[[a._replace(frees=()) for a in each.actions] for each in slots[:same]] for slots in (short, long)]
     assert trim[0] == trim[1]
     assert short[:same] == long[:same]
 

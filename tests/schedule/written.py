@@ -88,7 +88,7 @@ def kinds() -> Iterator[Schedule]:
 
 def written(schedule: Schedule, steps: int, first_step: int = 0) -> list[Slot]:
     """A run, as the passes make it."""
-    return [Slot(number, tuple(actions)) for number, actions in enumerate(generate(schedule, first_step, steps))]
+    return generate(schedule, first_step, steps)
 
 
 def checked(schedule: Schedule, slots: Sequence[Slot], steps: int, first_step: int = 0) -> list[Slot]:

@@ -37,7 +37,7 @@ def test_csv_reads_back_to_the_same_actions(simulated):
     for row, (_, action) in zip(rows, expected, strict=True):
         assert row["rank"] == "0"
         if action.op.is_compute:
-            assert (int(row["step"]), int(row["worker"])) == divmod(action.micro_batch, program.schedule.workers)
+            assert (int(row["step"]), int(row["worker"])) == divmod(action.micro_batch, program.schedule.sizes.workers)
         else:
             assert row["worker"] == ""
             assert row["step"] == (str(action.version - 1) if action.op is Op.UPDATE else "")

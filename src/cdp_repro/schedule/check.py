@@ -59,7 +59,7 @@ class _OpenEnd(NamedTuple):
 
     action: Action
     slot: int
-    born: int
+    born: int | None
     """For a SEND, the slot in which the value was made."""
 
 
@@ -74,15 +74,13 @@ class Checker:
         """The run begins at `first_step`, with the values that ranks hold there."""
         self._schedule, self._first_step = schedule, first_step
         held = held_after(schedule, first_step)
-        self._live: list[dict[Value, int]] = [dict.fromkeys(held.get(r, ()), -1) for r in range(schedule.ranks)]
-        """By rank: each value on it, and the slot in which that value was made."""
-        self._announced: list[set[Value]] = [set() for _ in range(schedule.ranks)]
+        self._live: list[dict[Value, int | None]] = [dict.fromkeys(held.get(r, ()), -1) for r in range(schedule.ranks)]
+        """By rank: each value on it, and the slot in which it was made; None if it is still on its way."""
         self._edges: dict[tuple[int, int], deque[_OpenEnd]] = defaultdict(deque)
         self._joined: dict[int, Action] = {}
         """By rank: its action in the one collective that has begun."""
         self._recent: deque[Slot] = deque(maxlen=min(2 * schedule.stages, SHOWN_SLOTS))
         self._busy: dict[tuple[str, int, int], Action] = {}
-        self._ranks = schedule.ranks
         self.checked: list[Slot] = []
         """The slots checked so far, each in an order in which one process could run it."""
         self.states = [self.state()]
@@ -118,7 +116,7 @@ class Checker:
                     blocked.append(action)
                     blocked_ranks.add(action.rank)
             if len(blocked) == len(waiting):
-                missing = [v for v in blocked[0].reads if v not in self._live[blocked[0].rank]]
+                missing = [v for v in blocked[0].reads if self._live[blocked[0].rank].get(v) is None]
                 raise self._error(slot, blocked[0], _why_it_waits(missing, following))
             waiting = blocked
         self._end_slot(slot, ordered)
@@ -153,18 +151,18 @@ class Checker:
     def _apply(self, slot: int, action: Action) -> bool:
         """Apply an action; return False if the action has to wait for another rank."""
         op, rank = action.op, action.rank
-        if not 0 <= rank < self._ranks or not -1 <= action.peer < self._ranks:
-            raise _Fault(f"{self._schedule} has only ranks 0 to {self._ranks - 1}")
+        if not 0 <= rank < self._schedule.ranks or not -1 <= action.peer < self._schedule.ranks:
+            raise _Fault(f"{self._schedule} has only ranks 0 to {self._schedule.ranks - 1}")
         live, is_compute = self._live[rank], op.is_compute
         fault = fault_of(action, self._schedule)
         if fault:
             raise _Fault(fault)
         for value in action.reads:
             if value not in live:
-                if value in self._announced[rank]:
-                    return False
                 raise _Fault(self._why_not_there(value, rank) + self._when_it_exists(action, value, slot))
-            if is_compute and live[value] >= slot and value.kind in (PARAMETERS, *LENT):
+            if (made := live[value]) is None:
+                return False
+            if is_compute and made >= slot and value.kind in (PARAMETERS, *LENT):
                 late = self._when_it_exists(action, value, slot)
                 raise _Fault(f"version {action.version} of stage {action.stage} is made only in this same slot{late}")
         is_collective = op is Op.COLLECTIVE
@@ -185,8 +183,8 @@ class Checker:
                 self._write(rank, value, slot)
         return True
 
-    def _write(self, rank: int, value: Value, slot: int) -> None:
-        if value in self._live[rank] or value in self._announced[rank]:
+    def _write(self, rank: int, value: Value, slot: int | None) -> None:
+        if value in self._live[rank]:
             raise _Fault(f"{value} is on rank {rank} already")
         self._live[rank][value] = slot
 
@@ -194,7 +192,7 @@ class Checker:
         """Enter a compute: a micro-batch's branch, a rank and, unless shared, a stage have at most one per slot."""
         sizes, m = self._schedule.sizes, action.micro_batch
         users = [("micro-batch", m, sizes.branch_of[action.stage])] if action.op.passes_on else []
-        if self._ranks > 1:  # a single device computes for all workers in turn
+        if self._schedule.ranks > 1:  # a single device computes for all workers in turn
             users.append(("rank", action.rank, 0))
         if self._schedule.timeline.has_exclusive_stages:
             users.append(("stage", action.stage, m % sizes.replicas))
@@ -204,7 +202,7 @@ class Checker:
                 raise _Fault(f"{user[0]} {user[1]} would compute two things in one slot: it has {label}")
             self._busy[user] = action
 
-    def _message(self, slot: int, action: Action, born: int) -> None:
+    def _message(self, slot: int, action: Action, born: int | None) -> None:
         """Match an end of a message with its other end, which must be the oldest open end on this edge."""
         value, edge = action.value, action.edge
         assert value is not None and edge is not None
@@ -212,9 +210,7 @@ class Checker:
         if source == destination:
             raise _Fault("a rank sends to itself")
         if not is_send:
-            if value in self._live[destination] or value in self._announced[destination]:
-                raise _Fault(f"{value} is on rank {destination} already")
-            self._announced[destination].add(value)
+            self._write(destination, value, None)
         ends = self._edges[edge]
         if not ends or ends[0].action.op is action.op:
             ends.append(_OpenEnd(action, slot, born))
@@ -234,20 +230,17 @@ class Checker:
                 "twice the stages, are allowed, since the sender then waits for it"
             )
         ends.popleft()
-        self._announced[destination].remove(value)
         self._live[destination][value] = born if is_send else other.born
 
     def _can_join(self, action: Action) -> bool:
         """Whether the rank can join a collective: no other collective has begun."""
-        if action.rank in self._joined:
-            return False
         names = {collective_name(each.value) for each in (*self._joined.values(), action) if each.value}
-        return len(names) == 1
+        return len(names) == 1 and action.rank not in self._joined
 
     def _join(self, slot: int, action: Action) -> None:
         """Enter a rank's action in a collective; after the last one, all ranks have the result."""
         self._joined[action.rank] = action
-        self._announced[action.rank].update(action.writes)
+        self._write(action.rank, action.writes[0], None)
         if len(self._joined) < self._schedule.ranks:
             return
         parts, self._joined = self._joined, {}
@@ -260,9 +253,7 @@ class Checker:
         elif sorted(value.part for value in brought) != list(range(1, self._schedule.ranks + 1)):
             raise _Fault(f"the ranks bring the parts {sorted(value.part for value in brought)}")
         for rank, part in parts.items():
-            for value in part.writes:
-                self._announced[rank].remove(value)
-                self._write(rank, value, slot - 1)  # gathered values were made in an earlier slot
+            self._live[rank][part.writes[0]] = slot - 1  # gathered values were made in an earlier slot
 
     def _end_slot(self, slot: Slot, actions: Iterable[Action]) -> None:
         if self._joined:
@@ -280,7 +271,7 @@ class Checker:
                     raise self._error(slot, action, f"{allowed + 1} versions are kept; the rule needs {allowed}")
 
     def _why_not_there(self, value: Value, rank: int) -> str:
-        alive = sorted(str(v) for v in self._live[rank] if (v.kind, v.stage) == (value.kind, value.stage))
+        alive = sorted(str(v) for v, made in self._live[rank].items() if v[:2] == value[:2] and made is not None)
         return f"{value} is not on rank {rank}" + (f"; there are {', '.join(alive[:6])}" if alive else "")
 
     def _when_it_exists(self, action: Action, read: Value, slot: int) -> str:

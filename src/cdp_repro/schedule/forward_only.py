@@ -8,6 +8,7 @@ rank 2         0  1  2  3
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 from cdp_repro.schedule.schedule import Schedule
 
@@ -30,14 +31,9 @@ def is_pipelined(schedule: Schedule) -> bool:
 
 def path(schedule: Schedule, batch: int) -> list[Hop]:
     """Return the hops of a batch: those of the micro-batch of the same number. Replicas take turns."""
-    hops: list[Hop] = []
-    for stage in range(schedule.stages):
-        rank = schedule.placement.rank_of(batch, stage)
-        if hops and hops[-1].rank == rank:
-            hops[-1] = Hop(rank, range(hops[-1].stages.start, stage + 1))
-        else:
-            hops.append(Hop(rank, range(stage, stage + 1)))
-    return hops
+    by_rank = groupby(range(schedule.stages), lambda stage: schedule.placement.rank_of(batch, stage))
+    together = [(rank, [*stages]) for rank, stages in by_rank]
+    return [Hop(rank, range(stages[0], stages[-1] + 1)) for rank, stages in together]
 
 
 def order(schedule: Schedule, rank: int, batches: int) -> list[tuple[int, int]]:
@@ -46,10 +42,5 @@ def order(schedule: Schedule, rank: int, batches: int) -> list[tuple[int, int]]:
     Batch b is at hop h in slot b + h. A hop waits only for hops in earlier slots, and two ranks see the messages
     between them in the same order. So no rank waits for ever, and messages need no tag.
     """
-    hops = [
-        (batch + place, batch, place)
-        for batch in range(batches)
-        for place, hop in enumerate(path(schedule, batch))
-        if hop.rank == rank
-    ]
-    return [(batch, place) for _, batch, place in sorted(hops)]
+    own = [(b, h) for b in range(batches) for h, hop in enumerate(path(schedule, b)) if hop.rank == rank]
+    return sorted(own, key=sum)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from cdp_repro.schedule.actions import Op
+from cdp_repro.schedule.actions import Op, Slot
 from cdp_repro.schedule.passes.frees import add_frees, held_after
-from cdp_repro.schedule.passes.placing import Slots, compute
+from cdp_repro.schedule.passes.placing import compute
 from cdp_repro.schedule.passes.sending import add_boundary_messages, add_lending
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation import add_sums
 
 
-def generate(schedule: Schedule, first_step: int, steps: int) -> Slots:
+def generate(schedule: Schedule, first_step: int, steps: int) -> list[Slot]:
     """Return the actions of all ranks in a run of `steps` training steps, from a drained state to a drained state.
 
     A slot's actions depend only on compute up to the next slot. So a run that ends after n steps equals a longer one
@@ -24,4 +24,5 @@ def generate(schedule: Schedule, first_step: int, steps: int) -> Slots:
         slots = add_lending(slots, schedule)
     for actions in slots:
         actions.sort(key=lambda action: action.op is not Op.RECEIVE)  # receives never wait
-    return add_frees(slots, held_after(schedule, first_step + steps))
+    marked = add_frees(slots, held_after(schedule, first_step + steps))
+    return [Slot(number, tuple(actions)) for number, actions in enumerate(marked)]

@@ -57,15 +57,20 @@ def compute_action(schedule: Schedule, op: Op, m: int, stage: int) -> Action:
 
 def update(schedule: Schedule, stage: int, version: int, rank: int) -> Action:
     """Return the update that makes a version on a rank, or its shard of the version if the stage is sharded."""
-    part, parts = (rank + 1, schedule.ranks) if schedule.placement.is_sharded else (0, 1)
-    before, after = (parameters(stage, v).divided(part, parts) for v in (version - 1, version))
-    total = total_of(schedule, stage, version).divided(part, parts)
+    whole = parameters(stage, version - 1), total_of(schedule, stage, version), parameters(stage, version)
+    before, total, after = (schedule.own(value, rank) for value in whole)
     return Action(Op.UPDATE, rank, stage, version=version, reads=(before, total), writes=(after,))
 
 
 def total_of(schedule: Schedule, stage: int, version: int) -> Value:
     """Return the whole sum from which a version is made."""
     return gradient_sum(stage, range((version - 1) * schedule.sizes.summed, version * schedule.sizes.summed))
+
+
+def made_from(schedule: Schedule, value: Value) -> int | None:
+    """Return the version that is made from a value: from a whole sum, or a rank's shard of one; None for others."""
+    summed = schedule.sizes.summed
+    return value.stop // summed if value.kind == GRADIENTS and len(value.members) == summed else None
 
 
 def fault_of(action: Action, schedule: Schedule) -> str | None:
@@ -135,6 +140,8 @@ def _add_fault(action: Action, schedule: Schedule) -> str | None:
 def _update_fault(action: Action, schedule: Schedule) -> str | None:
     if action.rank not in schedule.placement.holders(action.stage):
         return f"rank {action.rank} does not hold stage {action.stage}"
+    if action.version < 1:
+        return "an update makes version 1 or a later one: version 0 is there from the start"
     expected = update(schedule, action.stage, action.version, action.rank)
     return _differs(action, expected.reads, expected.writes)
 
@@ -164,7 +171,7 @@ def _collective_fault(action: Action, schedule: Schedule) -> str | None:
         return "it must read what its rank brings, and write what it gets"
     (read,) = action.reads
     if value.kind in LENT:
-        is_shard = read == parameters(value.stage, value.version).divided(action.rank + 1, schedule.ranks)
+        is_shard = read == schedule.own(parameters(value.stage, value.version), action.rank)
         return None if is_shard else "it must bring its rank's shard of the version"
     if value.kind != GRADIENTS or read.kind != GRADIENTS or value.parts not in (1, schedule.ranks):
         return "it must bring a sum of gradients"

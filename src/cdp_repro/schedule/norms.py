@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cdp_repro.schedule.meaning import made_from
 from cdp_repro.schedule.program import Program
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.schedule_spec import Spec
-from cdp_repro.schedule.values import GRADIENTS, PARAMETERS, Value
+from cdp_repro.schedule.values import PARAMETERS, Value
 
 
 def clips_globally(schedule: Schedule) -> bool:
@@ -47,10 +48,8 @@ def knows_norms_in_time(program: Program) -> bool:
 
 def completed_step(value: Value, schedule: Schedule) -> int | None:
     """Return the number of the update whose whole sum `value` is; None if `value` is anything else."""
-    if value.kind != GRADIENTS or value.parts > 1:
-        return None
-    step, rest = divmod(value.number, schedule.sizes.summed)
-    return step if not rest and len(value.members) == schedule.sizes.summed else None
+    version = made_from(schedule, value)
+    return None if version is None else version - 1
 
 
 def teller(schedule: Schedule, step: int, stage: int) -> int:

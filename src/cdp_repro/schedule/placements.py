@@ -159,15 +159,10 @@ class ModelParallel(Placement):
 
     @cached_property
     def _holders(self) -> list[range]:
-        sizes = self.timeline.sizes
-        ends = accumulate(self._alive(stage) * sizes.replicas for stage in range(sizes.stages))
+        sizes, is_cyclic = self.timeline.sizes, self.timeline.name == "cyclic"
+        left = [sizes.stages - stage if is_cyclic else sizes.stages for stage in range(sizes.stages)]
+        ends = accumulate(-(-each * sizes.workers // sizes.stages) * sizes.replicas for each in left)
         return [range(first, end) for first, end in pairwise((0, *ends))]
-
-    def _alive(self, stage: int) -> int:
-        sizes = self.timeline.sizes
-        if self.timeline.name != "cyclic":
-            return sizes.workers
-        return -(-(sizes.stages - stage) // (sizes.stages // sizes.workers))
 
 
 PLACEMENTS: ByName[type[Placement]] = ByName(

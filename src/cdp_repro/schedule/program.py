@@ -28,13 +28,11 @@ from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.check import Checker, ScheduleError, State
 from cdp_repro.schedule.garbage import without_collection
 from cdp_repro.schedule.generate import generate
-from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.roles import Roles
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation import strategy_of
 from cdp_repro.schedule.summation.local import sum_locally
 from cdp_repro.schedule.transport import Communicator, Edge, blocked_on_nccl, directions, edges, merged
-from cdp_repro.schedule.values import Value
 
 MAX_STEPS = 12
 """Training steps, beyond twice the largest staleness, within which the pattern must repeat. PipeDream's repeats after
@@ -73,17 +71,12 @@ class Program:
         self.schedule = schedule
         self.roles = Roles(schedule)
         self.is_given = runs is not None
-        self._overlap = overlap(schedule)
         self._runs = dict(runs or {})
         for run in self._runs.values():
             self._check_given(run)
         self.run_from(0)
         if self.is_given:
             _ = self.communicators  # for a program made by the passes, this check can wait until NCCL is used
-
-    def held_at(self, step: int) -> dict[int, list[Value]]:
-        """Return the values that each rank holds when the pipeline has drained after `step` training steps."""
-        return held_after(self.schedule, step)
 
     @cached_property
     def edges(self) -> list[Edge]:
@@ -132,8 +125,7 @@ class Program:
     @property
     def steady_step(self) -> int:
         """F: the first training step of a run from step 0 that all later ones repeat."""
-        run, _ = self.run_from(0)
-        return len(run.fill)
+        return len(self.run_from(0)[0].fill)
 
     def until_it_repeats(self, steps: int = 1) -> list[Slot]:
         """Return the slots of the first F + `steps` training steps of a run from step 0, without a drain."""
@@ -159,7 +151,7 @@ class Program:
         if steps not in run.drains:
             if self.is_given:
                 raise ValueError(f"the program has no drain after {steps} steps from step {run.first_step}")
-            checked = self._checked(self._generated(run.first_step, steps), run.first_step, steps).checked
+            checked = self._checked(generate(self.schedule, run.first_step, steps), run.first_step, steps).checked
             run.drains[steps] = checked[self.begin(steps) :]
         return run.drains[steps]
 
@@ -209,11 +201,7 @@ class Program:
 
     def begin(self, step: int) -> int:
         """Return the slot of a run in which the piece of its step `step` begins."""
-        return max(0, step * self.schedule.slots_per_step - self._overlap)
-
-    def _generated(self, first_step: int, steps: int) -> list[Slot]:
-        slots = generate(self.schedule, first_step, steps)
-        return [Slot(number, tuple(actions)) for number, actions in enumerate(slots)]
+        return begin_of(self.schedule, step)
 
     @without_collection()
     def _made(self, first_step: int) -> Run:
@@ -227,7 +215,7 @@ class Program:
         longest = rule.longest
         shortest = longest + 2 + rule.least // rule.sizes.updates  # if a run is too short, the next is made anew
         for steps in range(shortest, 3 * longest + MAX_STEPS, max(1, longest)):
-            slots = self._generated(first_step, steps)
+            slots = generate(self.schedule, first_step, steps)
             for step in range(len(checker.states), steps + 1):  # a longer run begins as a shorter one does
                 checker.follow(slots, begin(step))
             for repeating in range(max(0, longest - first_step), steps):
@@ -278,9 +266,10 @@ class Program:
         return checker
 
 
-def overlap(schedule: Schedule) -> int:
-    """Return how many slots before its step a piece begins: 1 if messages depend on the next slot, else 0."""
-    return int(any(strategy_of(schedule, stage) is not sum_locally for stage in range(schedule.stages)))
+def begin_of(schedule: Schedule, step: int) -> int:
+    """Return the slot of a run in which the piece of a step begins: one earlier if messages depend on the next slot."""
+    overlap = any(strategy_of(schedule, stage) is not sum_locally for stage in range(schedule.stages))
+    return max(0, step * schedule.slots_per_step - overlap)
 
 
 class RankProgram:
@@ -321,7 +310,7 @@ class RankProgram:
 
     def _picked(self, piece: Piece) -> dict[int, list[Slot]]:
         """Return, by role, the slots of a piece with the actions of each role that the rank plays; cached."""
-        if id(piece) not in self._own:
+        if id(piece) not in self._own:  # one walk for all roles: there can be as many as ranks
             picked: dict[int, list[Slot]] = {role: [] for role in self._cycle}
             for slot in piece:
                 own: dict[int, list[Action]] = {}

@@ -24,13 +24,13 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from cdp_repro.schedule.actions import Action, Slot
 from cdp_repro.schedule.check import ScheduleError
-from cdp_repro.schedule.program import MAX_STEPS, Piece, Program, Run, overlap
+from cdp_repro.schedule.program import MAX_STEPS, Piece, Program, Run, begin_of
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.schedule_spec import Spec, frozen, is_of, kinds, named
 from cdp_repro.schedule.values import NUMBER
@@ -86,14 +86,6 @@ def read_program(text: str) -> Program:
 
 _Lines = list[tuple[int, int, Action]]
 """A piece as it is read: the number, slot and action of each line."""
-
-
-def _slots(lines: _Lines, slots: Iterable[int]) -> list[Slot]:
-    """Return these slots with the actions of a piece."""
-    actions: dict[int, list[Action]] = defaultdict(list)
-    for _, slot, action in lines:
-        actions[slot].append(action)
-    return [Slot(number, tuple(actions.get(number, ()))) for number in slots]
 
 
 class _Reader:
@@ -161,18 +153,19 @@ class _Reader:
         if sorted(named) != sorted(needed):
             found, wanted = (", ".join(f"{kind} {number}" for kind, number in each) for each in (named, needed))
             raise ScheduleError(f"the run from step {first_step} has the pieces {found}: it needs {wanted}")
-        period, early = schedule.slots_per_step, overlap(schedule)
-        most = (2 * schedule.rule.longest + MAX_STEPS) * period
+        most = (2 * schedule.rule.longest + MAX_STEPS) * schedule.slots_per_step
 
         def piece(kind: str, step: int) -> list[Slot]:
-            lines, begin = named[kind, step], max(0, step * period - early)
-            end = begin + most if kind == "drain after" else (step + 1) * period - early
-            outside = [line for line, slot, _ in lines if not begin <= slot < end]
-            if outside:
-                raise _broken(outside[0], f"{kind} {step} has the slots {begin} to {end - 1}")
-            if kind == "drain after":  # ends with its last action
-                end = max((slot + 1 for _, slot, _ in lines), default=begin)
-            return _slots(lines, range(begin, end))
+            actions: dict[int, list[Action]] = defaultdict(list)
+            first, end = begin_of(schedule, step), begin_of(schedule, step + 1)
+            if is_drain := kind == "drain after":
+                end = first + most
+            for line, slot, action in named[kind, step]:
+                if not first <= slot < end:
+                    raise _broken(line, f"{kind} {step} has the slots {first} to {end - 1}")
+                actions[slot].append(action)
+            slots = range(first, 1 + max(actions, default=first - 1) if is_drain else end)
+            return [Slot(number, tuple(actions[number])) for number in slots]
 
         return Run(
             first_step,
@@ -195,16 +188,15 @@ class _Reader:
 def _entry(number: int, line: str) -> dict[str, Any]:
     """Return the name and value in a line of the header."""
     name, _, value = (part.strip() for part in line.partition("="))
-    known = [each.name for each in fields(Spec)] + [_GRADIENT_BYTES]
+    known = kinds() | {_GRADIENT_BYTES: tuple[int, ...]}
     if name not in known:
         raise _broken(number, f"the header has no {name!r}: it has {', '.join(known)}")
     try:
         found = frozen(json.loads(value))
     except ValueError:
         raise _broken(number, f'{value!r} is no JSON value of {name}, such as 4 or "zero"') from None
-    kind = tuple[int, ...] if name == _GRADIENT_BYTES else kinds()[name]
-    if not is_of(found, kind):
-        raise _broken(number, f"{value} is no value of {name}: it is of the type {named(kind)}, in JSON")
+    if not is_of(found, known[name]):
+        raise _broken(number, f"{value} is no value of {name}: it is of the type {named(known[name])}, in JSON")
     return {name: found}
 
 

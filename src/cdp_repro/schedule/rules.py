@@ -38,9 +38,7 @@ class Rule(ABC):
     @cached_property
     def stashes(self) -> bool:
         """Whether every backward reads the version of its forward."""
-        return all(
-            self.backward_staleness(i, j) == delay for i, row in enumerate(self.matrix) for j, delay in enumerate(row)
-        )
+        return all(self.backward_staleness(i, j) == d for i, row in enumerate(self.matrix) for j, d in enumerate(row))
 
     @cached_property
     def oldest(self) -> tuple[int, ...]:

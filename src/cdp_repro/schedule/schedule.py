@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from typing import Unpack
@@ -14,6 +14,7 @@ from cdp_repro.schedule.schedule_spec import CHOOSING_PLACEMENTS, COLLECTIVE_PLA
 from cdp_repro.schedule.sizes import Sizes
 from cdp_repro.schedule.timelines import TIMELINES
 from cdp_repro.schedule.timelines.timeline import Timeline
+from cdp_repro.schedule.values import Value
 
 
 @dataclass(frozen=True)
@@ -55,19 +56,11 @@ class Schedule:
         timeline = TIMELINES[spec.chosen_mode.timeline](spec.sizes)
         _check_fits(spec, timeline)
         placement = PLACEMENTS[spec.placement].for_timeline(timeline, spec.collectives)
-        return cls(spec, timeline, spec.chosen_mode.rule(spec.sizes), placement).sized(gradient_bytes)
-
-    def sized(self, gradient_bytes: Sequence[int]) -> Schedule:
-        """Return this schedule for stages whose gradients have these numbers of bytes.
-
-        Raises:
-            ValueError: there is not one number per stage, or one is negative.
-        """
-        if gradient_bytes and len(gradient_bytes) != self.stages:
-            raise ValueError(f"gradient_bytes has {len(gradient_bytes)} entries: give {self.stages}, one a stage")
+        if gradient_bytes and len(gradient_bytes) != spec.stages:
+            raise ValueError(f"gradient_bytes has {len(gradient_bytes)} entries: give {spec.stages}, one a stage")
         if any(size < 0 for size in gradient_bytes):
             raise ValueError(f"gradient_bytes={[*gradient_bytes]}: give 0 or more, one number a stage")
-        return replace(self, gradient_bytes=tuple(gradient_bytes))
+        return cls(spec, timeline, spec.chosen_mode.rule(timeline.sizes), placement, tuple(gradient_bytes))
 
     def __str__(self) -> str:
         return str(self.spec)
@@ -85,11 +78,6 @@ class Schedule:
     def sizes(self) -> Sizes:
         """The sizes of the timeline."""
         return self.timeline.sizes
-
-    @property
-    def workers(self) -> int:
-        """N."""
-        return self.sizes.workers
 
     @cached_property
     def stages(self) -> int:
@@ -142,14 +130,17 @@ class Schedule:
     @cached_property
     def lent(self) -> frozenset[int]:
         """The stages whose parameters are brought to ranks that compute with them but do not hold all of them."""
-        return frozenset(
-            stage
-            for stage in range(self.stages)
-            if self.placement.is_sharded
-            or any(
-                self.placement.rank_of(m, stage) not in self.placement.holders(stage) for m in range(self.sizes.lanes)
-            )
-        )
+        placement, together = self.placement, range(self.sizes.lanes)
+
+        def is_lent(stage: int) -> bool:
+            holders = placement.holders(stage)
+            return placement.is_sharded or any(placement.rank_of(m, stage) not in holders for m in together)
+
+        return frozenset(filter(is_lent, range(self.stages)))
+
+    def own(self, value: Value, rank: int) -> Value:
+        """Return what a rank holds of a value of a stage's state: all of it, or the rank's shard."""
+        return value.divided(rank + 1, self.ranks) if self.placement.is_sharded else value
 
     def holder_read(self, micro_batch: int, stage: int) -> int:
         """Return the rank whose copy of the parameters of `stage` a micro-batch reads: its own, or the first holder.

@@ -34,20 +34,21 @@ class Spec:
     mode: str | tuple[tuple[int, ...], ...]
     """A name, or a staleness matrix for the cyclic timeline: a row for each turn of a step."""
     workers: int
-    """N."""
+    """N: workers that take the micro-batches in turn; N R L are under way at once. `accumulation` and pipelines that
+    flush use N only to give M."""
     stages: int
     """S."""
     placement: str = "single_device"
     slot_order: str = "paper"
     """How a device orders the actions of a slot: `paper` (forwards first) or `backward_first`."""
     accumulate: int = 1
-    """k."""
+    """k: micro-batches that a worker runs in a training step, one after the other."""
     replicas: int = 1
-    """R."""
+    """R: micro-batches that a worker computes at once, each on a rank of its own."""
     ranks: int | None = None
-    """D, for the placement `pipeline` only; None: N."""
+    """D: ranks over which the stages of one pipeline are spread, for the placement `pipeline` only; None: N."""
     servers: int | None = None
-    """P, for the placement `parameter_server` only; None: 1."""
+    """P: ranks that hold the stages, for the placement `parameter_server` only; None: 1."""
     speeds: tuple[int, ...] | None = None
     """Micro-batches that each worker computes in the same time, for `dp`, `ssp` and `async`; None: all are equal."""
     jitter: int | None = None
@@ -169,11 +170,6 @@ class Spec:
                 f"speeds={[*self.speeds]} needs workers that wait only for parameters, not "
                 f"placement={self.placement}: use placement={' or '.join(SPEED_PLACEMENTS)}"
             )
-
-    @property
-    def forwards(self) -> int:
-        """Number of forwards in a training step: M S."""
-        return self.sizes.micro_batches * self.stages
 
 
 @cache

@@ -16,43 +16,35 @@ MOST_MESSAGE_TIME = 10
 
 @dataclass(frozen=True)
 class Sizes:
-    """Five numbers, not one, and more for some systems; each timeline says how it ties them together.
+    """The sizes of a `Spec`, with defaults filled in; fields of the same name mean the same.
 
-    Micro-batch m = tM + i is the i-th of the M of training step t. With R replicas, a worker computes R micro-batches
-    at once; they have consecutive numbers.
+    Five numbers, not one, and more for some systems; each timeline says how it ties them together. Micro-batch
+    m = tM + i is the i-th of the M of training step t. With R replicas, a worker computes R micro-batches at once; they
+    have consecutive numbers.
     """
 
     stages: int
-    """S."""
     workers: int
-    """N: workers that take the micro-batches in turn; N R L are under way at once. `accumulation` and pipelines that
-    flush use N only to give M."""
     accumulate: int = 1
-    """k: micro-batches that a worker runs in a training step, one after the other."""
     replicas: int = 1
-    """R: micro-batches that a worker computes at once, each on a rank of its own."""
     pipeline_ranks: int = 1
-    """D: ranks over which the stages of one pipeline are spread."""
+    """D: `ranks` of the spec."""
     servers: int = 1
-    """P: ranks of a parameter server."""
     updates_each: bool = False
     """Whether each micro-batch is a training step of its own: M = R, with N training steps under way."""
     pushes: bool = False
     """Whether workers run on clocks of their own, and each micro-batch is an update: a training step is a `round`."""
     speeds: tuple[int, ...] = ()
-    """Micro-batches that each worker computes in the same time; () if all are equal."""
+    """() if all are equal."""
     jitter: int | None = None
-    """Seed of uneven times of micro-batches; None if they are even."""
     message_time: float = 0
-    """Time of a pull, and of a push, in micro-batches of the fastest worker."""
     slack: int | None = None
-    """Pushes by which a worker may be ahead of the slowest one when it starts; None sets no bound."""
+    """None sets no bound."""
     slices: int = 1
-    """L: micro-batches that the sequences of a worker are cut into along their tokens."""
     chosen_turns: int | None = None
-    """M / (R L) if chosen, else None. If not a multiple of N, a turn has another worker in the next training step."""
+    """`micro_batches` of the spec. If not a multiple of N, a turn has another worker in the next training step."""
     branches: Sources = ()
-    """For each stage, the stages whose outputs it reads; () for a chain."""
+    """`sources` of the spec; () for a chain."""
 
     @cached_property
     def sources(self) -> Sources:
@@ -79,11 +71,6 @@ class Sizes:
         for rank in range(self.pipeline_ranks - 1)[::-1]:
             found[rank] = 1 + found[self.readers[(rank + 1) * chunk - 1] // chunk]
         return tuple(found)
-
-    @cached_property
-    def depth(self) -> int:
-        """Number of ranks that a micro-batch passes one after the other in a pipeline: D, or fewer if branches join."""
-        return 1 + max(self.behind)
 
     @cached_property
     def lanes(self) -> int:

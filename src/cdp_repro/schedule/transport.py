@@ -27,19 +27,21 @@ def edges(slots: Iterable[Slot], later: Callable[[int], int] | None = None) -> l
     """Return the directed edges over which a program sends, sorted.
 
     `later` maps each rank to the one that plays its role a training step later; None if each keeps its own. A longer
-    run uses the edges of all roles in turn.
+    run uses the edges of all roles in turn. For example, where stage 0 of model_parallel takes turns on 6 ranks and
+    stage 1 on 5, all 30 edges between them are used, but not within the first 4 steps of 6 micro-batches.
     """
-    used = {a.edge for slot in slots for a in slot.actions if a.edge is not None}
-    return sorted(used) if later is None else _in_all_roles(used, later)
+    found: set[Edge] = set()
+    for edge in {action.edge for slot in slots for action in slot.actions}:
+        while edge is not None and edge not in found:
+            found.add(edge)
+            edge = edge if later is None else (later(edge[0]), later(edge[1]))
+    return sorted(found)
 
 
-def directions(used: Iterable[Edge]) -> tuple[Communicator, ...]:
+def directions(used: Sequence[Edge]) -> tuple[Communicator, ...]:
     """Return two communicators: all edges to higher ranks, and all to lower ones."""
-    up: list[Edge] = []
-    down: list[Edge] = []
-    for source, destination in used:
-        (up if source < destination else down).append((source, destination))
-    return tuple(tuple(each) for each in (up, down) if each)
+    ways = (tuple(edge for edge in used if (edge[0] < edge[1]) is rises) for rises in (True, False))
+    return tuple(filter(None, ways))
 
 
 def merged(used: Sequence[Edge], hang: Callable[[Sequence[Communicator]], bool]) -> tuple[Communicator, ...]:
@@ -59,20 +61,6 @@ def merged(used: Sequence[Edge], hang: Callable[[Sequence[Communicator]], bool])
         else:
             found.append((edge,))
     return tuple(found)
-
-
-def _in_all_roles(used: Iterable[Edge], later: Callable[[int], int]) -> list[Edge]:
-    """Return these edges and those that take their place in any later training step, sorted.
-
-    For example, stage 0 of model_parallel takes turns on 6 ranks and stage 1 on 5. All 30 edges between them are used,
-    but not within the first 4 steps of 6 micro-batches.
-    """
-    found: set[Edge] = set()
-    for source, destination in used:
-        while (source, destination) not in found:
-            found.add((source, destination))
-            source, destination = later(source), later(destination)
-    return sorted(found)
 
 
 def blocked_on_nccl(slots: Iterable[Slot], shared: Sequence[Communicator]) -> Action | None:

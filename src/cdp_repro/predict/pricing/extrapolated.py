@@ -96,7 +96,8 @@ def is_extrapolated(job: Spec, cluster: Cluster, simulated: int = SIMULATED_FORW
     if axis == "workers":  # whose stages and ranks are whole numbers, and with which the micro-batches become fewer
         has_smaller &= not any(unit * number % job.workers for number in (job.stages, job.ranks or 0))
         has_smaller &= job.micro_batches is None
-    return job.forwards > simulated and has_smaller and (axis == "replicas" or isinstance(job.mode, str))
+    forwards = job.sizes.micro_batches * job.stages
+    return forwards > simulated and has_smaller and (axis == "replicas" or isinstance(job.mode, str))
 
 
 def _extrapolated(

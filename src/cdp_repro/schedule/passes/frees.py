@@ -24,11 +24,9 @@ def held_after(schedule: Schedule, step: int) -> dict[int, list[Value]]:
         newest = step * sizes.updates
         versions = {rank: {newest} for rank in holders}
         for m in range(first, first + (schedule.rule.longest + 1) * sizes.micro_batches):
-            if (version := schedule.rule.version(m, stage)) < newest:
-                versions[schedule.holder_read(m, stage)].add(version)
+            versions[schedule.holder_read(m, stage)].add(min(newest, schedule.rule.version(m, stage)))
         for rank in holders:
-            part = (rank + 1, len(holders)) if placement.is_sharded else (0, 1)
-            held[rank] += [parameters(stage, v).divided(*part) for v in sorted(versions[rank])]
+            held[rank] += [schedule.own(parameters(stage, v), rank) for v in sorted(versions[rank])]
         for number in range(sizes.statistics):
             held[placement.rank_of(schedule.next_with(number, first), stage)].append(buffers(stage, number))
     return held

@@ -43,18 +43,15 @@ def add_lending(slots: Slots, schedule: Schedule) -> Slots:
     for number, actions in enumerate(slots):
         place = max(0, number - 1)
         made = {(a.stage, a.version) for a in slots[place] if a.op is Op.UPDATE} if number else set()
-        for action in actions:
-            for lent in action.reads if action.op.is_compute else ():
-                if lent.kind in LENT:
-                    target = late if (lent.stage, lent.version) in made else out
-                    target[place] += _brought(lent, action.rank, schedule)
+        for lent, rank in [(value, a.rank) for a in actions for value in a.reads if value.kind in LENT]:
+            target = late if (lent.stage, lent.version) in made else out
+            target[place] += _brought(lent, rank, schedule)
     return [[*early, *actions, *after] for early, actions, after in zip(out, slots, late, strict=True)]
 
 
 def _brought(lent: Value, rank: int, schedule: Schedule) -> tuple[Action, ...]:
     """Return the actions that bring lent parameters to a rank."""
-    own, holders = parameters(lent.stage, lent.version), schedule.placement.holders(lent.stage)
+    own = schedule.own(parameters(lent.stage, lent.version), rank)
     if schedule.placement.is_sharded:
-        shard = own.divided(rank + 1, len(holders))
-        return (Action(Op.COLLECTIVE, rank, lent.stage, value=lent, reads=(shard,), writes=(lent,)),)
-    return send(lent, holders[0], rank, read=own)
+        return (Action(Op.COLLECTIVE, rank, lent.stage, value=lent, reads=(own,), writes=(lent,)),)
+    return send(lent, schedule.placement.holders(lent.stage)[0], rank, read=own)

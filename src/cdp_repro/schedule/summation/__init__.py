@@ -6,7 +6,6 @@ strategies: the values of the actions say everything.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 
 from cdp_repro.schedule.passes.placing import Slots
@@ -24,11 +23,9 @@ Strategy = Callable[[Slots, Schedule, frozenset[int]], Slots]
 
 def add_sums(slots: Slots, schedule: Schedule) -> Slots:
     """Sum the gradients of every stage by its strategy, and update."""
-    chosen: dict[Strategy, list[int]] = defaultdict(list)
-    for stage in range(schedule.stages):
-        chosen[strategy_of(schedule, stage)].append(stage)
-    for strategy, stages in chosen.items():
-        slots = strategy(slots, schedule, frozenset(stages))
+    chosen = [strategy_of(schedule, stage) for stage in range(schedule.stages)]
+    for strategy in dict.fromkeys(chosen):
+        slots = strategy(slots, schedule, frozenset(stage for stage, own in enumerate(chosen) if own is strategy))
     return slots
 
 

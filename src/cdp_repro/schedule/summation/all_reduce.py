@@ -8,7 +8,7 @@ from cdp_repro.schedule.actions import Action, Op
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation.common import members_with, replace_backwards, summed, update_before_reads
-from cdp_repro.schedule.values import GRADIENTS, Value, gradient_sum
+from cdp_repro.schedule.values import Value, gradient_sum
 
 
 def sum_by_all_reduce(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
@@ -34,13 +34,10 @@ def join_collectives(
 
     found = replace_backwards(slots, stages, accumulated)
     for actions in found:
-        ends = [a for a in actions if a.op.gives_gradients and a.stage in stages]
-        for action in ends:
+        for action in [a for a in actions if a.op.gives_gradients and a.stage in stages]:
+            (*_, own), stage, rank = action.writes, action.stage, action.rank
             members = members_with(schedule, action.micro_batch)
-            if action.micro_batch >= members.stop - lanes:
-                own = next(value for value in action.writes if value.kind == GRADIENTS)
-                whole = result(gradient_sum(action.stage, members), action.rank)
-                actions.append(
-                    Action(Op.COLLECTIVE, action.rank, action.stage, value=whole, reads=(own,), writes=(whole,))
-                )
+            if own.stop > members.stop - lanes:
+                whole = result(gradient_sum(stage, members), rank)
+                actions.append(Action(Op.COLLECTIVE, rank, stage, value=whole, reads=(own,), writes=(whole,)))
     return found

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from itertools import zip_longest
 
 from cdp_repro.schedule.actions import Action, Op
-from cdp_repro.schedule.meaning import update
+from cdp_repro.schedule.meaning import made_from, update
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.values import GRADIENTS, Value, gradient_sum
+from cdp_repro.schedule.values import Value, gradient_sum
 
 
 def summed(backward: Action, before: Value | None, after: Value) -> Action:
@@ -33,15 +33,11 @@ def members_with(schedule: Schedule, micro_batch: int) -> range:
 
 def replace_backwards(slots: Slots, stages: frozenset[int], by: Callable[[Action], Iterable[Action]]) -> Slots:
     """Replace each action that gives gradients of `stages` by the actions that `by` returns."""
-    found: Slots = []
-    for actions in slots:
-        found.append([])
-        for action in actions:
-            if action.op.gives_gradients and action.stage in stages:
-                found[-1] += by(action)
-            else:
-                found[-1].append(action)
-    return found
+
+    def replaced(action: Action) -> Iterable[Action]:
+        return by(action) if action.op.gives_gradients and action.stage in stages else (action,)
+
+    return [[each for action in actions for each in replaced(action)] for actions in slots]
 
 
 def completed(action: Action, schedule: Schedule, stages: frozenset[int]) -> int | None:
@@ -50,12 +46,11 @@ def completed(action: Action, schedule: Schedule, stages: frozenset[int]) -> int
     A sum is completed on a rank that holds the stage. A received sum was completed elsewhere, except for the gradients
     of an update's only micro-batch, which come to an owner that does not compute.
     """
-    summed = schedule.sizes.summed
-    if action.op.is_message and summed > 1:  # skips most actions of a large program
+    if action.op.is_message and schedule.sizes.summed > 1:  # skips most actions of a large program
         return None
     for value in action.writes:
-        if value.kind == GRADIENTS and value.stage in stages and len(value.members) == summed:
-            return value.stop // summed if action.rank in schedule.placement.holders(value.stage) else None
+        if value.stage in stages and (version := made_from(schedule, value)) is not None:
+            return version if action.rank in schedule.placement.holders(value.stage) else None
     return None
 
 
@@ -90,19 +85,16 @@ def update_before_reads(slots: Slots, schedule: Schedule, stages: frozenset[int]
     """
     open_sums: dict[tuple[int, int], list[int]] = defaultdict(list)
     found: Slots = []
-    for number, actions in enumerate(slots):
+    for actions, following in zip_longest(slots, slots[1:], fillvalue=()):
         for action in actions:
             if (version := completed(action, schedule, stages)) is not None:
                 open_sums[action.rank, action.stage].append(version)
-        following = slots[number + 1] if number + 1 < len(slots) else []
         found.append([*actions, *(update(schedule, *each) for each in due(following, open_sums))])
-    rest = [
-        update(schedule, stage, version, rank) for (rank, stage), versions in open_sums.items() for version in versions
-    ]
+    rest = [update(schedule, stage, v, rank) for (rank, stage), versions in open_sums.items() for v in versions]
     return [*found, rest] if rest else found
 
 
-def due(following: list[Action], open_sums: dict[tuple[int, int], list[int]]) -> list[tuple[int, int, int]]:
+def due(following: Iterable[Action], open_sums: dict[tuple[int, int], list[int]]) -> list[tuple[int, int, int]]:
     """Return stage, version and rank of each update that the next slot's compute needs; remove these from `open_sums`.
 
     `open_sums` has, by rank and stage, the versions that can be made, oldest first.
@@ -123,26 +115,20 @@ def put_off(slots: Slots, stages: frozenset[int], schedule: Schedule) -> Slots:
     """
     found: Slots = []
     waiting: list[Action] = []
+    summed = schedule.sizes.summed
     for actions, following in zip_longest(slots, slots[1:]):
-        read_next: dict[int, int] = {}
-        for action in following or ():
-            if action.op.is_compute:
-                read_next[action.stage] = max(action.version, read_next.get(action.stage, 0))
+        # by stage: the last entry wins, the newest version
+        read_next = dict(sorted((action.stage, action.version) for action in following or () if action.op.is_compute))
         stays: list[Action] = []
         urgent: list[Action] = []
         later: list[Action] = []
         for action in actions:
             if action.op not in (Op.ADD, Op.UPDATE) or action.stage not in stages:
                 stays.append(action)
-            elif following is None or step_version(action, schedule) <= read_next.get(action.stage, 0):
-                urgent.append(action)
+            elif following is None or -(-action.reads[-1].stop // summed) <= read_next.get(action.stage, 0):
+                urgent.append(action)  # the version that it helps to make is read, or a later one
             else:
                 later.append(action)
         found.append([*stays, *waiting, *urgent])
         waiting = later
     return found
-
-
-def step_version(action: Action, schedule: Schedule) -> int:
-    """Return the version that an ADD or UPDATE helps to make."""
-    return action.version if action.value is None else (action.value.stop - 1) // schedule.sizes.summed + 1

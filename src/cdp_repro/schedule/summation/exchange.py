@@ -16,14 +16,7 @@ from collections.abc import Iterator
 from cdp_repro.schedule.actions import Action, Op, send
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.common import (
-    add,
-    members_with,
-    replace_backwards,
-    step_version,
-    summed,
-    update_before_reads,
-)
+from cdp_repro.schedule.summation.common import add, completed, members_with, replace_backwards, update_before_reads
 from cdp_repro.schedule.summation.relay import relayed_sum
 from cdp_repro.schedule.values import gradient_sum
 
@@ -58,20 +51,18 @@ def _exchanged(backward: Action, schedule: Schedule, receives_early: bool) -> It
     """
     m, stage, rank = backward.micro_batch, backward.stage, backward.rank
     members, rank_of = members_with(schedule, m), schedule.placement.rank_of
-    if m < members[-1]:
-        yield from relayed_sum(backward, schedule)
-        if m == members[-2] and receives_early:
-            yield send(gradient_sum(stage, range(m + 1, m + 2)), rank_of(m + 1, stage), rank)[1]
-        return
-    other, own = rank_of(m - 1, stage), gradient_sum(stage, range(m, m + 1))
-    before = gradient_sum(stage, range(members[0], m))
-    hand_back, receive = send(own, rank, other)
-    yield summed(backward, None, own)
-    yield hand_back
-    if not receives_early:
-        yield receive
-    yield add(before, own, other)
-    yield add(before, own, rank)
+    computed, *relayed = relayed_sum(backward, schedule)
+    yield computed
+    if m == members[-1]:
+        own, other = gradient_sum(stage, (m,)), rank_of(m - 1, stage)
+        hand_back, receive = send(own, rank, other)
+        yield hand_back
+        if not receives_early:
+            yield receive
+        yield add(gradient_sum(stage, range(members[0], m)), own, other)
+    yield from relayed
+    if m == members[-2] and receives_early:
+        yield send(gradient_sum(stage, (m + 1,)), rank_of(m + 1, stage), rank)[1]
 
 
 def _add_late(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
@@ -79,24 +70,18 @@ def _add_late(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots
 
     So ranks wait for a slow link as late as one open sum per stage allows.
     """
-    waiting: dict[tuple[int, int], Action] = {}
+    waiting: dict[tuple[int, int], tuple[int, Action]] = {}
     found: Slots = []
     for actions in slots:
         found.append([])
         for action in actions:
             place = (action.rank, action.stage)
-            if action.op is Op.ADD and action.stage in stages and _is_total(action, schedule):
-                waiting[place] = action
+            if action.op is Op.ADD and (version := completed(action, schedule, stages)) is not None:
+                waiting[place] = version, action
                 continue
-            pending = waiting.get(place)
-            if pending is not None and (
-                action.op.gives_gradients
-                or (action.op is Op.UPDATE and action.version == step_version(pending, schedule))
+            if place in waiting and (
+                action.op.gives_gradients or (action.op, action.version) == (Op.UPDATE, waiting[place][0])
             ):
-                found[-1].append(waiting.pop(place))
+                found[-1].append(waiting.pop(place)[1])
             found[-1].append(action)
     return found
-
-
-def _is_total(action: Action, schedule: Schedule) -> bool:
-    return action.value is not None and len(action.value.members) == schedule.micro_batches

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cdp_repro.schedule.actions import Action, Op, send
 from cdp_repro.schedule.parts import part_of
@@ -48,8 +48,7 @@ def leaves_in_parts(schedule: Schedule) -> bool:
     return any(order != sorted(order, reverse=True) for order in orders)
 
 
-@dataclass(frozen=True)
-class Departure:
+class Departure(NamedTuple):
     """The slot in which a part of a stage's gradients leaves, counted from the first forward of its micro-batch."""
 
     slot: int
@@ -103,83 +102,64 @@ def _start(schedule: Schedule, worker: int) -> int:
     return schedule.timeline.forward(worker // schedule.sizes.replicas, 0)
 
 
+_Ends = deque[tuple[int, int, Action]]
+"""Planned ends of messages, in order, each with its slot and the micro-batch of its gradients."""
+
+
 def sum_by_exchange_in_parts(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
     """Exchange as `sum_by_exchange` does, but send parts in the order of their `departures`.
 
     Before an ADD, all parts that it adds have left, and so have all earlier gradients of its stage. Within a slot, a
     rank first computes, then sends what it has just made, and only then waits for what it adds.
     """
-    parts = parts_of(schedule.gradient_bytes)
-    directions = {schedule.placement.rank_of(worker, 0): _Direction(schedule, worker) for worker in range(2)}
+    parts, plans = parts_of(schedule.gradient_bytes), [departures(schedule, worker) for worker in range(2)]
+    sends: list[_Ends] = [deque(), deque()]  # by the rank that sends
+    receives: list[_Ends] = [deque(), deque()]  # likewise; they are on the other rank
     found: Slots = []
     for number, actions in enumerate(sum_by_exchange(slots, schedule, stages)):
         for action in actions:
             if action.op is Op.FORWARD and action.stage == 0:
-                directions[action.rank].begin(action.micro_batch, number)
+                m, rank = action.micro_batch, action.rank
+                for slot, stage, part in plans[m % 2]:
+                    whole, leaves = gradient_sum(stage, (m,)), number + slot
+                    ends = send(whole.divided(part, parts[stage]), rank, 1 - rank, read=whole)
+                    sends[rank].append((leaves, m, ends[0]))
+                    receives[rank].append((leaves - _start(schedule, m % 2), m, ends[1]))  # it may drift behind so far
         computing = {action.rank for action in actions if action.op.is_compute}
-        paced = [end for each in directions.values() for end in each.receives.until(number)]
-        paced += [end for rank in sorted(directions.keys() - computing) for end in directions[rank].sends.until(number)]
+        paced = [end for ends in receives for end in _until(number, ends)]
+        paced += [end for rank in sorted({0, 1} - computing) for end in _until(number, sends[rank])]
         for action in actions:
             if action.op is Op.ADD:
-                paced += [end for each in directions.values() for queue in each.queues for end in queue.rest_of(action)]
-                paced.append(_add_of_parts(action, directions[action.rank].worker, parts[action.stage]))
+                every = (sends[0], receives[0], sends[1], receives[1])
+                paced += [end for ends in every for end in _rest_of(action, ends)]
+                paced.append(_add_of_parts(action, schedule, parts[action.stage]))
             elif not action.op.is_message:
                 paced.append(action)
             if action.op.is_compute:
-                paced += directions[action.rank].sends.until(number)
+                paced += _until(number, sends[action.rank])
         found.append(paced)
     return found
 
 
-def _add_of_parts(action: Action, worker: int, parts: int) -> Action:
-    """Return an ADD that reads all parts of the gradients that the other worker sends."""
+def _add_of_parts(action: Action, schedule: Schedule, parts: int) -> Action:
+    """Return an ADD that reads all parts of the gradients that the other rank sends."""
     reads: list[Value] = []
     for value in action.reads:
-        is_received = value.number % 2 != worker
+        is_received = schedule.placement.rank_of(value.number, value.stage) != action.rank
         reads += [value.divided(part, parts) for part in range(1, parts + 1)] if is_received else [value]
     return action._replace(reads=tuple(reads))
 
 
-@dataclass
-class _Queue:
-    """Planned ends of messages, in order, each with its slot."""
-
-    ends: deque[tuple[int, Action]] = field(default_factory=deque)
-
-    def until(self, slot: int) -> list[Action]:
-        """Take out the ends that are due up to `slot`."""
-        found = []
-        while self.ends and self.ends[0][0] <= slot:
-            found.append(self.ends.popleft()[1])
-        return found
-
-    def rest_of(self, add: Action) -> list[Action]:
-        """Take out all ends up to the last one with gradients of the stage of `add` from its step or an earlier one."""
-        assert add.value is not None
-        wanted = [
-            number
-            for number, (_, end) in enumerate(self.ends)
-            if end.value is not None and end.stage == add.stage and end.value.number < add.value.stop
-        ]
-        return [self.ends.popleft()[1] for _ in range(wanted[-1] + 1 if wanted else 0)]
+def _until(slot: int, ends: _Ends) -> list[Action]:
+    """Take out the ends that are due up to `slot`."""
+    found = []
+    while ends and ends[0][0] <= slot:
+        found.append(ends.popleft()[-1])
+    return found
 
 
-class _Direction:
-    """The messages of one rank to the other, in order: planned sends here, and planned receives there."""
-
-    def __init__(self, schedule: Schedule, worker: int) -> None:
-        self.worker = worker
-        self.sends, self.receives = self.queues = (_Queue(), _Queue())
-        self._rank, self._peer = (schedule.placement.rank_of(each, 0) for each in (worker, 1 - worker))
-        self._departures = departures(schedule, worker)
-        self._parts = parts_of(schedule.gradient_bytes)
-        self._ahead = _start(schedule, worker)  # how far the other rank may drift behind
-
-    def begin(self, micro_batch: int, slot: int) -> None:
-        """Plan the messages of a micro-batch whose first forward is in `slot`."""
-        for departure in self._departures:
-            whole = gradient_sum(departure.stage, range(micro_batch, micro_batch + 1))
-            part = whole.divided(departure.part, self._parts[departure.stage])
-            send_end, receive_end = send(part, self._rank, self._peer, read=whole)
-            self.sends.ends.append((slot + departure.slot, send_end))
-            self.receives.ends.append((slot + departure.slot - self._ahead, receive_end))
+def _rest_of(add: Action, ends: _Ends) -> list[Action]:
+    """Take out all ends up to the last one with gradients of the stage of `add` from its step or an earlier one."""
+    (total,) = add.writes
+    wanted = [n for n, (_, m, end) in enumerate(ends, start=1) if end.stage == add.stage and m < total.stop]
+    return [ends.popleft()[-1] for _ in range(max(wanted, default=0))]

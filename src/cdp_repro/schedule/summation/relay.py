@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, zip_longest
 
 from cdp_repro.schedule.actions import Action, Op, send
 from cdp_repro.schedule.meaning import total_of, update
@@ -54,32 +53,26 @@ def order_of_need(schedule: Schedule, stage: int, version: int) -> tuple[int, ..
     For example, on stage 1 of cdp_v2 with N = S = 4, workers 2 and 3 read the new version, and 0 and 1 a step later.
     """
     found: dict[int, None] = {}
-    for m in count(version * schedule.micro_batches):
-        if schedule.rule.version(m, stage) >= version:
-            found[schedule.holder_read(m, stage)] = None
-            if len(found) == len(schedule.placement.holders(stage)):
-                return tuple(found)
-    raise AssertionError("unreachable: `count` has no end")
+    readers = (m for m in count(version * schedule.micro_batches) if schedule.rule.version(m, stage) >= version)
+    while len(found) < len(schedule.placement.holders(stage)):
+        found[schedule.holder_read(next(readers), stage)] = None
+    return tuple(found)
 
 
-@dataclass
 class _Total:
     """The path of one total from holder to holder."""
 
-    stage: int
-    version: int
-    need: Sequence[int]
-    """The holders in the order in which they need the total."""
-    at: int
-    """The rank that hands the total on next: at first the one that completes it."""
-    ready: int | None
-    """The slot in which that rank completed the total, or updated with it; None if it has not yet."""
-    waiting: deque[int] = field(init=False)
-    """The holders that the total has still to reach, in order."""
-    updated: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.waiting = deque(rank for rank in self.need if rank != self.at)
+    def __init__(self, stage: int, version: int, need: Sequence[int], at: int, ready: int) -> None:
+        """`need` has the holders in the order in which they need the total; rank `at` completes it in slot `ready`."""
+        self.stage, self.version = stage, version
+        self.updating = [*need]
+        """The holders that have still to update, in the order of their need."""
+        self.waiting = deque(rank for rank in need if rank != at)
+        """Those of them that the total has still to reach."""
+        self.at = at
+        """The rank that hands the total on next: at first the one that completes it."""
+        self.ready: int | None = ready
+        """The slot in which that rank completed the total, or updated with it; None if it has not yet."""
 
     def is_ready(self, before: int) -> bool:
         """Whether the total could be handed on before the compute of slot `before`."""
@@ -87,12 +80,7 @@ class _Total:
 
     def can_leave(self, slot: int) -> bool:
         """Whether the total can leave in a slot: ready before, or completed there; not if updated with there."""
-        return self.is_ready(slot) or (self.ready == slot and self.at not in self.updated)
-
-    @property
-    def next_in_need(self) -> int:
-        """The holder that updates next."""
-        return next(rank for rank in self.need if rank not in self.updated)
+        return self.is_ready(slot) or (self.ready == slot and self.at in self.updating)
 
     def hand_on(self, schedule: Schedule) -> tuple[Action, Action]:
         """Return the message that takes the total to the next holder."""
@@ -101,7 +89,7 @@ class _Total:
 
     def update(self, schedule: Schedule, rank: int, slot: int) -> Action:
         """Return the update of `rank` with the total in `slot`, after which the rank can hand it on."""
-        self.updated.add(rank)
+        self.updating.remove(rank)
         if rank == self.at and self.waiting:
             self.ready = slot
         return update(schedule, self.stage, self.version, rank)
@@ -120,19 +108,18 @@ def _relay_totals(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> S
     totals: _Totals = {}
     open_sums: dict[tuple[int, int], list[int]] = defaultdict(list)
     found: Slots = []
-    for number, actions in enumerate(slots):
+    for number, (actions, following) in enumerate(zip_longest(slots, slots[1:], fillvalue=())):
         for action in actions:
             if (version := completed(action, schedule, stages)) is not None:
                 need = order_of_need(schedule, action.stage, version)
                 totals[action.stage, version] = _Total(action.stage, version, need, action.rank, number)
                 for rank in need:
                     open_sums[rank, action.stage].append(version)
-        following = slots[number + 1] if number + 1 < len(slots) else []
         early, late = _handed_on(totals, schedule, due(following, open_sums), number)
         found.append([*early, *actions, *late])
     while totals:
         oldest = dict(sorted(totals, reverse=True))  # by stage: the last entry wins, its oldest version
-        reads = [(stage, version, totals[stage, version].next_in_need) for stage, version in sorted(oldest.items())]
+        reads = [(stage, version, totals[stage, version].updating[0]) for stage, version in sorted(oldest.items())]
         early, late = _handed_on(totals, schedule, reads, len(found))
         found.append([*early, *late])
     return found
@@ -160,6 +147,6 @@ def _handed_on(
             senders.add(total.at)
             receivers.add(total.waiting[0])
             hand_on(total)
-    for key in [key for key, total in totals.items() if len(total.updated) == len(total.need)]:
+    for key in [key for key, total in totals.items() if not total.updating]:
         del totals[key]
     return early, late

@@ -13,9 +13,9 @@ from cdp_repro.schedule.timelines.ordered import (
 )
 from cdp_repro.schedule.timelines.sequential import Sequential
 from cdp_repro.schedule.timelines.simultaneous import Simultaneous
-from cdp_repro.schedule.timelines.timeline import Timeline
+from cdp_repro.schedule.timelines.timeline import Straight, Timeline
 
-__all__ = ["TIMELINES", "Timeline", "add_timeline"]
+__all__ = ["TIMELINES", "Straight", "Timeline", "add_timeline"]
 
 TIMELINES: ByName[type[Timeline]] = ByName(
     "timelines",

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import cached_property
 
 from cdp_repro.schedule.lanes import Lanes
-from cdp_repro.schedule.timelines.timeline import Timeline
-from cdp_repro.schedule.virtual_clock import Turn
+from cdp_repro.schedule.timelines.timeline import Straight
 
 
-class Clocked(Timeline):
+class Clocked(Straight):
     """A virtual clock says when each worker starts; a training step is one round, and each micro-batch is an update.
 
     A tick is 2S slots; a worker whose micro-batch takes d ticks takes d slots for each forward and backward.
@@ -30,17 +29,12 @@ class Clocked(Timeline):
     @property
     def period(self) -> int:
         """2S slots for each tick of a round."""
-        return self._tick * self.sizes.round.ticks
+        return 2 * self.sizes.stages * self.sizes.round.ticks
 
-    def forward(self, i: int, j: int) -> int:
-        """Return the first of the slots that the forward takes."""
-        turn = self._turn(i)
-        return self._tick * turn.end - turn.computing * (2 * self.sizes.stages - j)
-
-    def backward(self, i: int, j: int) -> int:
-        """Return the last of the slots that the backward takes."""
-        turn = self._turn(i)
-        return self._tick * turn.end - turn.computing * j - 1
+    def begin(self, i: int) -> int:
+        """Return the slot from which the micro-batch ends when its push arrives."""
+        turn = self.sizes.round.turns[i]
+        return 2 * self.sizes.stages * (turn.end - turn.computing)
 
     @cached_property
     def lanes(self) -> Lanes:
@@ -48,10 +42,3 @@ class Clocked(Timeline):
         turns = self.sizes.round.turns
         durations = tuple(turn.computing for turn in turns)
         return Lanes(self.sizes.lanes, tuple(turn.worker for turn in turns), durations)
-
-    @property
-    def _tick(self) -> int:
-        return 2 * self.sizes.stages
-
-    def _turn(self, i: int) -> Turn:
-        return self.sizes.round.turns[i]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cdp_repro.schedule.timelines.timeline import Timeline
+from cdp_repro.schedule.timelines.timeline import Straight
 
 
-class Cyclic(Timeline):
+class Cyclic(Straight):
     """Micro-batch i starts in slot 2c i, with S = cN stages: no two micro-batches use a stage in the same slot.
 
     It never drains while mini-batches come. S must be a multiple of N. N = S = 3, k = 1, two training steps:
@@ -18,23 +18,9 @@ class Cyclic(Timeline):
 
     name = "cyclic"
 
-    @property
-    def distance(self) -> int:
-        """2c: slots from the start of one micro-batch to that of the next."""
-        return 2 * (self.sizes.stages // self.sizes.workers)
-
-    @property
-    def period(self) -> int:
-        """2c M / R."""
-        return self.distance * self.sizes.turns
-
-    def forward(self, i: int, j: int) -> int:
-        """Return 2c i + j."""
-        return self.distance * i + j
-
-    def backward(self, i: int, j: int) -> int:
-        """Return 2c i + 2S-1-j."""
-        return self.distance * i + 2 * self.sizes.stages - 1 - j
+    def begin(self, i: int) -> int:
+        """Return 2c i: c = S/N."""
+        return 2 * (self.sizes.stages // self.sizes.workers) * i
 
     def check(self, placement: str) -> None:
         """Raise ValueError unless N divides S and, on a pipeline, D.

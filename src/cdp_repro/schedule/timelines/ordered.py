@@ -11,8 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import chain
-from typing import TypeVar
+from itertools import chain, zip_longest
 
 from cdp_repro.schedule.actions import Op
 from cdp_repro.schedule.timelines.timeline import Timeline
@@ -20,7 +19,8 @@ from cdp_repro.schedule.timelines.timeline import Timeline
 Task = tuple[Op, int, int]
 """A forward, a backward or a part of one: its kind, the micro-batch i of the training step, and the stage j."""
 
-_Item = TypeVar("_Item")
+_Passes = Sequence[Sequence[Task]]
+"""For each forward, or backward, of a micro-batch through a rank, its tasks in order."""
 
 
 class Ordered(Timeline):
@@ -162,7 +162,7 @@ class OneForwardOneBackward(Ordered):
     def order(self, rank: int) -> Iterable[Task]:
         """Return a forward for each rank that follows, then one forward and one backward in turn."""
         forwards, backwards = self._of_rank(Op.FORWARD, rank), self._of_rank(Op.BACKWARD, rank)
-        return chain(*_one_of_each(forwards, backwards, self.sizes.behind[rank]))
+        return _one_of_each(forwards, backwards, self.sizes.behind[rank])
 
 
 class Interleaved(Ordered):
@@ -195,17 +195,14 @@ class Interleaved(Ordered):
 
     def order(self, rank: int) -> Iterable[Task]:
         """Return the forwards that fill the pipeline, then one forward and one backward in turn."""
-        chunks = self.sizes.stages // self.ranks
-        forwards = [(Op.FORWARD, i, chunk * self.ranks + rank) for i, chunk in self._passes(range(chunks))]
-        backwards = [(Op.BACKWARD, i, chunk * self.ranks + rank) for i, chunk in self._passes(range(chunks)[::-1])]
-        return _one_of_each(forwards, backwards, 2 * (self.ranks - 1 - rank) + (chunks - 1) * self.ranks)
+        ahead = 2 * (self.ranks - 1 - rank) + self.sizes.stages - self.ranks
+        return _one_of_each(self._of_rank(Op.FORWARD, rank), self._of_rank(Op.BACKWARD, rank), ahead)
 
-    def _passes(self, chunks: Sequence[int]) -> Iterable[tuple[int, int]]:
-        """Yield the micro-batch and the chunk of each pass through a rank."""
-        for first in range(0, self.sizes.turns, self.ranks):
-            for chunk in chunks:
-                for i in range(first, first + self.ranks):
-                    yield i, chunk
+    def _of_rank(self, op: Op, rank: int) -> list[list[Task]]:
+        """Return each pass through a rank: D micro-batches through one of its stages, then through the next."""
+        stages = range(rank, self.sizes.stages, self.ranks)[:: 1 if op is Op.FORWARD else -1]
+        groups = range(0, self.sizes.turns, self.ranks)
+        return [[(op, i, j)] for first in groups for j in stages for i in range(first, first + self.ranks)]
 
 
 class ZeroBubble(Ordered):
@@ -227,12 +224,12 @@ class ZeroBubble(Ordered):
     def order(self, rank: int) -> Iterable[Task]:
         """Return the order of 1F1B with the gradients of weights put off; a rank's stages run as one."""
         behind = self.sizes.behind[rank]
-        level = self.sizes.depth - 1 - behind  # for a chain, the rank itself
+        level = max(self.sizes.behind) - behind  # for a chain, the rank itself
         forwards, inputs, weights = (
             self._of_rank(op, rank) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHTS)
         )
         backwards = [tasks + later for tasks, later in zip(inputs, [[]] * level + weights, strict=False)]
-        return chain(*_one_of_each(forwards, backwards, behind), *weights[max(0, self.sizes.turns - level) :])
+        return chain(_one_of_each(forwards, backwards, behind), *weights[max(0, self.sizes.turns - level) :])
 
 
 class Chimera(Ordered):
@@ -286,9 +283,6 @@ class Chimera(Ordered):
         return [task for _, task in sorted(tasks, key=lambda timed: (timed[0], timed[1][0] is Op.FORWARD, timed[1][1]))]
 
 
-def _one_of_each(forwards: Sequence[_Item], backwards: Sequence[_Item], ahead: int) -> list[_Item]:
-    """Return `ahead` forwards, then one forward and one backward in turn."""
-    found = list(forwards[:ahead])
-    for place, backward in enumerate(backwards):
-        found += [*forwards[ahead + place : ahead + place + 1], backward]
-    return found
+def _one_of_each(forwards: _Passes, backwards: _Passes, ahead: int) -> Iterable[Task]:
+    """Return the tasks of `ahead` forwards, then those of one forward and one backward in turn."""
+    return chain(*forwards[:ahead], *chain(*zip_longest(forwards[ahead:], backwards, fillvalue=())))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cdp_repro.schedule.timelines.timeline import Timeline
+from cdp_repro.schedule.timelines.timeline import Straight
 
 
-class Sequential(Timeline):
+class Sequential(Straight):
     """A micro-batch begins when the one before has finished, in slot 2S i. On D ranks the idle share is (D-1)/D.
 
     N = S = 2:
@@ -18,15 +18,6 @@ class Sequential(Timeline):
     name = "sequential"
     placements = ("single_device", "pipeline")
 
-    @property
-    def period(self) -> int:
-        """2S M / R."""
-        return 2 * self.sizes.stages * self.sizes.turns
-
-    def forward(self, i: int, j: int) -> int:
-        """Return 2S i + j."""
-        return 2 * self.sizes.stages * i + j
-
-    def backward(self, i: int, j: int) -> int:
-        """Return 2S i + 2S-1-j."""
-        return 2 * self.sizes.stages * (i + 1) - 1 - j
+    def begin(self, i: int) -> int:
+        """Return 2S i."""
+        return 2 * self.sizes.stages * i

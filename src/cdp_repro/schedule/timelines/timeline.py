@@ -54,3 +54,28 @@ class Timeline(ABC):
 
     def check(self, placement: str) -> None:  # noqa: B027 - most timelines have nothing to check
         """Raise ValueError, with values that work, if the timeline cannot have these sizes on this placement."""
+
+
+class Straight(Timeline):
+    """A micro-batch runs its stages forward and then backward, without a pause: its first slot gives all others.
+
+    Each forward and backward takes d slots, 1 on most timelines. A subclass gives `begin`, also `lanes` if d is not 1,
+    and `period` if the next step does not begin as one more micro-batch would.
+    """
+
+    @abstractmethod
+    def begin(self, i: int) -> int:
+        """Return the slot in which micro-batch i begins, counted from the start of its training step."""
+
+    @property
+    def period(self) -> int:
+        """The slot in which one more micro-batch would begin."""
+        return self.begin(self.sizes.turns)
+
+    def forward(self, i: int, j: int) -> int:
+        """Return begin + d j, the first of the slots that the forward takes."""
+        return self.begin(i) + self.lanes.duration(i) * j
+
+    def backward(self, i: int, j: int) -> int:
+        """Return begin + d (2S-j) - 1, the last of the slots that the backward takes."""
+        return self.begin(i) + self.lanes.duration(i) * (2 * self.sizes.stages - j) - 1
