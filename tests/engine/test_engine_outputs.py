@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from small_runs import make_batches, make_engine
+from small_runs import make_batches, make_engine, mixed_stages
+from torch import nn
 
 from cdp_repro.schedule import Schedule
 from cdp_repro.schedule.forward_only import path
@@ -62,6 +63,34 @@ def test_outputs_are_those_of_one_device_and_training_goes_on(tmp_path, mode, pl
     assert sorted(number for _, asked, *_ in outcomes for number in asked) == [*range(BATCHES)], "each is read once"
     for *_, theirs in outcomes:
         assert all(torch.equal(theirs[name], value) for name, value in model.items())
+
+
+class Noisy(nn.Module):
+    """Uses one of its parameters only in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.noise = nn.Linear(5, 5).double(), nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.a(x) * self.noise if self.training else self.a(x)
+
+
+def noisy_stages(count):
+    _, *others = mixed_stages(count)  # sets the seed
+    return [Noisy(), *others]
+
+
+def evaluate_then_train(placement):
+    engine = make_engine("cdp_v2", placement, 2, 2, stages=noisy_stages)
+    found = [outputs for outputs, _ in engine.outputs(samples, BATCHES)]
+    return found, [result.losses for result in engine.run(make_batches(2, engine.schedule.micro_batches))]
+
+
+@pytest.mark.parametrize("placement", ["replicated", "pipeline"])
+def test_an_evaluation_before_the_first_step_leaves_training_as_it_is(tmp_path, placement):
+    (_, losses), _ = run_ranks(evaluate_then_train, 2, placement, folder=tmp_path)
+    assert losses == evaluate_then_train("single_device")[1]
 
 
 def test_no_parameter_leaves_the_rank_that_holds_it(tmp_path):

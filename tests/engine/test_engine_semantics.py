@@ -388,14 +388,14 @@ class Pair(nn.Module):
 
 
 class Fails(nn.Module):
-    def __init__(self, at_call):
+    def __init__(self, at_call, error=FloatingPointError):
         super().__init__()
-        self.calls, self.at_call = 0, at_call
+        self.calls, self.at_call, self.error = 0, at_call, error
 
     def forward(self, x):
         self.calls += 1
         if self.calls == self.at_call:
-            raise FloatingPointError("no good")
+            raise self.error("no good")
         return x
 
 
@@ -428,6 +428,15 @@ def test_a_failure_while_draining_is_told_as_what_it_is():
     with pytest.raises(FloatingPointError):
         iterator.close()
     with pytest.raises(RuntimeError, match="no good"):
+        engine.state_dict()
+
+
+def test_an_interrupted_run_is_told_as_one_that_failed():
+    """Its iterator is gone, so that nobody could exhaust or close it."""
+    engine = Engine([nn.Linear(4, 4), Fails(4, KeyboardInterrupt), nn.Linear(4, 4)], F.cross_entropy, sgd, "cdp_v1")
+    with pytest.raises(KeyboardInterrupt):
+        train(engine)
+    with pytest.raises(RuntimeError, match=r"failed in step 0: KeyboardInterrupt.*new engine"):
         engine.state_dict()
 
 

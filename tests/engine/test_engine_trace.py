@@ -105,7 +105,10 @@ def test_a_trace_goes_on_over_a_drain_and_ends_with_its_steps(mode):
     batches = batches_of(2, 6)
     engine = Engine(uneven_stages(2), F.cross_entropy, sgd, mode, traced_steps=4)
     list(engine.run(batches[:2]))
-    list(engine.run(batches[2:]))
+    assert engine.is_tracing
+    list(engine.run(batches[2:4]))
+    assert not engine.is_tracing, "although no later step has ended the recording yet"
+    list(engine.run(batches[4:]))
     slots = [record.slot for record in engine.trace().records]
     assert slots == list(range(len(slots)))
     steps = {a.micro_batch // 2 for record in engine.trace().records for a in record.actions if a.op.is_compute}
@@ -312,8 +315,8 @@ def test_the_clock_waits_for_compute_but_not_for_messages_that_have_streams_of_t
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     monkeypatch.setattr(torch.cuda, "synchronize", whole_device)
-    team = Team(1, torch.device("cpu"), "a test")
-    tracer = Tracer(Schedule.build("dp", 1), team, torch.device("cuda"), steps=1)
+    team = Team(1, torch.device("cuda"), "a test")
+    tracer = Tracer(Schedule.build("dp", 1), team, steps=1)
     tracer.now()
     assert Stream.waited == 1
     tracer.stop()

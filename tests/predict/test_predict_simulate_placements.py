@@ -14,6 +14,7 @@ from cdp_repro.predict.pricing import Cluster, Link, price
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, PLACEMENTS, Program, Schedule
 from cdp_repro.schedule.lanes import Lanes
+from cdp_repro.schedule.sizes import Sizes
 from cdp_repro.trace import Trace
 
 DISTRIBUTED = [name for name in PLACEMENTS if name != "single_device"]
@@ -164,7 +165,7 @@ def test_bytes_sent_in_a_step_are_those_of_the_steady_state(placement, sent, n):
     trace = simulate(built, StageCosts.equal(n), 5)
     end = 3 * 2 * n  # as a run that traces 3 of its steps
     records, messages = (tuple(each for each in found if each.slot < end) for found in (trace.records, trace.messages))
-    cut = Trace(n, Lanes(n), n, records, messages)
+    cut = Trace(Sizes(n, n), Lanes(n), records, messages)
     assert cut.bytes_sent_per_device_per_step(built.schedule.slots_per_step) == sent * (n - 1)  # P = n stages of 1 byte
 
 

@@ -64,7 +64,7 @@ def test_totals_are_those_of_the_trace(job, drains):
         held = [sum(n * size(r.rank, j) for j, n in enumerate(r.versions)) for r in here]
         assert total.state_bytes_per_device == max(held)
         assert total.activation_bytes_per_device == max(record.activation_bytes for record in here)
-        alone = Trace(schedule.micro_batches, schedule.timeline.lanes, schedule.stages, tuple(here), sent)
+        alone = Trace(schedule.sizes, schedule.timeline.lanes, tuple(here), sent)
         assert total.chain == alone.max_chain_per_slot
         assert total.bytes_sent == {
             rank: sum(message.bytes for message in sent if message.source == rank) for rank in {m.source for m in sent}

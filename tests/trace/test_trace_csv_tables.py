@@ -10,7 +10,7 @@ import pytest
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import simulate, version_bytes
 from cdp_repro.schedule import Op, Program, Schedule
-from cdp_repro.trace import write_actions_csv, write_comms_csv, write_memory_csv
+from cdp_repro.trace import step_and_lane, write_actions_csv, write_comms_csv, write_memory_csv
 
 MODES = {"dp": "dp", "cdp_v1": "cdp_v1", "cdp_v2": "cdp_v2", "matrix": [[3, 2], [1, 1]]}
 
@@ -51,6 +51,19 @@ def test_with_accumulation_steps_and_workers_are_told_apart():
     for step, worker, text in computes:
         m = int(text.split("@")[0].split("m")[1])
         assert (step, worker) == (m // 6, m % 2)
+    actions = [action for record in trace.records for action in record.actions if action.op.is_compute]
+    assert [step_and_lane(action, trace) for action in actions] == [(step, worker) for step, worker, _ in computes]
+
+
+def test_an_update_is_of_the_step_whose_push_it_is():
+    """On clocks each push is an update: a step has several."""
+    program = Program(Schedule.build("async", 3, 2, speeds=(1, 1, 2)))
+    updates = program.schedule.sizes.updates
+    trace = simulate(program, StageCosts.equal(2), 3)
+    made = [action for slot in program.slots(3) for action in slot.actions if action.op is Op.UPDATE]
+    found = [int(row["step"]) for row in rows_of(write_actions_csv, trace) if row["action"].startswith("U")]
+    assert updates == 4 and found == [(action.version - 1) // updates for action in made]
+    assert sorted(found) == [step for step in range(3) for _ in range(updates * 2)], "of each of two stages"
 
 
 def test_memory_csv_has_the_bytes_of_every_slot(simulated):
@@ -58,7 +71,7 @@ def test_memory_csv_has_the_bytes_of_every_slot(simulated):
     rows = rows_of(write_memory_csv, trace, version_bytes(program.schedule, costs))
     assert {int(row["slot"]): int(row["activation_bytes"]) for row in rows} == trace.activation_bytes_per_slot
     for row, record in zip(rows, trace.records, strict=True):
-        assert [int(row[f"versions_stage_{stage}"]) for stage in range(trace.stages)] == list(record.versions)
+        assert [int(row[f"versions_stage_{stage}"]) for stage in range(trace.sizes.stages)] == list(record.versions)
         assert int(row["parameter_bytes"]) == 10 * sum(record.versions)
 
 

@@ -21,7 +21,7 @@ def record(slot, rank, peak=0, after=0, actions=()):
 
 
 def trace_of(*records, messages=(), m=2):
-    return Trace(m, Lanes(m), 1, records, messages)
+    return Trace(Sizes(1, m), Lanes(m), records, messages)
 
 
 def test_a_rank_that_does_nothing_in_a_slot_still_holds_its_activations():
@@ -66,7 +66,7 @@ def test_messages_are_counted_and_chained_if_one_waits_for_the_other():
 def test_traces_of_ranks_are_merged_in_the_order_of_slots():
     (_, _, m0), (_, _, m1) = hop(0, 1, [0]), hop(1, 0, [1])
     parts = [([record(0, 1), record(2, 1)], [m1]), ([record(0, 0), record(1, 0)], [m0])]
-    merged = Trace.merged(2, Lanes(2), 1, parts)
+    merged = Trace.merged(Sizes(1, 2), Lanes(2), parts)
     assert [(r.slot, r.rank) for r in merged.records] == [(0, 0), (0, 1), (1, 0), (2, 1)]
     assert merged.messages == (m0, m1)
 

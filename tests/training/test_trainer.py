@@ -344,7 +344,7 @@ def test_precisions_train(tmp_path, tiny, precision):
 
 
 def test_wandb_mirrors_rows_tables_pictures_and_files(tmp_path, tiny):
-    run(tmp_path / "run", *(text for text in tiny if not text.startswith("wandb=")))
+    run(tmp_path / "run", *(text for text in tiny if not text.startswith("wandb=")), "accumulate=2")
     (file,) = wandb_files(tmp_path / "run")
     rows = history(file)
     mirrored = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
@@ -353,6 +353,14 @@ def test_wandb_mirrors_rows_tables_pictures_and_files(tmp_path, tiny):
     assert mirrored == logged
     keys = {key.split("/")[0] for row in rows for key in row}
     assert {"ledger", "memory", "timeline", "memory_curve"} <= keys
+    ledger = next((tmp_path / "run").rglob("ledger*.table.json"))
+    table = json.loads(ledger.read_text())
+    reads = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    micro_batch = {read["action"]: int(read["action"].split("@")[0].split("m")[1]) for read in reads}
+    for read in reads:
+        m = micro_batch[read["action"]]
+        assert (read["step"], read["worker"]) == (m // 8, m % 4), "M = 8 with N = 4"
+    assert reads
     assert {"trace"} <= {r.request.log_artifact.artifact.type for r in records(file)} | {
         r.artifact.type for r in records(file) if r.HasField("artifact")
     }

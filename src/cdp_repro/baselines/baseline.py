@@ -20,6 +20,7 @@ from cdp_repro.engine.outputs import TestBatches, outputs_of
 from cdp_repro.engine.parameters import OptimizerFactory, average, check_buffers, check_same_tensors
 from cdp_repro.launch.team import Team
 from cdp_repro.schedule.lanes import Lanes
+from cdp_repro.schedule.sizes import Sizes
 from cdp_repro.trace import Trace
 
 Tensors = dict[str, Tensor]
@@ -173,7 +174,7 @@ class Baseline(ABC):
 
     def trace(self) -> Trace:
         """Empty: the library does not report its actions."""
-        return Trace(self.workers, Lanes(self.workers), len(self._skeleton), ())
+        return Trace(Sizes(len(self._skeleton), self.workers), Lanes(self.workers), ())
 
     def state_dict(self) -> dict[str, Any]:
         """Return, on rank 0, a copy of everything that the next step depends on; {} on other ranks. Collective.

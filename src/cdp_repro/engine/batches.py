@@ -119,16 +119,16 @@ class Feed:
             ValueError: other ranks have begun more steps than this one has batches for.
         """
         batch = None if self._is_closed else self._next()
-        if batch is None and not self._ending.ends_after(self.begun):
-            batch = self._next() if self._is_closed else None
-            if batch is None:
-                self.raise_error()
-                raise ValueError(
-                    f"another rank has begun more than {self.begun} steps, but the batches of this one end there: give "
-                    "all ranks the same number of batches"
-                )
         if batch is None:
-            return False
+            if self._ending.ends_after(self.begun):
+                return False
+            batch = self._next()
+        if batch is None:
+            self.raise_error()
+            raise ValueError(
+                f"another rank has begun more than {self.begun} steps, but the batches of this one end there: give "
+                "all ranks the same number of batches"
+            )
         self._held[self._first_step + self.begun] = batch
         self.begun += 1
         self._ending.begin(self.begun)

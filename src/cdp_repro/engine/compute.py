@@ -90,11 +90,9 @@ class SavedForward(NamedTuple):
 
     def take_gradients(self) -> list[Tensor | None]:
         """Return the gradients of the inputs, [B/M, ...] or None where there is none, and clear them on the inputs."""
-        found: list[Tensor | None] = []
-        for each in self.inputs:
-            found.append(None if each is None else each.grad)
-            if each is not None:
-                each.grad = None
+        found = [None if each is None else each.grad for each in self.inputs]
+        for leaf in self.leaves:
+            leaf.grad = None
         return found
 
 
@@ -106,18 +104,13 @@ class StageCompute:
         module: nn.Module,
         loss_fn: LossFn | None,
         autocast: Autocast = nullcontext,
-        stashes: bool = True,
     ) -> None:
-        """The last stage computes the loss as part of its forward; the others have no `loss_fn`.
-
-        Without `stashes`, a backward may use different parameters from those that its forward read.
-        """
+        """The last stage computes the loss as part of its forward; the others have no `loss_fn`."""
         self._module = module
         self._binding = Binding(module)
         self._causal = causal_layers(module)
         self._loss_fn = loss_fn
         self._autocast = autocast
-        self._stashes = stashes
         self._has_run = False
 
     def forward(
@@ -137,8 +130,6 @@ class StageCompute:
         `loan` holds the tensors of `version`; with it, saved tensors keep none of them alive. With a `prefix`, the
         input, [micro-batch, tokens, ...], continues where the prefix ends.
         """
-        if loan is None and not self._stashes:
-            loan = Loan(version.tensors, is_copy=False)
         leaves, buffers_before = tuple(each if each.requires_grad else None for each in inputs), dict(buffers)
         for leaf in leaves:
             if meter is not None and leaf is not None:
@@ -193,7 +184,7 @@ class StageCompute:
         reached = {id(leaf): leaf for leaf in _leaves_of(output)}
         own = [*version.trainable.values(), *inputs, *(prefix.leaves if prefix else ())]
         known = {id(tensor) for tensor in own}
-        if foreign := [leaf for name, leaf in reached.items() if name not in known]:
+        if foreign := [leaf for key, leaf in reached.items() if key not in known]:
             raise ValueError(
                 f"a stage or loss_fn uses a tensor {tuple(foreign[0].shape)} that takes a gradient and is no parameter "
                 "of that stage, as it has versions of its own: nothing would train it. Make it a parameter of the "
@@ -233,7 +224,7 @@ class StageCompute:
         edges, gradients = [saved.edge], [grad_output]
         if later:
             assert saved.prefix is not None
-            edges += saved.prefix.edges_of(later)
+            edges += [saved.prefix.edges[name] for name in later]
             gradients += later.values()
         known = nullcontext() if saved.prefix is None else saved.prefix.known_to(self._causal)
         with self.restored(saved, lent), known:
@@ -252,11 +243,11 @@ class Network:
     sources: Sources = ()
     """For each stage, the stages whose outputs it reads; () for a chain."""
 
-    def compute(self, stashes: bool = True) -> list[StageCompute]:
+    def compute(self) -> list[StageCompute]:
         """Return the compute of each stage; see `StageCompute`."""
         last = len(self.stages) - 1
         return [
-            StageCompute(stage, self.loss_fn if number == last else None, self.autocast, stashes)
+            StageCompute(stage, self.loss_fn if number == last else None, self.autocast)
             for number, stage in enumerate(self.stages)
         ]
 
@@ -283,25 +274,24 @@ def accumulate(
             sums[name], parameter.grad = gradient, None
 
 
-def children_first(root: Node) -> list[Node]:
-    """Return all operations of a graph, each after its children."""
-    found: list[Node] = []
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(root, False)]
+def children_first(root: Node) -> dict[Node, list[Node]]:
+    """Return all operations of a graph with their children; each comes after its children."""
+    children: dict[Node, list[Node]] = {}
+    found: dict[Node, list[Node]] = {}
+    stack = [root]
     while stack:
-        node, is_done = stack.pop()
-        if is_done:
-            found.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
+        node = stack[-1]
+        if node not in children:
+            children[node] = [child for child, _ in node.next_functions if child is not None]
+            stack += children[node]
+        else:  # all that was above it on the stack, and so every child, has been found
+            found.setdefault(stack.pop(), children[node])
     return found
 
 
 def _leaves_of(output: Tensor) -> list[Tensor]:
     """Return the leaf tensors that would receive gradients through the graph of `output`."""
-    nodes = children_first(output.grad_fn) if output.grad_fn is not None else []
+    nodes = children_first(output.grad_fn) if output.grad_fn is not None else ()
     return [each.variable for each in nodes if hasattr(each, "variable")]  # nodes that accumulate a leaf's gradient
 
 

@@ -15,12 +15,11 @@ from cdp_repro.engine.clipping import clipping
 from cdp_repro.engine.compute import Autocast, LossFn, Network
 from cdp_repro.engine.delay import DelayFactory, Uncorrected
 from cdp_repro.engine.ending import Ending
-from cdp_repro.engine.executor import Executor, Settings, StepResult
-from cdp_repro.engine.holdings import Holdings, Updates
-from cdp_repro.engine.losses import Losses
+from cdp_repro.engine.executor import Executor, StepResult
+from cdp_repro.engine.holdings import Holdings
 from cdp_repro.engine.mailbox import Mailbox, connect
 from cdp_repro.engine.messages import layouts_of
-from cdp_repro.engine.outputs import PipelinedOutputs, TestBatches, outputs_of
+from cdp_repro.engine.outputs import TestBatches, outputs_of, pipelined_outputs
 from cdp_repro.engine.parameters import OptimizerFactory
 from cdp_repro.engine.prefix import check_causal
 from cdp_repro.engine.tracing import Tracer
@@ -29,6 +28,7 @@ from cdp_repro.models.chain import joined
 from cdp_repro.schedule import Program, RankProgram, Schedule
 from cdp_repro.schedule.forward_only import is_pipelined
 from cdp_repro.schedule.schedule_spec import Choices
+from cdp_repro.schedule.values import PARAMETERS
 from cdp_repro.trace import Trace
 from cdp_repro.trace.record import as_plain, from_plain
 
@@ -107,8 +107,7 @@ class Engine:
         count = len(stages)
         if program is None:
             together = count if workers is None else workers
-            trained = [[each.nbytes for each in stage.parameters() if each.requires_grad] for stage in stages]
-            sizes = [sum(each) for each in trained]
+            sizes = [sum(each.nbytes for each in stage.parameters() if each.requires_grad) for stage in stages]
             program = Program(
                 Schedule.build(mode, together, count, placement, slot_order, gradient_bytes=sizes, **choices)
             )
@@ -116,37 +115,31 @@ class Engine:
         if self.schedule.stages != count:
             raise ValueError(f"the program is for {self.schedule.stages} stages, not for {count}: give as many")
         check_causal(stages, self.schedule.sizes.slices)
-        self._device = torch.device(device)
-        self.team = Team(self.schedule.ranks, self._device, str(self.schedule))
+        self.team = Team(self.schedule.ranks, torch.device(device), str(self.schedule))
+        self.rank = self.team.rank
+        """The rank of this process; 0 on a single device."""
         self.learning_rate_factor = learning_rate_factor
         self._stages = joined(stages, self.schedule.sizes.sources)
         self._stages.zero_grad()  # remove gradients that another engine may have left
-        self._stages.to(self._device)
-        self._clipping = None if clip_norm is None else clipping(clip_norm, program, self.team)
+        self._stages.to(self.team.device)
+        clips = None if clip_norm is None else clipping(clip_norm, program, self.team)
         self._network = Network([*self._stages], loss_fn, autocast, self.schedule.sizes.sources)
-        updates = Updates(optimizer, delay, self._clipping)
-        self._holdings = Holdings(self.schedule, self._network.stages, self.team, updates)
+        self._holdings = Holdings(self.schedule, self._network.stages, self.team, optimizer, delay, clips)
         self.traced_steps = max(3, program.steady_step + 1) if traced_steps is None else traced_steps
-        self._tracer = Tracer(self.schedule, self.team, self._device, self.traced_steps)
+        self._tracer = Tracer(self.schedule, self.team, self.traced_steps)
         self._executor = Executor(
-            RankProgram(program, self.team.rank),
+            RankProgram(program, self.rank),
             self._holdings,
-            self._network.compute(self.schedule.rule.stashes),
-            Losses(self.schedule, self.team.rank, self.team.control),
-            Settings(self._device, seed, learning_rate_factor),
-            self._clipping,
+            self._network.compute(),
             self._tracer,
-            self.team.positions,
+            self.team,
+            seed,
+            learning_rate_factor,
         )
         self._program = program
         self._runs = 0
         self._undrained: str | None = None
         self.step = 0
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process; 0 on a single device."""
-        return self.team.rank
 
     def run(self, batches: Iterable[tuple[Tensor, Tensor] | MiniBatch]) -> Generator[StepResult, None, None]:
         """Train on `batches`, one per training step, and yield each step when its updates are done on this rank.
@@ -167,29 +160,18 @@ class Engine:
         self._holdings.check_seals()
         feed = Feed(map(self._as_mini_batch, batches), self.step, Ending(self.team, self._runs))
         self._runs += 1
-        if self.team.size > 1:
-            self._connect(feed)
-        self._holdings.close_seals()
-        results = self._results(feed)
         self._stages.train()
         self._undrained = "it is in the middle of another run; exhaust or close that iterator first"
+        results = self._results(feed)
         try:
-            try:
-                for result in results:  # noqa: UP028 - `yield from` would close `results` at a `break`, too
-                    yield result
-            except GeneratorExit:
-                if sys.is_finalizing():  # Python is exiting: the results of a drain would be lost
-                    raise
+            for result in results:  # noqa: UP028 - `yield from` would close `results` at a `break`, too
+                yield result
+        except GeneratorExit:
+            if not sys.is_finalizing():  # else Python is exiting: the results of a drain would be lost
                 feed.close()
                 for _ in results:
                     pass
-                self._undrained = None
-                raise
-        except Exception as error:
-            self._undrained = f"it failed in step {self.step}: {error!r}; load a checkpoint into a new engine"
-            self.team.positions.give_up(error)
             raise
-        self._undrained = None
         feed.raise_error()
 
     def _connect(self, feed: Feed) -> None:
@@ -201,35 +183,42 @@ class Engine:
             self._holdings.open_seals()
             layouts = layouts_of(self._network, first.inputs(0), first.targets(0))
             with self.team.positions.noting("connecting"):
-                groups = connect(self._program, self._device)
+                groups = connect(self._program, self.team.device)
             shards, kept_slots = self._holdings.shards, self.schedule.kept_slots
-            self._executor.mailbox = Mailbox(layouts, shards, groups, self._device, kept_slots)
+            self._executor.mailbox = Mailbox(layouts, shards, groups, self.team.device, kept_slots)
         self._holdings.drop_others()
 
     def _results(self, feed: Feed) -> Iterator[StepResult]:
+        """Run the program as long as there are batches, then its drain; yield the training steps that finish here."""
         program, first_step = self._executor.program, self.step
-        self._tracer.begin_run(program.next_slot, first_step)
 
         def upcoming() -> bool:
             with self.team.positions.noting("ending the run"):
                 return feed.begin_step()
 
-        for slot in program.replay(first_step, upcoming):
-            self._tracer.enter(slot, feed.begun)
-            for result in self._executor.execute(slot, feed):
-                self.step = result.step + 1
-                yield result
-        self._executor.finish()
+        try:
+            if self.team.size > 1:
+                self._connect(feed)
+            self._holdings.close_seals()
+            self._tracer.begin_run(program.next_slot, first_step)
+            for slot in program.replay(first_step, upcoming):
+                self._tracer.enter(slot, feed.begun)
+                for result in self._executor.execute(slot, feed):
+                    self.step = result.step + 1
+                    yield result
+            self._executor.finish()
+        except (Exception, KeyboardInterrupt) as error:
+            self._undrained = f"it failed in step {self.step}: {error!r}; load a checkpoint into a new engine"
+            self.team.positions.give_up(error)
+            raise
         self.step = first_step + feed.begun
+        self._undrained = None
 
     def _as_mini_batch(self, batch: tuple[Tensor, Tensor] | MiniBatch) -> MiniBatch:
         sizes = self.schedule.sizes
-        whole = (
-            batch
-            if isinstance(batch, MiniBatch)
-            else TensorMiniBatch(*tensors_of(batch), sizes.sample_parts, self._device)
-        )
-        return whole if sizes.slices == 1 else SlicedMiniBatch(whole, sizes)
+        if not isinstance(batch, MiniBatch):
+            batch = TensorMiniBatch(*tensors_of(batch), sizes.sample_parts, self.team.device)
+        return batch if sizes.slices == 1 else SlicedMiniBatch(batch, sizes)
 
     def model(self) -> nn.Sequential:
         """Return the model with theta[step] and the mean of all sets of buffers; all ranks must call it together.
@@ -255,21 +244,19 @@ class Engine:
         """
         self._require_drained()
         if not is_pipelined(self.schedule):
-            own = batches(range(self.team.rank, count, self.team.size))
-            return outputs_of(self.model(), own, self._network.autocast)
+            return outputs_of(self.model(), batches(range(self.rank, count, self.team.size)), self._network.autocast)
         self._holdings.average_buffers(self.step)
         self._stages.eval()
-        stages, autocast = self._network.stages, self._network.autocast
-        return PipelinedOutputs(self.schedule, stages, self.team, self._device, autocast).run(batches, count)
+        return pipelined_outputs(self.schedule, self._network, self.team, batches, count)
 
     def trace(self) -> Trace:
         """Return the trace of the traced steps: actions, versions, live activation bytes, messages.
 
         All ranks must call it together; rank 0 gets the trace of all ranks, the others their own.
         """
-        sizes, recorded = self.schedule.sizes, self._tracer.recorded()
+        recorded = self._tracer.recorded()
         parts = [from_plain(each) for each in self.team.gather(as_plain(recorded))] or [recorded]
-        return Trace.merged(sizes.micro_batches, self.schedule.timeline.lanes, sizes.stages, parts)
+        return Trace.merged(self.schedule.sizes, self.schedule.timeline.lanes, parts)
 
     @property
     def ledger_reads(self) -> int:
@@ -284,22 +271,23 @@ class Engine:
     @property
     def is_tracing(self) -> bool:
         """Whether the next step will be traced."""
-        return self._tracer.active
+        return self._tracer.active and self.step < self.traced_steps
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes of all parameter versions alive on this rank."""
-        return self._holdings.parameter_bytes
+        held = (value.stage for value in self._holdings.values if value.kind == PARAMETERS)
+        return sum(self._holdings.states[stage].version_bytes for stage in held)
 
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizers' states on this rank, without `delay_bytes`."""
-        return self._holdings.optimizer_bytes
+        return sum(state.optimizer_bytes for state in self._holdings.states.values())
 
     @property
     def delay_bytes(self) -> int:
         """Bytes of the last steps that methods against delay keep on this rank."""
-        return self._holdings.delay_bytes
+        return sum(state.delay_bytes for state in self._holdings.states.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on: versions, optimizers, buffers, the step number.
@@ -310,7 +298,7 @@ class Engine:
         """
         self._require_drained()
         stages = self._holdings.state_dict(self.step)
-        return {"step": self.step, "stages": stages} if self.team.rank == 0 else {}
+        return {"step": self.step, "stages": stages} if self.rank == 0 else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue, bitwise, from a result of `state_dict`, on any placement; nothing is traced from there on.

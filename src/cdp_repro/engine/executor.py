@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from cdp_repro.engine.batches import Feed
-from cdp_repro.engine.clipping import Clipping
 from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version
 from cdp_repro.engine.holdings import Holdings
 from cdp_repro.engine.ledger import Ledger
@@ -29,7 +28,7 @@ from cdp_repro.engine.prefix import Prefix
 from cdp_repro.engine.randomness import seeded
 from cdp_repro.engine.split_backward import WeightWork, backward_input
 from cdp_repro.engine.tracing import Tracer
-from cdp_repro.launch.positions import Positions
+from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Action, Op, RankProgram, Slot, Value
 from cdp_repro.schedule.rings import ring_bytes
 from cdp_repro.schedule.values import (
@@ -63,16 +62,6 @@ class StepResult:
         return losses
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Inputs of the executor besides the program and the state."""
-
-    device: torch.device
-    seed: int
-    learning_rate_factor: Callable[[int], float]
-    """Factor on the optimizer's learning rate in the updates of a training step."""
-
-
 class Executor:
     """Executes the program of one rank, from a drained state to a drained state.
 
@@ -85,22 +74,22 @@ class Executor:
         program: RankProgram,
         holdings: Holdings,
         compute: Sequence[StageCompute],
-        losses: Losses,
-        settings: Settings,
-        clipping: Clipping | None,
         tracer: Tracer,
-        positions: Positions,
+        team: Team,
+        seed: int,
+        learning_rate_factor: Callable[[int], float],
     ) -> None:
+        """`learning_rate_factor`: training step -> factor on the optimizer's learning rate in its updates."""
         schedule = program.schedule
         self.program = program
         self.values = holdings.values
         self.ledger = Ledger(schedule)
         self.mailbox: Mailbox | None = None
         """None on a single device, and until the layouts of messages are known."""
-        self._states, self._compute, self._losses = holdings.states, compute, losses
-        self._settings, self._clipping, self._tracer, self._positions = settings, clipping, tracer, positions
-        self._micro_batches, self._last_stage, self._ranks = schedule.micro_batches, schedule.stages - 1, schedule.ranks
-        self._sizes = schedule.sizes
+        self._losses = Losses(schedule, team)
+        self._states, self._compute, self._clipping, self._tracer = holdings.states, compute, holdings.clipping, tracer
+        self._team, self._seed, self._learning_rate_factor = team, seed, learning_rate_factor
+        self._sizes, self._last_stage, self._stashes = schedule.sizes, schedule.stages - 1, schedule.rule.stashes
         self._finishing = program.finishing
         self._done: Counter[int] = Counter()
         """By training step: number of actions run of the kind whose last one finishes the step on this rank."""
@@ -120,7 +109,7 @@ class Executor:
 
     def execute(self, slot: Slot, feed: Feed) -> list[StepResult]:
         """Run the actions of one slot; return the training steps that they finish on this rank."""
-        self._positions.enter("slot", slot)
+        self._team.positions.enter("slot", slot)
         self._feed = feed
         doing: object = f"waiting, in slot {slot.number}, for a rank that has not yet taken what was sent"
         results: list[StepResult] = []
@@ -129,21 +118,21 @@ class Executor:
                 self.mailbox.let_go()
             for action in slot.actions:
                 doing = action
-                self._run(action, slot.number)
+                self._run(action)
             # not earlier: rank 0 waits for losses of other ranks, which may wait for messages of this slot
             for step in self._finished:
                 doing = f"waiting for the losses of training step {step}"
                 results.append(StepResult(step, self._losses.mean_losses(step)))
         except Exception as error:
             what = f"running {doing.label} in slot {slot.number}" if isinstance(doing, Action) else doing
-            self._positions.note(error, what)
+            self._team.positions.note(error, what)
             raise
         self._finished.clear()
         return results
 
     def finish(self) -> None:
         """End a run: take in pending values for the next one, and wait until everything has been sent."""
-        with self._positions.noting("draining"):
+        with self._team.positions.noting("draining"):
             for value in self.values:
                 self._read(value)
             if self._clipping is not None:
@@ -152,7 +141,7 @@ class Executor:
                 self.mailbox.flush()
             self._losses.flush()
 
-    def _run(self, action: Action, slot: int) -> None:
+    def _run(self, action: Action) -> None:
         traced = self._tracer.active
         begin = self._tracer.now() if traced else 0.0
         if profiler._is_profiler_enabled:
@@ -169,7 +158,7 @@ class Executor:
                 self.values.pop(value, None)  # handlers have already removed values that they pass on
         if traced:
             held = Counter(value.stage for value in self.values if value.kind == PARAMETERS)
-            self._tracer.record(slot, action, [held[stage] for stage in range(self._last_stage + 1)], begin)
+            self._tracer.record(action, [held[stage] for stage in range(self._last_stage + 1)], begin)
 
     def _take(self, value: Value) -> Any:
         """Remove and return a value, after waiting for the message that brings it."""
@@ -184,7 +173,7 @@ class Executor:
         return content
 
     def _forward(self, action: Action) -> None:
-        stage, (step, i) = action.stage, divmod(action.micro_batch, self._micro_batches)
+        stage, (step, i) = action.stage, divmod(action.micro_batch, self._sizes.micro_batches)
         read = {value.kind: value for value in action.reads}
         written = {value.kind: value for value in action.writes}
         batch = self._feed[step]
@@ -194,7 +183,7 @@ class Executor:
         self.ledger.record(action, version.number)
         buffers = self._take(read[BUFFERS])
         prefix = self._take(read[PREFIX]) if PREFIX in read else Prefix() if PREFIX in written else None
-        with seeded(self._settings.device, self._settings.seed, step, i, stage):
+        with seeded(self._team.device, self._seed, step, i, stage):
             output, saved = self._compute[stage].forward(
                 version, buffers, inputs, batch.targets(i) if is_last else None, self._tracer.meter, loan, prefix
             )
@@ -238,7 +227,7 @@ class Executor:
             elif value.kind == GRADIENTS:
                 self.values[value] = sums
         self._pass_on(action, gradients)
-        self._count(action.op, action.micro_batch // self._micro_batches)
+        self._count(action.op, action.micro_batch // self._sizes.micro_batches)
 
     def _backward_input(self, action: Action) -> None:
         read = {value.kind: value for value in action.reads}
@@ -258,7 +247,7 @@ class Executor:
         work: WeightWork = self._take(read[WEIGHT_WORK])
         work.finish(sums)
         self.values[action.writes[0]] = sums
-        self._count(action.op, action.micro_batch // self._micro_batches)
+        self._count(action.op, action.micro_batch // self._sizes.micro_batches)
 
     def _add(self, action: Action) -> None:
         """Add the earlier sum into the later one, which is copied if still needed; a sum may come in parts."""
@@ -282,7 +271,7 @@ class Executor:
             self._states[action.stage].update,
             version,
             self._read(total),
-            self._settings.learning_rate_factor(step),
+            self._learning_rate_factor(step),
             in_place=before in action.frees,
             gradients_are_ours=total in action.frees,
         )
@@ -290,10 +279,6 @@ class Executor:
         # the norm for clipping may not be known before the version is first read
         self.values[after] = Pending(update) if is_late else update()
         self._count(Op.UPDATE, step)
-
-    def _update_of(self, micro_batch: int) -> int:
-        """Return the number of the update to which a micro-batch's gradient belongs."""
-        return micro_batch // self._sizes.summed
 
     def _count(self, op: Op, step: int) -> None:
         """Count an action of a step; the last one of the finishing kind finishes the step on this rank."""
@@ -309,7 +294,7 @@ class Executor:
         assert self.mailbox is not None and action.value is not None
         content = self._read(action.reads[0])
         if isinstance(content, Version):
-            content = content.read_in(self._update_of(action.value.number))
+            content = content.read_in(action.value.number // self._sizes.summed)
         size = self.mailbox.send(action.value, action.peer, content)
         if size and self._tracer.active:
             self._tracer.sent(action, size)
@@ -321,24 +306,24 @@ class Executor:
     def _collective(self, action: Action) -> None:
         assert self.mailbox is not None and action.value is not None
         self.values[action.value], size = self.mailbox.join(action.value, self._read(action.reads[0]))
-        if self._tracer.active and (sent := ring_bytes(action, size, self._ranks)):
+        if self._tracer.active and (sent := ring_bytes(action, size, self._team.size)):
             self._tracer.sent(action, sent)
 
     def _parameters(self, action: Action, read: Mapping[str, Value], lent: str) -> tuple[Version, Loan | None]:
-        """Return the parameters that a forward or backward reads: the rank's own, or a lent copy with its loan."""
+        """Return the parameters that a forward or backward reads: the rank's own, or a lent copy.
+
+        They come with a loan if the graph of a forward must not keep them.
+        """
         if lent in read:
             version: Version = self._take(read[lent])
             return version, Loan(version.tensors)
-        version = self._read(read[PARAMETERS])
-        return version.read_in(self._update_of(action.micro_batch)), None
-
-
-_STAGE = attrgetter("stage")
+        version = self._read(read[PARAMETERS]).read_in(action.micro_batch // self._sizes.summed)
+        return version, None if self._stashes else Loan(version.tensors, is_copy=False)
 
 
 def _in_order(values: Sequence[Value], kind: str) -> list[Value]:
     """Return the values of a kind in the order of their stages, which is the order of a stage's inputs."""
-    return sorted([value for value in values if value.kind == kind], key=_STAGE)
+    return sorted([value for value in values if value.kind == kind], key=attrgetter("stage"))
 
 
 def _copied(gradients: Gradients) -> Gradients:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,15 +20,6 @@ from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.values import PARAMETERS, buffers
 
 
-@dataclass(frozen=True)
-class Updates:
-    """What makes the updates of every stage."""
-
-    optimizer: OptimizerFactory
-    delay: DelayFactory
-    clipping: Clipping | None
-
-
 class Holdings:
     """The stages of one rank: versions and optimizers of those that it holds, buffers of the micro-batches it computes.
 
@@ -42,11 +32,13 @@ class Holdings:
         schedule: Schedule,
         stages: Sequence[nn.Module],
         team: Team,
-        updates: Updates,
+        optimizer: OptimizerFactory,
+        delay: DelayFactory,
+        clipping: Clipping | None,
     ) -> None:
         self.values: dict[Value, Any] = {}
         self._schedule, self._stages, self._team = schedule, stages, team
-        self._updates = updates
+        self._optimizer, self._delay, self.clipping = optimizer, delay, clipping
         self._layouts = [Layout.like(dict(stage.named_parameters())) for stage in stages]
         is_sharded = schedule.placement.is_sharded
         self.shards = [
@@ -68,15 +60,15 @@ class Holdings:
 
     def _state_of(self, number: int) -> StageState:
         """Return this rank's state of a stage: of the whole stage, or of its pieces of the parameters."""
-        whole, updates = dict(self._stages[number].named_parameters()), self._updates
-        delay = updates.delay([row[number] for row in self._schedule.rule.matrix])
+        whole = dict(self._stages[number].named_parameters())
+        delay = self._delay([row[number] for row in self._schedule.rule.matrix])
         if delay.name != Uncorrected.name:
             self._check_delay(delay.name)
         if not self.shards:
-            return StageState(whole, updates.optimizer, delay, updates.clipping)
+            return StageState(whole, self._optimizer, delay, self.clipping)
         shards, trainable = self.shards[number], [p for p in whole.values() if p.requires_grad]
         pieces = {name: nn.Parameter(piece, whole[name].requires_grad) for name, piece in shards.pieces(whole).items()}
-        return StageState(pieces, shards.optimizer(updates.optimizer, trainable))
+        return StageState(pieces, shards.optimizer(self._optimizer, trainable))
 
     def _check_delay(self, name: str) -> None:
         """Raise ValueError if there can be no method against delay."""
@@ -146,7 +138,7 @@ class Holdings:
     def average_buffers(self, step: int) -> None:
         """Give the modules the mean of all sets of buffers; collective."""
         for number, stage in enumerate(self._stages):
-            mean = average(self._all_buffers(number, step)) if list(stage.buffers()) else {}
+            mean = average(self._all_buffers(number, step))
             for name, buffer in stage.named_buffers():
                 buffer.copy_(mean[name])
 
@@ -169,25 +161,21 @@ class Holdings:
             found.append(dict(broadcast(self._team, layout, own, source)))
         return found
 
-    def _savers(self, number: int, step: int) -> dict[int, int]:
+    def _savers(self, step: int) -> dict[Value, int]:
         """Return, for each version of a stage that is held after `step` training steps, the rank that saves it.
 
         It is the first that holds it; only that rank puts the version into a checkpoint. Holders of a stage may have
         different versions: if micro-batches take turns on them, each has the newest and those that later micro-batches
-        read there.
+        read there. A shard of a version has only one holder.
         """
         held = held_after(self._schedule, step)
-        found: dict[int, int] = {}
-        for rank in self._schedule.placement.holders(number):
-            for value in held[rank]:
-                if value.kind == PARAMETERS and value.stage == number:
-                    found.setdefault(value.number, rank)
-        return found
+        return {value: rank for rank in sorted(held, reverse=True) for value in held[rank] if value.kind == PARAMETERS}
 
     def state_dict(self, step: int) -> list[dict[str, Any]]:
         """Return the state of each stage after `step` steps, on rank 0; the others get an empty list; collective."""
         sets_of_buffers = [self._all_buffers(number, step) for number in range(len(self._stages))]
-        parts = self._team.gather({number: self._own_state(number, step) for number in self.states})
+        savers = self._savers(step)
+        parts = self._team.gather({number: self._own_state(number, savers) for number in self.states})
         if self._team.rank:
             return []
         return [
@@ -195,13 +183,13 @@ class Holdings:
             for number, sets in enumerate(sets_of_buffers)
         ]
 
-    def _own_state(self, number: int, step: int) -> dict[str, Any]:
+    def _own_state(self, number: int, savers: Mapping[Value, int]) -> dict[str, Any]:
         """Return this rank's part of a stage's state: all of its shards, or else what no earlier holder has."""
-        savers, rank = self._savers(number, step), self._team.rank
+        rank = self._team.rank
         versions = {
             value.number: content
             for value, content in self.values.items()
-            if value.kind == PARAMETERS and value.stage == number and (self.shards or savers[value.number] == rank)
+            if value.stage == number and savers.get(value) == rank
         }
         own = self.states[number].state_dict(versions)
         is_first = self.shards or self._schedule.placement.holders(number)[0] == rank
@@ -231,28 +219,11 @@ class Holdings:
         """Return what this rank takes of a state, by stage, after a check that it can be loaded."""
         if len(stages) != len(self._stages):
             raise ValueError(f"the checkpoint has {len(stages)} stages, this engine {len(self._stages)}")
-        own = {
-            number: self.shards[number].cut_state(stages[number], mine.optimized) if self.shards else stages[number]
-            for number, mine in self.states.items()
-        }
+        savers, own = self._savers(step), dict[int, dict[str, Any]]()
         for number, mine in self.states.items():
-            mine.check_state(own[number], {*self._savers(number, step)})
+            state = stages[number]
+            own[number] = self.shards[number].cut_state(state, mine.optimized) if self.shards else state
+            mine.check_state(own[number], {value.number for value in savers if value.stage == number})
         for stage, theirs in zip(self._stages, stages, strict=True):
             check_buffers(dict(stage.named_buffers()), theirs["buffers"], self._schedule.sizes.statistics)
         return own
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of all parameter versions alive on this rank."""
-        held = (value.stage for value in self.values if value.kind == PARAMETERS)
-        return sum(self.states[stage].version_bytes for stage in held)
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of the optimizers' states on this rank, without `delay_bytes`."""
-        return sum(state.optimizer_bytes for state in self.states.values())
-
-    @property
-    def delay_bytes(self) -> int:
-        """Bytes of the last steps that methods against delay keep on this rank."""
-        return sum(state.delay_bytes for state in self.states.values())

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdp_repro.engine.transfers import Outgoing, Transfer
+from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Schedule
 
 _FIRST_TAG = 1 << 20
@@ -17,15 +18,10 @@ _FIRST_TAG = 1 << 20
 
 
 class Losses:
-    """Losses by training step; on rank 0 those of all ranks.
+    """Losses by training step; on rank 0 those of all ranks."""
 
-    `group` is a gloo group of all ranks; None on a single device.
-    """
-
-    def __init__(self, schedule: Schedule, rank: int, group: dist.ProcessGroup | None) -> None:
-        self._schedule = schedule
-        self._rank = rank
-        self._group = group
+    def __init__(self, schedule: Schedule, team: Team) -> None:
+        self._schedule, self._team = schedule, team
         self._known: dict[int, dict[int, Tensor]] = {}
         self._outgoing = Outgoing()
         self._lag = schedule.rule.longest + 1
@@ -35,9 +31,9 @@ class Losses:
     def enter(self, step: int, i: int, loss: Tensor) -> None:
         """Enter the loss, [] (a scalar), of the step's i-th micro-batch, which this rank has computed."""
         self._known.setdefault(step, {})[i] = loss
-        if self._rank and self._group:
+        if self._team.rank:
             value = loss.detach().to("cpu", torch.float64).reshape(1)
-            sent = dist.isend(value, 0, group=self._group, tag=_FIRST_TAG + i)
+            sent = dist.isend(value, 0, group=self._team.control, tag=_FIRST_TAG + i)
             self._outgoing.append(Transfer.started(value, sent), step)
 
     def flush(self) -> None:
@@ -49,7 +45,7 @@ class Losses:
         schedule = self._schedule
         self._outgoing.let_go(before=step - self._lag)
         known = self._known.pop(step, {})
-        if self._rank == 0:
+        if self._team.rank == 0:
             first, last_stage = step * schedule.micro_batches, schedule.stages - 1
             ranks = [schedule.placement.rank_of(first + i, last_stage) for i in range(schedule.micro_batches)]
             known |= {i: self._received(rank, i) for i, rank in enumerate(ranks) if rank}
@@ -61,5 +57,5 @@ class Losses:
 
     def _received(self, source: int, i: int) -> Tensor:
         value = torch.empty(1, dtype=torch.float64)
-        dist.recv(value, source, group=self._group, tag=_FIRST_TAG + i)
+        dist.recv(value, source, group=self._team.control, tag=_FIRST_TAG + i)
         return value[0]

@@ -62,6 +62,7 @@ class Mailbox:
     def let_go(self) -> None:
         """Begin a slot: let go of buffers whose send began more than `kept_slots` slots ago.
 
+        Only slots in which this rank acts count, so that it never lets go too early.
         This only blocks if another rank is that far behind. It cannot cause a deadlock: no receive stands more than
         `kept_slots` slots after its send, so the rank furthest behind waits for receives that all ranks have posted.
         """
@@ -134,7 +135,7 @@ class Mailbox:
         """Return the content of a message in the form in which the executor keeps the value."""
         if value.kind in (INPUT, *LENT):
             layouts = self._layout(value).tensors
-            tensors = {name: tensor.requires_grad_(layouts[name].takes_gradient) for name, tensor in tensors.items()}
+            tensors = {name: tensor.requires_grad_(layouts[name].requires_grad) for name, tensor in tensors.items()}
         if value.kind in LENT:
             number = tensors.pop(VERSION, None)  # parameters without values do not travel
             return Version(value.version if number is None else int(number), tensors)
@@ -172,9 +173,7 @@ def connect(program: Program, device: torch.device) -> dict[Edge, dist.ProcessGr
     communicator is initialised eagerly, by giving the group its device. Otherwise two ranks would build it at their
     first message, where each waits for the other.
     """
-    if device.type == "cuda":
-        return new_groups(program.communicators, device)
-    return new_groups(directions(program.edges), device)
+    return new_groups(program.communicators if device.type == "cuda" else directions(program.edges), device)
 
 
 def new_groups(communicators: Sequence[Communicator], device: torch.device) -> dict[Edge, dist.ProcessGroup]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -17,41 +15,23 @@ from torch import Tensor
 from cdp_repro.engine.compute import Network
 from cdp_repro.engine.rehearsal import Rehearsal, fake_tensors
 from cdp_repro.launch.team import Team
-from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, LENT_BACKWARD, LENT_FORWARD, OUTPUT_GRADIENT
-
-
-@dataclass(frozen=True)
-class TensorLayout:
-    """Shape, strides and type of a tensor that is dense in memory, and whether it takes a gradient."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    takes_gradient: bool
-
-    @classmethod
-    def like(cls, tensor: Tensor) -> TensorLayout:
-        """Return the layout of a dense tensor; for one with gaps or overlaps, that of a dense copy."""
-        dense = torch.empty_like(tensor, device="meta")
-        return cls(tuple(dense.shape), tuple(dense.stride()), dense.dtype, tensor.requires_grad)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return prod(self.shape) * self.dtype.itemsize
+from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, LENT, OUTPUT_GRADIENT
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a message by name, grouped by type, largest elements first so that each tensor is aligned."""
+    """The tensors of a message by name, grouped by type, largest elements first so that each tensor is aligned.
 
-    tensors: Mapping[str, TensorLayout]
+    They have shape, strides, type and `requires_grad`, but no memory, and are dense.
+    """
+
+    tensors: Mapping[str, Tensor]
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor]) -> Layout:
-        """Return the layout of named tensors."""
-        layouts = {name: TensorLayout.like(tensor) for name, tensor in tensors.items()}
-        return cls(dict(sorted(layouts.items(), key=lambda item: (-item[1].dtype.itemsize, str(item[1].dtype)))))
+        """Return the layout of named tensors; for one with gaps or overlaps, that of a dense copy."""
+        found = {n: torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for n, t in tensors.items()}
+        return cls(dict(sorted(found.items(), key=lambda item: (-item[1].dtype.itemsize, str(item[1].dtype)))))
 
     @property
     def nbytes(self) -> int:
@@ -60,11 +40,10 @@ class Layout:
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Return the tensors, by name, that a buffer, [nbytes] uint8, holds, as views of it."""
-        sizes = [layout.nbytes for layout in self.tensors.values()]
-        starts = accumulate(sizes, initial=0)
+        parts = torch.split(buffer, [layout.nbytes for layout in self.tensors.values()])
         return {
-            name: buffer[start : start + size].view(layout.dtype).as_strided(layout.shape, layout.stride)
-            for (name, layout), start, size in zip(self.tensors.items(), starts, sizes, strict=False)
+            name: part.view(layout.dtype).as_strided(layout.shape, layout.stride())
+            for (name, layout), part in zip(self.tensors.items(), parts, strict=True)
         }
 
     def values(self, buffer: Tensor) -> list[Tensor]:
@@ -143,14 +122,12 @@ def layouts_of(network: Network, inputs: Tensor, targets: Tensor) -> Layouts:
             made = {VALUE: outputs[number]} if number < len(stages) - 1 else {}
             of_output, gradients = rehearsal.backward()
             parameters = dict(module.named_parameters())
-            lent = Layout.like(numbered(parameters, 0))
             found.append(
                 {
                     INPUT: Layout.like(made),
                     OUTPUT_GRADIENT: Layout.like(made if of_output is not None else {}),
                     GRADIENTS: Layout.like({name: parameters[name] for name in gradients}),
-                    LENT_FORWARD: lent,
-                    LENT_BACKWARD: lent,
+                    **dict.fromkeys(LENT, Layout.like(numbered(parameters, 0))),
                     BUFFERS: Layout.like(dict(module.named_buffers())),
                 }
             )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cdp_repro.engine.compute import Autocast
+from cdp_repro.engine.compute import Autocast, Network
 from cdp_repro.engine.transfers import Outgoing, Transfer
 from cdp_repro.launch import control_messages
 from cdp_repro.launch.team import Team
@@ -31,51 +31,45 @@ def outputs_of(
         yield _forward(model, inputs, autocast), targets
 
 
-class PipelinedOutputs:
-    """The stages of this rank, between those of the ranks before and after it.
+def pipelined_outputs(
+    schedule: Schedule, network: Network, team: Team, batches: TestBatches, count: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (output [B, ...], targets [B, ...]) of batches whose last stage is here; exhaust it on every rank.
 
-    A batch is read on the rank of its first hop, and its targets travel with it. A rank begins a batch when the rank
-    before has sent it; meanwhile that rank continues with the next batch. No parameter is sent.
+    The stages of this rank stand between those of the ranks before and after it. A batch is read on the rank of its
+    first hop, and its targets travel with it. A rank begins a batch when the rank before has sent it; meanwhile that
+    rank continues with the next batch. No parameter is sent.
     """
+    outgoing, tasks = Outgoing(), order(schedule, team.rank, count)
+    own = iter(batches([batch for batch, place in tasks if place == 0]))
+    for number, (batch, place) in enumerate(tasks):
+        hops = path(schedule, batch)
+        values, targets = next(own) if place == 0 else _receive(hops[place - 1].rank, team)
+        for stage in hops[place].stages:
+            values = _forward(network.stages[stage], values, network.autocast)
+        if place + 1 < len(hops):
+            outgoing.let_go(before=number - _MOST_ON_THEIR_WAY)
+            for buffer, work in _begin_send((values, targets), hops[place + 1].rank, team):
+                outgoing.append(Transfer.started(buffer, work), number)
+        else:
+            yield values, targets
+    outgoing.flush()
 
-    def __init__(
-        self, schedule: Schedule, stages: Sequence[nn.Module], team: Team, device: torch.device, autocast: Autocast
-    ) -> None:
-        self._schedule, self._stages, self._team = schedule, stages, team
-        self._device, self._autocast = device, autocast
-        self._outgoing = Outgoing()
 
-    def run(self, batches: TestBatches, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (output [B, ...], targets [B, ...]) of batches whose last stage is here; exhaust it on every rank."""
-        tasks = order(self._schedule, self._team.rank, count)
-        own = iter(batches([batch for batch, place in tasks if place == 0]))
-        for number, (batch, place) in enumerate(tasks):
-            hops = path(self._schedule, batch)
-            values, targets = next(own) if place == 0 else self._receive(hops[place - 1].rank)
-            for stage in hops[place].stages:
-                values = _forward(self._stages[stage], values, self._autocast)
-            if place + 1 < len(hops):
-                self._send(number, (values, targets), hops[place + 1].rank)
-            else:
-                yield values, targets
-        self._outgoing.flush()
+def _begin_send(tensors: Sequence[Tensor], peer: int, team: Team) -> list[tuple[Tensor, dist.Work | None]]:
+    """Begin to send tensors, preceded by a description of them; return what `control_messages.begin_send` does."""
+    sent = [tensor.contiguous() for tensor in tensors]
+    looks = [control_messages.looks_of(tensor) for tensor in sent]
+    described = control_messages.begin_send(looks, peer, team.control)
+    return described + [(tensor, dist.isend(tensor, peer)) for tensor in sent]
 
-    def _send(self, number: int, tensors: Sequence[Tensor], peer: int) -> None:
-        """Send tensors, preceded by a description of them; `number` is that of the task on this rank."""
-        self._outgoing.let_go(before=number - _MOST_ON_THEIR_WAY)
-        sent = [tensor.contiguous() for tensor in tensors]
-        looks = [control_messages.looks_of(tensor) for tensor in sent]
-        on_their_way = control_messages.begin_send(looks, peer, self._team.control)
-        on_their_way += [(tensor, dist.isend(tensor, peer)) for tensor in sent]
-        for buffer, work in on_their_way:
-            self._outgoing.append(Transfer.started(buffer, work), number)
 
-    def _receive(self, peer: int) -> list[Tensor]:
-        tensors = []
-        for looks in control_messages.receive(peer, self._team.control):
-            tensors.append(control_messages.empty(looks, self._device))
-            dist.recv(tensors[-1], peer)
-        return tensors
+def _receive(peer: int, team: Team) -> list[Tensor]:
+    tensors = []
+    for looks in control_messages.receive(peer, team.control):
+        tensors.append(control_messages.empty(looks, team.device))
+        dist.recv(tensors[-1], peer)
+    return tensors
 
 
 def _forward(module: nn.Module, inputs: Tensor, autocast: Autocast) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from cdp_repro.engine.clipping import Clipping
 from cdp_repro.engine.compute import Gradients, Version
 from cdp_repro.engine.delay import Uncorrected, delay_bytes, last_steps
-from cdp_repro.engine.messages import TensorLayout
 from cdp_repro.engine.seal import Seal
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -212,7 +211,7 @@ def check_buffers(mine: Mapping[str, Tensor], state: Sequence[Mapping[str, Tenso
         check_same_tensors(mine, theirs)
 
 
-def check_same_tensors(mine: Mapping[str, Tensor | TensorLayout], loaded: Mapping[str, Tensor]) -> None:
+def check_same_tensors(mine: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
     """Raise ValueError if the names or shapes of two sets of tensors differ."""
     expected = {name: tuple(tensor.shape) for name, tensor in mine.items()}
     found = {name: tuple(tensor.shape) for name, tensor in loaded.items()}

@@ -21,7 +21,7 @@ class Prefix:
     """By name of a layer: its `past`, a leaf of the graph of the slice."""
     after: Prefix | None = None
     """The prefix that includes the slice, once the forward of the slice has run."""
-    _edges: Mapping[str, GradientEdge] = field(default_factory=dict)
+    edges: Mapping[str, GradientEdge] = field(default_factory=dict)
     """By name of a layer: where the gradient of `after.kept` enters the graph of the slice."""
 
     @contextmanager
@@ -38,7 +38,7 @@ class Prefix:
     def advance(self, layers: Mapping[str, CausalLayer], tokens: int) -> None:
         """Take what the layers keep after a forward on `tokens` tokens."""
         present = {name: layer.present for name, layer in layers.items() if layer.present is not None}
-        self._edges = {name: get_gradient_edge(kept) for name, kept in present.items() if kept.requires_grad}
+        self.edges = {name: get_gradient_edge(kept) for name, kept in present.items() if kept.requires_grad}
         kept = {name: each.detach().requires_grad_(each.requires_grad) for name, each in present.items()}
         self.after = Prefix(self.tokens + tokens, kept)
 
@@ -52,10 +52,6 @@ class Prefix:
     def leaves(self) -> list[Tensor]:
         """The kept tensors that take a gradient in the backward of the slice."""
         return [kept for kept in self.kept.values() if kept.requires_grad]
-
-    def edges_of(self, layers: Iterable[str]) -> list[GradientEdge]:
-        """Return, for these layers, where the gradients of `after.kept` enter the graph of the slice."""
-        return [self._edges[name] for name in layers]
 
     def take_gradients(self) -> dict[str, Tensor]:
         """Return, after the backward of the slice, the gradients of `kept` by name of the layer, and clear them."""

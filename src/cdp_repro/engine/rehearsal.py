@@ -40,7 +40,6 @@ class Rehearsal:
         self._compute = network.compute()
         self._versions = [Version(0, _converted(dict(stage.named_parameters()), convert)) for stage in stages]
         self._buffers = [_converted(dict(stage.named_buffers()), convert) for stage in stages]
-        self.stages = len(stages)
         self._saved: list[SavedForward] = []
         self._gradients: dict[int, Tensor | None] = {}
         """By stage: the gradient of its output, until its backward."""

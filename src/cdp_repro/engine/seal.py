@@ -29,25 +29,21 @@ class Seal:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise ValueError if one of the parameters has a hook."""
         self._parameters = dict(parameters)
-        self._marks: list[tuple[int, int]] = []
         self._refuse_hooks()
         self.open()
 
-    def _mark(self) -> None:
-        self._marks = [_mark_of(parameter) for parameter in self._parameters.values()]
-
     def close(self) -> None:
         """Record the current parameters as the engine's, and block `parameter.grad`."""
-        for parameter in self._parameters.values():
-            if parameter.requires_grad:
-                parameter.grad = _no_gradient(parameter.shape, parameter.dtype, parameter.device)
-        self._mark()
+        self._record(is_blocked=True)
 
     def open(self) -> None:
         """Record the current parameters as the engine's, and let other code use `parameter.grad`."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        self._mark()
+        self._record(is_blocked=False)
+
+    def _record(self, is_blocked: bool) -> None:
+        for p in self._parameters.values():
+            p.grad = _no_gradient(p.shape, p.dtype, p.device) if is_blocked and p.requires_grad else None
+        self._marks = [_mark_of(parameter) for parameter in self._parameters.values()]
 
     def check(self) -> None:
         """Raise ValueError if a parameter was changed since the last record, or has a hook."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cdp_repro.engine.messages import Layout, TensorLayout
+from cdp_repro.engine.messages import Layout
 from cdp_repro.engine.parameters import OptimizerFactory, check_same_tensors
 from cdp_repro.engine.transfers import Transfer
 from cdp_repro.schedule.parts import part_bytes
@@ -49,7 +49,7 @@ class Shards:
         found = {}
         for name, tensor in tensors.items():
             layout = self._whole[name]
-            dense = torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype, device=self._device)
+            dense = torch.empty_strided(layout.shape, layout.stride(), dtype=tensor.dtype, device=self._device)
             first, end = self._ends[name][self._rank : self._rank + 2]
             flat = dense.copy_(tensor.detach()).as_strided((dense.numel(),), (1,))
             found[name] = flat[first:end].clone().view(_piece_shape(layout.shape))
@@ -61,7 +61,7 @@ class Shards:
         for name in pieces[0]:
             layout = self._whole[name]
             flat = torch.cat([each[name].detach().cpu().flatten() for each in pieces])
-            found[name] = flat.as_strided(layout.shape, layout.stride)
+            found[name] = flat.as_strided(layout.shape, layout.stride())
         return found
 
     def optimizer(self, make: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> OptimizerFactory:
@@ -123,7 +123,7 @@ class Shards:
         """
         for tensors in state["versions"].values():
             check_same_tensors(self._whole, tensors)
-        shapes = {name: layout.shape for name, layout in self._whole.items()}
+        shapes = {name: tuple(layout.shape) for name, layout in self._whole.items()}
         return _converted([state], names, shapes, lambda tensors: self.pieces(*tensors))
 
     def join_states(self, states: Sequence[State], names: Sequence[str]) -> State:
@@ -132,7 +132,7 @@ class Shards:
         return _converted(states, names, shapes, self.joined)
 
     @cached_property
-    def _whole(self) -> dict[str, TensorLayout]:
+    def _whole(self) -> dict[str, Tensor]:
         """The layout of each parameter."""
         return {name: tensor for layout in self._layouts for name, tensor in layout.tensors.items()}
 

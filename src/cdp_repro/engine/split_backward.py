@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 from torch import Tensor
@@ -39,6 +40,10 @@ class WeightWork:
     """For each operation with parameters at its side: their names, and the gradients of its outputs."""
     early: Gradients = field(default_factory=dict)
     """The gradients of parameters already computed in the first part."""
+
+    def keep(self, node: Node, names: frozenset[str], gradients: _Incoming) -> None:
+        """Keep the gradients of an operation's outputs, which has the parameters `names` at its side."""
+        self.incoming.append((node, names, gradients))
 
     def finish(self, sums: Gradients) -> None:
         """Add the gradients of the parameters to `sums`, by name, as `backward` does."""
@@ -69,7 +74,7 @@ def backward_input(
     parameters = saved.version.trainable
     work = WeightWork(compute, saved, version)
     handles = [
-        node.register_prehook(_keeper(work, node, names))
+        node.register_prehook(partial(work.keep, node, names))
         for node, joining in sides.items()
         if (names := frozenset(name for name in joining if uses[name] == 1))
     ]
@@ -82,13 +87,6 @@ def backward_input(
     return saved.take_gradients(), work
 
 
-def _keeper(work: WeightWork, node: Node, names: frozenset[str]):  # type: ignore[no-untyped-def]  # torch's hook
-    def keep(gradients: _Incoming) -> None:
-        work.incoming.append((node, names, gradients))
-
-    return keep
-
-
 def _sides(root: Node, saved: SavedForward) -> dict[Node, set[str]]:
     """Return the names of the parameters at the side of each operation on the way from the output to the inputs."""
     leaves = {id(each) for each in saved.leaves}
@@ -96,15 +94,12 @@ def _sides(root: Node, saved: SavedForward) -> dict[Node, set[str]]:
     reaches_input: dict[Node, bool] = {}
     below: dict[Node, set[str]] = {}
     """For each operation: the parameters that it reaches."""
-    for node in children_first(root):
-        variable = getattr(node, "variable", None)
-        children = [child for child, _ in node.next_functions if child is not None]
-        reaches_input[node] = id(variable) in leaves or any(reaches_input[child] for child in children)
-        below[node] = set() if id(variable) not in names else {names[id(variable)]}
-        below[node].update(*(below[child] for child in children))
-    found = {}
-    for node, is_on_the_way in reaches_input.items():
-        off = [child for child, _ in node.next_functions if child is not None and not reaches_input[child]]
-        if is_on_the_way and (joining := set().union(*(below[child] for child in off))):
+    found: dict[Node, set[str]] = {}
+    for node, children in children_first(root).items():
+        place = id(getattr(node, "variable", None))
+        reaches_input[node] = place in leaves or any(reaches_input[child] for child in children)
+        below[node] = {names[place]} if place in names else set().union(*(below[child] for child in children))
+        joining = set[str]().union(*(below[child] for child in children if not reaches_input[child]))
+        if reaches_input[node] and joining:
             found[node] = joining
     return found

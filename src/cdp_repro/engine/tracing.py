@@ -16,9 +16,9 @@ from cdp_repro.trace import Message, SlotRecord, TraceRecorder
 class Tracer:
     """Records every action of the first `steps` training steps, with live bytes and versions."""
 
-    def __init__(self, schedule: Schedule, team: Team, device: torch.device, steps: int) -> None:
+    def __init__(self, schedule: Schedule, team: Team, steps: int) -> None:
         self._schedule = schedule
-        self._device = device
+        self._device = team.device
         self._end_step = steps
         self._recorder = TraceRecorder(team.rank, schedule.ranks, schedule.sizes)
         self._meter = ActivationMeter()
@@ -57,9 +57,9 @@ class Tracer:
             torch.cuda.current_stream(self._device).synchronize()
         return time.perf_counter() - self._origin
 
-    def record(self, slot: int, action: Action, versions: Sequence[int], begin: float) -> None:
+    def record(self, action: Action, versions: Sequence[int], begin: float) -> None:
         """Record that `action` ran from `begin` until now, with the number of live versions of each stage after it."""
-        self._recorder.record(slot, action, self._meter.live_bytes, versions, (begin, self.now()))
+        self._recorder.record(self._slot, action, self._meter.live_bytes, versions, (begin, self.now()))
 
     def sent(self, action: Action, size: int) -> None:
         """Record that a SEND of this slot, or this rank's part in a COLLECTIVE, has sent `size` bytes."""

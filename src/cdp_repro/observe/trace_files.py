@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cdp_repro.observe.run_directory import RunDirectory
 from cdp_repro.observe.wandb_mirror import WandbMirror
-from cdp_repro.trace import Trace, write_comms_csv, write_memory_csv, write_perfetto
+from cdp_repro.trace import Trace, step_and_lane, write_comms_csv, write_memory_csv, write_perfetto
 
 
 def write_trace_files(trace: Trace, directory: RunDirectory, version_bytes: Callable[[int, int], int]) -> None:
@@ -23,13 +23,11 @@ def write_trace_files(trace: Trace, directory: RunDirectory, version_bytes: Call
 def mirror_trace(trace: Trace, mode: str, directory: RunDirectory, mirror: WandbMirror) -> None:
     """Log timeline, memory, ledger and messages to W&B: tables, pictures, an artifact."""
     reads = [
-        (
-            record.slot, action.label, *divmod(action.micro_batch, trace.micro_batches), action.stage, action.version,
-        )
+        (record.slot, action.label, *step_and_lane(action, trace), action.stage, action.version)
         for record in trace.records
         for action in record.actions
         if action.op.is_compute
-    ]  # fmt: skip
+    ]
     mirror.log_table("ledger", ["slot", "action", "step", "worker", "stage", "version"], reads)
     sent = [(m.slot, m.source, m.destination, m.kind, m.stage, m.bytes) for m in trace.messages]
     mirror.log_table("messages", ["slot", "source", "destination", "kind", "stage", "bytes"], sent)
@@ -39,8 +37,8 @@ def mirror_trace(trace: Trace, mode: str, directory: RunDirectory, mirror: Wandb
     os.environ.setdefault("MPLCONFIGDIR", str(pictures / "matplotlib"))  # else it writes to the user's home
     from cdp_repro.observe.figures import memory_figure, save_figure, timeline_figure
 
-    slots = trace.slots[: 6 * trace.stages]
-    save_figure(timeline_figure({mode: slots}, {mode: trace.lanes}, trace.stages), pictures / "timeline.png")
+    slots = trace.slots[: 6 * trace.sizes.stages]
+    save_figure(timeline_figure({mode: slots}, {mode: trace.lanes}, trace.sizes.stages), pictures / "timeline.png")
     save_figure(memory_figure({mode: curve}, "live activation bytes"), pictures / "memory.png")
     mirror.log_image("timeline", pictures / "timeline.png")
     mirror.log_image("memory_curve", pictures / "memory.png")

@@ -46,35 +46,6 @@ class Setting:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of stages that the closed forms use; each tuple has one entry a stage."""
-
-    kept: Sequence[int]
-    """a_j: activation bytes of a waiting micro-batch."""
-    leaving: Sequence[int]
-    """e_j: bytes of its output beyond a_j, until it has been sent."""
-    parameters: Sequence[int]
-    gradients: Sequence[int]
-    outputs: Sequence[int]
-    input_gradients: Sequence[int]
-
-    @classmethod
-    def from_costs(cls, costs: StageCosts, moves: bool) -> Sizes:
-        """Return the sizes; `moves` says whether micro-batches go from rank to rank between stages."""
-        stages = range(costs.stages)
-        received = [costs.received_bytes(j)[0] if moves and j else 0 for j in stages]
-        leaving = [costs.released_by_sending(j) if moves and j < costs.stages - 1 else 0 for j in stages]
-        return cls(
-            kept=[costs.forward_bytes[j] + received[j] - leaving[j] for j in stages],
-            leaving=leaving,
-            parameters=costs.parameter_bytes,
-            gradients=costs.gradient_bytes,
-            outputs=costs.output_bytes,
-            input_gradients=costs.input_gradient_bytes,
-        )
-
-
 def closed_form(setting: Setting, workers: int, costs: StageCosts, optimizer_states: int) -> Values:
     """Return those quantities of a setting with N = S workers for which there is a formula.
 
@@ -99,11 +70,9 @@ def closed_form(setting: Setting, workers: int, costs: StageCosts, optimizer_sta
     if setting.baseline is not None:
         return _closed_form_of_peer(setting.baseline, workers, costs, optimizer_states)
     n = workers
-    moves = setting.placement in ("pipeline", "model_parallel")
-    sizes = Sizes.from_costs(costs, moves)
     values: Values = {"devices": _devices(setting, n)}
-    values |= _activations(setting, n, sizes) | _state(setting, n, sizes, optimizer_states)
-    values |= _messages(setting, n, sizes) | {"idle_share": _idle_share(setting, n)}
+    values |= _activations(setting, n, costs) | _state(setting, n, costs, optimizer_states)
+    values |= _messages(setting, n, costs) | {"idle_share": _idle_share(setting, n)}
     return values
 
 
@@ -115,9 +84,12 @@ def _devices(setting: Setting, n: int) -> int:
     return n
 
 
-def _activations(setting: Setting, n: int, sizes: Sizes) -> Values:
-    kept, leaving = sizes.kept, sizes.leaving
-    whole, stages = sum(kept), range(n)
+def _activations(setting: Setting, n: int, costs: StageCosts) -> Values:
+    stages, moves = range(n), setting.placement in ("pipeline", "model_parallel")
+    received = [costs.received_bytes(j)[0] if moves and j else 0 for j in stages]
+    leaving = [costs.released_by_sending(j) if moves and j < n - 1 else 0 for j in stages]  # e_j
+    kept = [costs.forward_bytes[j] + received[j] - leaving[j] for j in stages]  # a_j
+    whole = sum(kept)
     triangle = sum((n - j) * kept[j] for j in stages)
     if setting.mode == "accumulation":
         return {"activation_bytes_per_device": whole, "activation_bytes_total": whole}
@@ -135,9 +107,9 @@ def _activations(setting: Setting, n: int, sizes: Sizes) -> Values:
     return values
 
 
-def _state(setting: Setting, n: int, sizes: Sizes, optimizer_states: int) -> Values:
+def _state(setting: Setting, n: int, costs: StageCosts, optimizer_states: int) -> Values:
     is_sharded = setting.collectives and setting.placement == "zero"
-    p = [min(size, part_bytes(size, n)) for size in sizes.parameters] if is_sharded else sizes.parameters
+    p = [min(size, part_bytes(size, n)) for size in costs.parameter_bytes] if is_sharded else costs.parameter_bytes
     stale = [setting.mode == "cdp_v1" or (setting.mode == "cdp_v2" and j < n - 1) for j in range(n)]
     if setting.placement == "replicated":
         stale = [False] * n  # a worker's own copy: nothing reads the old version once the new one is made
@@ -168,7 +140,7 @@ def _overlap_of_v2(n: int, p: Sequence[int]) -> int:
     return max(map(at, range(n - 1)), default=0)
 
 
-def _messages(setting: Setting, n: int, sizes: Sizes) -> Values:
+def _messages(setting: Setting, n: int, costs: StageCosts) -> Values:
     """Return bytes sent by a device in a step, messages in the busiest slot, and the longest chain of messages.
 
     A chain is a sequence of messages between two slots, each of which waits for the one before. With `dp`, all
@@ -182,31 +154,31 @@ def _messages(setting: Setting, n: int, sizes: Sizes) -> Values:
     Invariant: on a given placement, all modes send the same bytes and only differ in slots and chains. `model_parallel`
     is the exception: its groups of ranks are smaller in the cyclic timeline.
     """
-    total = sum(sizes.gradients)
-    boundary = n * (sum(sizes.outputs[:-1]) + sum(sizes.input_gradients[1:]))
+    total = sum(costs.gradient_bytes)
+    boundary = n * (sum(costs.output_bytes[:-1]) + sum(costs.input_gradient_bytes[1:]))
     is_dp = setting.mode == "dp"
     if setting.placement == "single_device":
         return {"sent_bytes_per_device": 0, "messages_per_slot": 0, "chain": 0}
     if setting.collectives:
-        return _collectives(setting, n, sizes)
+        return _collectives(setting, n, costs)
     if setting.placement == "replicated":
         sent, chain = 2 * total * (n - 1) / n, _chain_of_sums(n) if is_dp else 1
         messages = 2 * (n - 1) if is_dp else n if n > 2 else 1
     elif setting.placement == "zero":
-        sent = (2 * sum(sizes.parameters) + total) * (n - 1) / n
+        sent = (2 * sum(costs.parameter_bytes) + total) * (n - 1) / n
         messages = 2 * (n - 1) if is_dp else -(-3 * n // 2)
         chain = 1 if setting.mode == "cdp_v1" else 2
     elif setting.placement == "pipeline":
         sent, messages, chain = boundary / n, n - 1 if is_dp else n // 2 * 2, 1
     else:
         ranks = [n if is_dp else n - j for j in range(n)]
-        sums = sum((n - 1 + r - 1) * size for r, size in zip(ranks, sizes.gradients, strict=True) if r > 1)
+        sums = sum((n - 1 + r - 1) * size for r, size in zip(ranks, costs.gradient_bytes, strict=True) if r > 1)
         sent = (boundary + sums) / sum(ranks)
         messages, chain = (2 * n, _chain_of_sums(n)) if is_dp else (2 * (n - 1), 1)
     values: Values = {"sent_bytes_per_device": sent, "messages_per_slot": messages, "chain": chain}
     if (setting.placement, setting.mode) == ("model_parallel", "cdp_v2"):
         del values["messages_per_slot"]  # 2(N-1) up to N = 6, less beyond: which totals meet in a slot depends on N
-    elif leaves_in_parts(setting.schedule(n, sizes.gradients)):
+    elif leaves_in_parts(setting.schedule(n, costs.gradient_bytes)):
         del values["messages_per_slot"]  # how many parts there are depends on the sizes
     return values
 
@@ -216,9 +188,13 @@ def _chain_of_sums(n: int) -> int:
     return 2 * (n - 1) if n > 2 else 1
 
 
-def _collectives(setting: Setting, n: int, sizes: Sizes) -> Values:
+def _collectives(setting: Setting, n: int, costs: StageCosts) -> Values:
     is_reduced_everywhere = setting.placement == "replicated"
-    sent = 2 * sum(sizes.gradients) if is_reduced_everywhere else 2 * sum(sizes.parameters) + sum(sizes.gradients)
+    sent = (
+        2 * sum(costs.gradient_bytes)
+        if is_reduced_everywhere
+        else 2 * sum(costs.parameter_bytes) + sum(costs.gradient_bytes)
+    )
     messages = n if is_reduced_everywhere else 2 * n
     return {"sent_bytes_per_device": sent * (n - 1) / n, "messages_per_slot": messages, "chain": 2 * (n - 1)}
 

@@ -64,32 +64,25 @@ def profile_passes(
 
     `inputs` and `targets` are a micro-batch, [B/M, ...] each. This is the first part of the measurements of
     `profile_stages`, from the same arguments.
-    """
-    with _executing() if execute else fake_tensors() as convert:
-        batch = convert(inputs), convert(targets)
-        return _walked(lambda: Rehearsal(network, convert), batch, slices)
-
-
-def _walked(
-    make: Callable[[], Rehearsal], batch: tuple[Tensor, Tensor], slices: int
-) -> tuple[_Measured, _Measured, tuple[int, ...]]:
-    """Return the costs of the forwards and of the backwards of a micro-batch, and the extra bytes of each slice.
 
     Only the first two slices are run. The prefix grows by the same number of tokens with each slice, so bytes and FLOPs
     grow linearly: those of the middle slice are the mean of all.
     """
-    first, meter = make(), ActivationMeter()
-    prefixes: list[Prefix | None] = [Prefix() if slices > 1 else None for _ in range(first.stages)]
-    forward = _forwards(first, batch, meter, prefixes)
-    if slices == 1:
-        return forward, _backwards(first, meter, [None] * first.stages), (0,) * first.stages
-    second, known = make(), [prefix.take_after() for prefix in prefixes if prefix is not None]
-    prefixes.clear()  # they hold the graph, which must live only until the backwards release it
-    more = _forwards(second, batch, meter, known)
-    later = _backwards(second, meter, [None] * first.stages)
-    gradients = [prefix.take_gradients() for prefix in known]
-    known.clear()
-    backward = _backwards(first, meter, gradients)
+    none, meter = [None] * len(network.stages), ActivationMeter()
+    with _executing() if execute else fake_tensors() as convert:
+        batch = convert(inputs), convert(targets)
+        first = Rehearsal(network, convert)
+        prefixes: list[Prefix | None] = [Prefix() if slices > 1 else None for _ in network.stages]
+        forward = _forwards(first, batch, meter, prefixes)
+        if slices == 1:
+            return forward, _backwards(first, meter, none), (0,) * len(none)
+        second, known = Rehearsal(network, convert), [prefix.take_after() for prefix in prefixes if prefix is not None]
+        prefixes.clear()  # they hold the graph, which must live only until the backwards release it
+        more = _forwards(second, batch, meter, known)
+        later = _backwards(second, meter, none)
+        gradients = [prefix.take_gradients() for prefix in known]
+        known.clear()
+        backward = _backwards(first, meter, gradients)
     grown = tuple(b[0] - a[0] for a, b in zip(forward, more, strict=True))
     return _mean(forward, more, slices), _mean(backward, later, slices), grown
 

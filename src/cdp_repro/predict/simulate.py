@@ -107,7 +107,7 @@ def simulate_slots(schedule: Schedule, costs: StageCosts, slots: Iterable[Slot])
             if size:
                 recorders[rank].sent(slot.number, action, size)
     parts = [recorder.finish() for recorder in recorders]
-    return Trace.merged(schedule.micro_batches, schedule.timeline.lanes, schedule.stages, parts)
+    return Trace.merged(schedule.sizes, schedule.timeline.lanes, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +174,7 @@ def simulate_totals(
 
 def version_bytes(schedule: Schedule, costs: StageCosts) -> Callable[[int, int], int]:
     """Return (rank, stage) -> the bytes of one version of the stage's parameters there: all, or those of its shard."""
-    parts = schedule.ranks if schedule.placement.is_sharded else 1
-    return lambda rank, stage: costs.bytes_of(parameters(stage, 0).divided(rank + 1, parts))
+    return lambda rank, stage: costs.bytes_of(schedule.own(parameters(stage, 0), rank))
 
 
 def held_bytes(schedule: Schedule, costs: StageCosts) -> list[int]:

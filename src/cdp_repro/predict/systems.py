@@ -82,15 +82,16 @@ def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, StageCut]]:
     common, whole = _common_sizes(config)
     usual = stage_cut(whole)
     for spec in common.specs():
-        if spec.stages <= _blocks(usual):
-            cut = usual if _has_the_cut_of(spec, whole) else stage_cut(_config_of(spec, whole))
+        if spec.stages <= sum(usual.blocks_per_stage):
+            is_usual = spec.stages == whole.stage_count and spec.sizes.slices == 1
+            cut = usual if is_usual else stage_cut(_config_of(spec, whole))
             yield Schedule.from_spec(spec, cut.costs.gradient_bytes), cut
 
 
 def left_out(config: RunConfig) -> Iterator[str]:
     """Yield a sentence for each system or placement that `systems_of` leaves out."""
     common, whole = _common_sizes(config)
-    blocks = _blocks(stage_cut(whole))
+    blocks = sum(stage_cut(whole).blocks_per_stage)
     for mode, placement in SYSTEMS:
         try:
             stages = common.spec(mode, placement).stages
@@ -102,10 +103,6 @@ def left_out(config: RunConfig) -> Iterator[str]:
     for placement, modes in ON_OTHER_RANKS.items():
         counts = [f"{Schedule.from_spec(common.spec(mode, placement)).ranks} in {mode}" for mode in modes]
         yield f"{placement} is left out: the ranks of {common.ranks} workers are {', '.join(counts)}"
-
-
-def _blocks(cut: StageCut) -> int:
-    return sum(map(len, cut.block_names))
 
 
 def _common_sizes(config: RunConfig) -> tuple[CommonSizes, RunConfig]:
@@ -139,10 +136,6 @@ def _common_sizes(config: RunConfig) -> tuple[CommonSizes, RunConfig]:
     ).reading_whole()
     tokens = config.model.context if config.task.is_text else 0
     return CommonSizes(ranks, whole.accumulate, tokens, config.branches), whole
-
-
-def _has_the_cut_of(spec: Spec, config: RunConfig) -> bool:
-    return spec.stages == config.stage_count and spec.sizes.slices == 1
 
 
 def _config_of(spec: Spec, config: RunConfig) -> RunConfig:

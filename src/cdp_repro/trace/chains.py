@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from cdp_repro.schedule.actions import Action, Op
 from cdp_repro.schedule.rings import collective_name, ring_hops
@@ -27,57 +28,51 @@ def longest_chain(actions: Iterable[Action], is_sent: Callable[[Action], bool], 
     return search.run()
 
 
+@dataclass
 class _Search:
     """Runs the actions of all ranks in an order in which nothing waits for a later action."""
 
-    def __init__(
-        self,
-        programs: dict[int, list[Action]],
-        coming: set[tuple[int, Value]],
-        parts: Counter[object],
-        is_sent: Callable[[Action], bool],
-        ranks: int,
-    ) -> None:
-        """`coming` has the values that messages bring in this slot; `parts` counts the actions of each collective."""
-        self._programs = programs
-        self._coming = coming
-        self._parts = parts
-        self._is_sent = is_sent
-        self._ranks = ranks
-        self._depth: dict[tuple[int, Value], int] = {}
-        """By rank and value: the number of consecutive messages that brought it."""
-        self._waited: dict[int, int] = defaultdict(int)
-        self._joined: dict[object, list[Action]] = defaultdict(list)
+    programs: dict[int, list[Action]]
+    coming: set[tuple[int, Value]]
+    """The values that messages bring in this slot, by rank."""
+    parts: Counter[object]
+    """How many actions each collective has."""
+    is_sent: Callable[[Action], bool]
+    ranks: int
+    depth: dict[tuple[int, Value], int] = field(default_factory=dict)
+    """By rank and value: the number of consecutive messages that brought it."""
+    waited: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    joined: dict[object, list[Action]] = field(default_factory=lambda: defaultdict(list))
 
     def run(self) -> int:
-        places = dict.fromkeys(self._programs, 0)
+        places = dict.fromkeys(self.programs, 0)
         progressed = True
         while progressed:
             progressed = False
-            for rank, own in self._programs.items():
+            for rank, own in self.programs.items():
                 while places[rank] < len(own) and self._step(own[places[rank]]):
                     places[rank] += 1
                     progressed = True
-        return max(self._depth.values(), default=0)
+        return max(self.depth.values(), default=0)
 
     def _step(self, action: Action) -> bool:
         """Run an action; return False if a value that it reads has not come."""
         rank = action.rank
         for value in action.reads:
             key = rank, value
-            if key in self._depth:
-                self._waited[rank] = max(self._waited[rank], self._depth[key])
-            elif key in self._coming:
+            if key in self.depth:
+                self.waited[rank] = max(self.waited[rank], self.depth[key])
+            elif key in self.coming:
                 return False
-        if action.op is Op.SEND and self._is_sent(action):
-            self._depth[action.peer, _key(action.value)] = self._waited[rank] + 1
-        elif action.op is Op.COLLECTIVE and self._is_sent(action):
+        if action.op is Op.SEND and self.is_sent(action):
+            self.depth[action.peer, _key(action.value)] = self.waited[rank] + 1
+        elif action.op is Op.COLLECTIVE and self.is_sent(action):
             name = collective_name(_key(action.value))
-            self._coming.add((rank, _key(action.value)))
-            self._joined[name].append(action)
-            if len(self._joined[name]) == self._parts[name]:
-                reached = max(self._waited[part.rank] for part in self._joined[name]) + ring_hops(action, self._ranks)
-                self._depth |= {(part.rank, _key(part.value)): reached for part in self._joined[name]}
+            self.coming.add((rank, _key(action.value)))
+            self.joined[name].append(action)
+            if len(self.joined[name]) == self.parts[name]:
+                reached = max(self.waited[part.rank] for part in self.joined[name]) + ring_hops(action, self.ranks)
+                self.depth |= {(part.rank, _key(part.value)): reached for part in self.joined[name]}
         return True
 
 

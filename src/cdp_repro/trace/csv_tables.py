@@ -16,8 +16,8 @@ def write_actions_csv(trace: Trace, file: IO[str]) -> None:
     writer.writerow(["slot", "rank", "step", "worker", "action"])
     for record in trace.records:
         for action in record.actions:
-            step, worker = _step_and_worker(action, trace)
-            writer.writerow([record.slot, record.rank, step, worker, action.label])
+            step, lane = step_and_lane(action, trace)
+            writer.writerow([record.slot, record.rank, step, lane, action.label])
 
 
 def write_comms_csv(trace: Trace, file: IO[str]) -> None:
@@ -33,15 +33,15 @@ def write_memory_csv(trace: Trace, file: IO[str], version_bytes: Callable[[int, 
     `version_bytes` maps a rank and a stage to the bytes of one version of the stage's parameters there.
     """
     writer = csv.writer(file, lineterminator="\n")
-    stages = [f"versions_stage_{stage}" for stage in range(trace.stages)]
+    stages = [f"versions_stage_{stage}" for stage in range(trace.sizes.stages)]
     writer.writerow(["slot", "rank", "activation_bytes", "parameter_bytes", *stages])
     for record in trace.records:
         live = sum(number * version_bytes(record.rank, stage) for stage, number in enumerate(record.versions) if number)
         writer.writerow([record.slot, record.rank, record.activation_bytes, live, *record.versions])
 
 
-def _step_and_worker(action: Action, trace: Trace) -> tuple[int | None, int | None]:
+def step_and_lane(action: Action, trace: Trace) -> tuple[int | None, int | None]:
     """Return the training step and lane of a compute action; for an update only the step, for others neither."""
     if action.op.is_compute:
-        return action.micro_batch // trace.micro_batches, trace.lanes.lane_of(action.micro_batch)
-    return (action.version - 1 if action.op is Op.UPDATE else None), None
+        return action.micro_batch // trace.sizes.micro_batches, trace.lanes.lane_of(action.micro_batch)
+    return ((action.version - 1) // trace.sizes.updates if action.op is Op.UPDATE else None), None

@@ -66,14 +66,12 @@ def _counter(name: str, rank: int, seconds: float, values: dict[str, int]) -> di
 def _flows(trace: Trace) -> Iterator[dict[str, Any]]:
     """Yield both ends of an arrow for each message that an action of the trace waited for."""
     arrows: dict[tuple[int, Value], deque[dict[str, Any]]] = defaultdict(deque)
-    sizes = {(m.slot, m.source, m.destination, m.value): m.bytes for m in trace.messages}
+    sizes: dict[tuple[object, ...], int] = {(m.slot, m.source, m.destination, m.value): m.bytes for m in trace.messages}
     for record, action, start, end in _spans(trace):
-        size = None
-        if action.op is Op.SEND and action.value is not None:
-            size = sizes.get((record.slot, record.rank, action.peer, action.value))
-        if size is not None and action.value is not None:
+        key = record.slot, record.rank, action.peer, action.value
+        if action.op is Op.SEND and action.value is not None and key in sizes:
             end_of_arrow = _arrow_end("s", action, record.rank, trace, (start + end) / 2, 0)
-            arrows[action.peer, action.value].append({**end_of_arrow, "args": {"bytes": size}})
+            arrows[action.peer, action.value].append({**end_of_arrow, "args": {"bytes": sizes[key]}})
     number = 0
     for record, action, start, end in _spans(trace):
         for value in action.reads:

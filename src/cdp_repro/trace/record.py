@@ -57,22 +57,20 @@ Recorded = tuple[Sequence[SlotRecord], Sequence[Message]]
 class Trace:
     """Slot records and messages of one or many ranks, in the order of their slots."""
 
-    micro_batches: int
-    """M: micro-batches of a training step."""
+    sizes: Sizes
     lanes: Lanes
     """The lane of each micro-batch; there are N R L."""
-    stages: int
     records: tuple[SlotRecord, ...]
     messages: tuple[Message, ...] = ()
     """Those of more than 0 bytes: others are never sent."""
 
     @classmethod
-    def merged(cls, micro_batches: int, lanes: Lanes, stages: int, parts: Iterable[Recorded]) -> Trace:
+    def merged(cls, sizes: Sizes, lanes: Lanes, parts: Iterable[Recorded]) -> Trace:
         """Return one trace from the records of all ranks."""
         parts = list(parts)
         records = sorted((r for records, _ in parts for r in records), key=lambda r: (r.slot, r.rank))
         messages = sorted((m for _, messages in parts for m in messages), key=lambda m: (m.slot, m.source))
-        return cls(micro_batches, lanes, stages, tuple(records), tuple(messages))
+        return cls(sizes, lanes, tuple(records), tuple(messages))
 
     @property
     def activation_bytes_per_slot(self) -> dict[int, int]:
@@ -171,7 +169,7 @@ class Trace:
         computed = [a.micro_batch for r in self.records for a in r.actions if a.op.is_compute]
         if not computed:
             return range(0)
-        begin = self.records[0].slot + (max(computed) - min(computed)) // self.micro_batches * slots_per_step
+        begin = self.records[0].slot + (max(computed) - min(computed)) // self.sizes.micro_batches * slots_per_step
         return range(begin, begin + slots_per_step)
 
     @property
@@ -183,19 +181,12 @@ class TraceRecorder:
     """Collects the events of one rank into slot records."""
 
     def __init__(self, rank: int, ranks: int, sizes: Sizes) -> None:
-        self._rank = rank
-        self._neighbour = next_in_ring(rank, ranks)
-        self._sizes = sizes
-        self._records: list[SlotRecord] = []
+        self._rank, self._neighbour, self._sizes = rank, next_in_ring(rank, ranks), sizes
+        self._events: dict[int, list[tuple[Action, int, tuple[float, float]]]] = defaultdict(list)
+        """By slot: each action, with the live bytes after it and its span."""
+        self._versions: dict[int, tuple[int, ...]] = {}
+        """By slot: the live versions after its last action."""
         self._messages: list[Message] = []
-        self._slot: int | None = None
-        self._live = 0
-        self._open()
-
-    def _open(self) -> None:
-        self._actions: list[Action] = []
-        self._spans: list[tuple[float, float]] = []
-        self._peak = self._live
 
     def record(
         self,
@@ -206,14 +197,8 @@ class TraceRecorder:
         span: tuple[float, float],
     ) -> None:
         """Add an action that has just run, with the live bytes and live versions (one entry per stage) after it."""
-        if self._slot is not None and slot != self._slot:
-            self._close()
-        self._slot = slot
-        self._actions.append(action)
-        self._spans.append(span)
-        self._live = activation_bytes
-        self._peak = max(self._peak, activation_bytes)
-        self._versions = tuple(versions)
+        self._events[slot].append((action, activation_bytes, span))
+        self._versions[slot] = tuple(versions)
 
     def sent(self, slot: int, action: Action, size: int) -> None:
         """Add the `size` bytes that a SEND that has just run sends, or that this rank sends in a COLLECTIVE."""
@@ -222,26 +207,14 @@ class TraceRecorder:
         kind, stage = message_name(action.value, self._sizes.micro_batches, self._sizes.readers)
         self._messages.append(Message(slot, self._rank, peer, kind, stage, size, action.value))
 
-    def _close(self) -> None:
-        if self._slot is not None:
-            self._records.append(
-                SlotRecord(
-                    self._slot,
-                    self._rank,
-                    tuple(self._actions),
-                    self._peak,
-                    self._live,
-                    self._versions,
-                    tuple(self._spans),
-                )
-            )
-        self._slot = None
-        self._open()
-
     def finish(self) -> tuple[tuple[SlotRecord, ...], tuple[Message, ...]]:
         """Return the records of all slots so far, and the messages sent in them."""
-        self._close()
-        return tuple(self._records), tuple(self._messages)
+        records, live = [], 0
+        for slot, events in self._events.items():
+            actions, sizes, spans = zip(*events, strict=True)
+            peak, live = max(live, *sizes), sizes[-1]
+            records.append(SlotRecord(slot, self._rank, actions, peak, live, self._versions[slot], spans))
+        return tuple(records), tuple(self._messages)
 
 
 def message_name(value: Value, micro_batches: int, readers: Sequence[int]) -> tuple[str, int]:

@@ -126,7 +126,8 @@ class _Reader:
             waiting.popleft() for value in action.reads if (waiting := self._open.get((action.rank, value)))
         )
         if action.op.is_compute or action.op is Op.UPDATE:
-            begins_step = action.op is Op.FORWARD and action.stage == 0 and action.micro_batch == self._next_step
+            first = len(self.starts) * self._micro_batches  # of the training step that has not begun
+            begins_step = action.op is Op.FORWARD and action.stage == 0 and action.micro_batch == first
             if begins_step:
                 self.starts.append(slot)
             computes = action.op, action.stage
@@ -143,11 +144,6 @@ class _Reader:
     def _slowness(self, micro_batch: int) -> float:
         """Return the time of a compute over the mean of the fastest worker, whose seconds the cluster gives."""
         return self._lanes.duration(micro_batch) / self._fastest if self._fastest else 1.0
-
-    @property
-    def _next_step(self) -> int:
-        """The first micro-batch of the training step that has not begun."""
-        return len(self.starts) * self._micro_batches
 
     def _send(self, slot: int, action: Action, waits_for: tuple[int, ...]) -> _Event:
         """Occupy the sender's outgoing and the receiver's incoming link."""
