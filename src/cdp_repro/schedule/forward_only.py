@@ -1,8 +1,10 @@
 """Forwards without backwards, for an evaluation: the ranks that a batch passes through, in order.
 
-rank 0   0  1  2  3            A batch is passed on as soon as possible. With D ranks and M batches a rank
-rank 1      0  1  2  3         idles in D-1 of D-1+M slots.
-rank 2         0  1  2  3
+A batch is passed on as soon as possible. With D ranks and M batches a rank idles in D-1 of D-1+M slots:
+
+    rank 0   0  1  2  3
+    rank 1      0  1  2  3
+    rank 2         0  1  2  3
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from cdp_repro.schedule.actions import Action, Op
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.common import members_with, replace_backwards, summed, update_before_reads
+from cdp_repro.schedule.summation.common import members_with, replace_backwards, update_before_reads, with_sum
 from cdp_repro.schedule.values import Value, gradient_sum
 
 
@@ -30,7 +30,7 @@ def join_collectives(
         m, stage = backward.micro_batch, backward.stage
         first = members_with(schedule, m)[m % lanes]
         before = gradient_sum(stage, range(first, m, lanes)) if m > first else None
-        return (summed(backward, before, gradient_sum(stage, range(first, m + lanes, lanes))),)
+        return (with_sum(backward, before, gradient_sum(stage, range(first, m + lanes, lanes))),)
 
     found = replace_backwards(slots, stages, accumulated)
     for actions in found:

@@ -13,7 +13,7 @@ from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.values import Value, gradient_sum
 
 
-def summed(backward: Action, before: Value | None, after: Value) -> Action:
+def with_sum(backward: Action, before: Value | None, after: Value) -> Action:
     """Return a backward, or its second part, with its gradients added to the sum `before`, which makes `after`."""
     reads = backward.reads if before is None else (*backward.reads, before)
     return backward._replace(reads=reads, writes=(*backward.writes, after))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from cdp_repro.schedule.actions import Action, send
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.common import add, members_with, put_off, replace_backwards, summed, update_at_once
+from cdp_repro.schedule.summation.common import add, members_with, put_off, replace_backwards, update_at_once, with_sum
 from cdp_repro.schedule.values import gradient_sum
 
 
@@ -18,7 +18,7 @@ def sum_at_owner(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Sl
         m, stage = backward.micro_batch, backward.stage
         own, first = gradient_sum(stage, range(m, m + 1)), members_with(schedule, m)[0]
         (owner,) = schedule.placement.holders(stage)
-        yield summed(backward, None, own)
+        yield with_sum(backward, None, own)
         if backward.rank != owner:
             yield from send(own, backward.rank, owner)
         if m > first:

@@ -21,7 +21,7 @@ from cdp_repro.schedule.actions import Action, Op, send
 from cdp_repro.schedule.meaning import total_of, update
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.common import add, completed, due, members_with, replace_backwards, summed
+from cdp_repro.schedule.summation.common import add, completed, due, members_with, replace_backwards, with_sum
 from cdp_repro.schedule.values import gradient_sum
 
 
@@ -38,10 +38,10 @@ def relayed_sum(backward: Action, schedule: Schedule) -> Iterator[Action]:
     before = gradient_sum(stage, range(members[0], m)) if m > members[0] else None
     after = gradient_sum(stage, range(members[0], m + 1))
     if before is None or rank_of(m - 1, stage) == rank:
-        yield summed(backward, before, after)
+        yield with_sum(backward, before, after)
     else:
         own = gradient_sum(stage, range(m, m + 1))
-        yield summed(backward, None, own)
+        yield with_sum(backward, None, own)
         yield add(before, own, rank)
     if m < members[-1] and (following := rank_of(m + 1, stage)) != rank:
         yield from send(after, rank, following)

@@ -113,10 +113,10 @@ class Ordered(Timeline):
 class GPipe(Ordered):
     """All forwards, then all backwards (Huang et al. 2019). The idle share is (D-1)/(M + D-1). M = D = 3:
 
-    unit    0  1  2  3  4  5  6  7  8  9
-    rank 0  F  F  F              B  B  B
-    rank 1     F  F  F        B  B  B
-    rank 2        F  F  F  B  B  B
+        unit    0  1  2  3  4  5  6  7  8  9
+        rank 0  F  F  F              B  B  B
+        rank 1     F  F  F        B  B  B
+        rank 2        F  F  F  B  B  B
 
     A unit is S/D slots. Branches that join run side by side: a micro-batch passes only E < D ranks one after the other,
     and E replaces D, here and in 1F1B.
