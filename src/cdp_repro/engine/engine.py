@@ -135,6 +135,7 @@ class Engine:
             self.team,
             seed,
             learning_rate_factor,
+            self.schedule.rule.stashes,
         )
         self._program = program
         self._runs = 0

@@ -78,8 +78,12 @@ class Executor:
         team: Team,
         seed: int,
         learning_rate_factor: Callable[[int], float],
+        stashes: bool,
     ) -> None:
-        """`learning_rate_factor`: training step -> factor on the optimizer's learning rate in its updates."""
+        """`learning_rate_factor`: training step -> factor on the optimizer's learning rate in its updates.
+
+        Without `stashes`, a backward may use different parameters from those that its forward read.
+        """
         schedule = program.schedule
         self.program = program
         self.values = holdings.values
@@ -89,7 +93,7 @@ class Executor:
         self._losses = Losses(schedule, team)
         self._states, self._compute, self._clipping, self._tracer = holdings.states, compute, holdings.clipping, tracer
         self._team, self._seed, self._learning_rate_factor = team, seed, learning_rate_factor
-        self._sizes, self._last_stage, self._stashes = schedule.sizes, schedule.stages - 1, schedule.rule.stashes
+        self._sizes, self._last_stage, self._stashes = schedule.sizes, schedule.stages - 1, stashes
         self._finishing = program.finishing
         self._done: Counter[int] = Counter()
         """By training step: number of actions run of the kind whose last one finishes the step on this rank."""
