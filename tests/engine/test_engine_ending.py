@@ -145,3 +145,28 @@ def nothing_first(placement, choices):
 def test_a_first_run_without_a_batch_leaves_the_engine_as_it_was(tmp_path, placement, choices):
     found = run_ranks(nothing_first, 2, placement, choices, folder=tmp_path)
     check_same(found, train("dp", "single_device", 2, 2, pieces=(3,)))
+
+
+class Unreadable:
+    """A mini-batch whose data cannot be read."""
+
+    def inputs(self, micro_batch):
+        raise OSError("the disk is gone")
+
+    def targets(self, micro_batch):
+        return self.inputs(micro_batch)
+
+
+def fail_while_ranks_connect():
+    engine = make_engine("dp", "pipeline", 2, 2)
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(engine.run([Unreadable()]))
+    with pytest.raises(RuntimeError) as refused:
+        engine.state_dict()
+    return str(refused.value)
+
+
+def test_an_engine_whose_ranks_could_not_connect_has_failed(tmp_path):
+    """What a batch looks like is asked before the first slot; a rank that fails there has not just begun late."""
+    for told in run_ranks(fail_while_ranks_connect, 2, folder=tmp_path, patience=60):
+        assert "it failed in step 0: OSError('the disk is gone'); load a checkpoint into a new engine" in told

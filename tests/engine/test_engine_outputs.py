@@ -81,16 +81,18 @@ def noisy_stages(count):
     return [Noisy(), *others]
 
 
-def evaluate_then_train(placement):
+def train_noisy(placement, evaluates):
     engine = make_engine("cdp_v2", placement, 2, 2, stages=noisy_stages)
-    found = [outputs for outputs, _ in engine.outputs(samples, BATCHES)]
-    return found, [result.losses for result in engine.run(make_batches(2, engine.schedule.micro_batches))]
+    if evaluates:
+        for _ in engine.outputs(samples, BATCHES):
+            pass
+    return [result.losses for result in engine.run(make_batches(2, engine.schedule.micro_batches))]
 
 
 @pytest.mark.parametrize("placement", ["replicated", "pipeline"])
 def test_an_evaluation_before_the_first_step_leaves_training_as_it_is(tmp_path, placement):
-    (_, losses), _ = run_ranks(evaluate_then_train, 2, placement, folder=tmp_path)
-    assert losses == evaluate_then_train("single_device")[1]
+    losses, _ = run_ranks(train_noisy, 2, placement, True, folder=tmp_path)
+    assert losses == train_noisy("single_device", False)
 
 
 def test_no_parameter_leaves_the_rank_that_holds_it(tmp_path):

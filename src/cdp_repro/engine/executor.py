@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -183,7 +182,9 @@ class Executor:
         batch = self._feed[step]
         is_last = stage == self._last_stage
         inputs = [self._take(value) for value in _in_order(action.reads, INPUT)] or [batch.inputs(i)]
-        version, loan = self._parameters(action, read, LENT_FORWARD)
+        version, is_lent = self._parameters(action, read, LENT_FORWARD), LENT_FORWARD in read
+        # else the graph would keep parameters that the backward brings, or reads in another version
+        loan = Loan(version.tensors, is_copy=is_lent) if is_lent or not self._stashes else None
         self.ledger.record(action, version.number)
         buffers = self._take(read[BUFFERS])
         prefix = self._take(read[PREFIX]) if PREFIX in read else Prefix() if PREFIX in written else None
@@ -210,7 +211,7 @@ class Executor:
         saved: SavedForward = self._take(read[SAVED])
         version = saved.version
         if saved.loan is not None:
-            version, _ = self._parameters(action, read, LENT_BACKWARD)
+            version = self._parameters(action, read, LENT_BACKWARD)
             saved.loan.renew(version.tensors)
         self.ledger.record(action, version.number)
         return saved, version
@@ -313,21 +314,18 @@ class Executor:
         if self._tracer.active and (sent := ring_bytes(action, size, self._team.size)):
             self._tracer.sent(action, sent)
 
-    def _parameters(self, action: Action, read: Mapping[str, Value], lent: str) -> tuple[Version, Loan | None]:
-        """Return the parameters that a forward or backward reads: the rank's own, or a lent copy.
-
-        They come with a loan if the graph of a forward must not keep them.
-        """
+    def _parameters(self, action: Action, read: Mapping[str, Value], lent: str) -> Version:
+        """Return the parameters that a forward or backward reads: a lent copy, or the rank's own."""
         if lent in read:
-            version: Version = self._take(read[lent])
-            return version, Loan(version.tensors)
-        version = self._read(read[PARAMETERS]).read_in(action.micro_batch // self._sizes.summed)
-        return version, None if self._stashes else Loan(version.tensors, is_copy=False)
+            copy: Version = self._take(read[lent])
+            return copy
+        own: Version = self._read(read[PARAMETERS])
+        return own.read_in(action.micro_batch // self._sizes.summed)
 
 
 def _in_order(values: Sequence[Value], kind: str) -> list[Value]:
     """Return the values of a kind in the order of their stages, which is the order of a stage's inputs."""
-    return sorted([value for value in values if value.kind == kind], key=attrgetter("stage"))
+    return sorted(value for value in values if value.kind == kind)
 
 
 def _copied(gradients: Gradients) -> Gradients:

@@ -150,18 +150,18 @@ class Checker:
 
     def _apply(self, slot: int, action: Action) -> bool:
         """Apply an action; return False if the action has to wait for another rank."""
-        op, rank = action.op, action.rank
-        if not 0 <= rank < self._schedule.ranks or not -1 <= action.peer < self._schedule.ranks:
-            raise _Fault(f"{self._schedule} has only ranks 0 to {self._schedule.ranks - 1}")
+        op, rank, ranks = action.op, action.rank, self._schedule.ranks
+        if not 0 <= rank < ranks or not -1 <= action.peer < ranks:
+            raise _Fault(f"{self._schedule} has only ranks 0 to {ranks - 1}")
         live, is_compute = self._live[rank], op.is_compute
         fault = fault_of(action, self._schedule)
         if fault:
             raise _Fault(fault)
         for value in action.reads:
-            if value not in live:
+            if (made := live.get(value)) is None:
+                if value in live:  # on its way
+                    return False
                 raise _Fault(self._why_not_there(value, rank) + self._when_it_exists(action, value, slot))
-            if (made := live[value]) is None:
-                return False
             if is_compute and made >= slot and value.kind in (PARAMETERS, *LENT):
                 late = self._when_it_exists(action, value, slot)
                 raise _Fault(f"version {action.version} of stage {action.stage} is made only in this same slot{late}")

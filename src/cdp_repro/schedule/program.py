@@ -69,6 +69,8 @@ class Program:
             ScheduleError: the timeline cannot serve the rule, or a run cannot run; says where, and why.
         """
         self.schedule = schedule
+        self.begin = begins(schedule)
+        """Maps a step of a run to the slot in which its piece begins."""
         self.roles = Roles(schedule)
         self.is_given = runs is not None
         self._runs = dict(runs or {})
@@ -199,10 +201,6 @@ class Program:
             Slot(s.number + slots, tuple([a.shifted(micro_batches, versions, later) for a in s.actions])) for s in piece
         ]
 
-    def begin(self, step: int) -> int:
-        """Return the slot of a run in which the piece of its step `step` begins."""
-        return begin_of(self.schedule, step)
-
     @without_collection()
     def _made(self, first_step: int) -> Run:
         """Return the run from `first_step`.
@@ -266,10 +264,14 @@ class Program:
         return checker
 
 
-def begin_of(schedule: Schedule, step: int) -> int:
-    """Return the slot of a run in which the piece of a step begins: one earlier if messages depend on the next slot."""
+def begins(schedule: Schedule) -> Callable[[int], int]:
+    """Return the function from a step of a run to the slot in which its piece begins.
+
+    A piece begins one slot before its step if messages depend on the next slot.
+    """
     overlap = any(strategy_of(schedule, stage) is not sum_locally for stage in range(schedule.stages))
-    return max(0, step * schedule.slots_per_step - overlap)
+    period = schedule.slots_per_step
+    return lambda step: max(0, step * period - overlap)
 
 
 class RankProgram:

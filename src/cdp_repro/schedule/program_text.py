@@ -30,7 +30,7 @@ from typing import Any
 
 from cdp_repro.schedule.actions import Action, Slot
 from cdp_repro.schedule.check import ScheduleError
-from cdp_repro.schedule.program import MAX_STEPS, Piece, Program, Run, begin_of
+from cdp_repro.schedule.program import MAX_STEPS, Piece, Program, Run, begins
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.schedule_spec import Spec, frozen, is_of, kinds, named
 from cdp_repro.schedule.values import NUMBER
@@ -153,11 +153,11 @@ class _Reader:
         if sorted(named) != sorted(needed):
             found, wanted = (", ".join(f"{kind} {number}" for kind, number in each) for each in (named, needed))
             raise ScheduleError(f"the run from step {first_step} has the pieces {found}: it needs {wanted}")
-        most = (2 * schedule.rule.longest + MAX_STEPS) * schedule.slots_per_step
+        begin, most = begins(schedule), (2 * schedule.rule.longest + MAX_STEPS) * schedule.slots_per_step
 
         def piece(kind: str, step: int) -> list[Slot]:
             actions: dict[int, list[Action]] = defaultdict(list)
-            first, end = begin_of(schedule, step), begin_of(schedule, step + 1)
+            first, end = begin(step), begin(step + 1)
             if is_drain := kind == "drain after":
                 end = first + most
             for line, slot, action in named[kind, step]:

@@ -48,7 +48,7 @@ def completed(action: Action, schedule: Schedule, stages: frozenset[int]) -> int
     """
     if action.op.is_message and schedule.sizes.summed > 1:  # skips most actions of a large program
         return None
-    for value in action.writes:
+    for value in action.writes[-1:]:  # a sum is written last: see `with_sum`
         if value.stage in stages and (version := made_from(schedule, value)) is not None:
             return version if action.rank in schedule.placement.holders(value.stage) else None
     return None
