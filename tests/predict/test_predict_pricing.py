@@ -23,13 +23,12 @@ from cdp_repro.predict.pricing import (
     Collectives,
     Link,
     estimate,
-    estimate_on_each,
     price,
     price_ddp,
     price_fsdp2,
 )
 from cdp_repro.predict.pricing.calibration import measure_stages, network_of, time_messages
-from cdp_repro.predict.pricing.extrapolated import _busiest_rank_seconds
+from cdp_repro.predict.pricing.extrapolated import SIMULATED_FORWARDS, _busiest_rank_seconds
 from cdp_repro.predict.pricing.quote import cluster_of, prices_on_each
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import PLACEMENTS, Program, Schedule, Spec
@@ -43,6 +42,11 @@ few = settings(max_examples=25, deadline=None)
 
 def linked(cluster, latency=0.0, bandwidth=math.inf, devices_per_host=1):
     return replace(cluster, between_hosts=Link(latency, bandwidth), devices_per_host=devices_per_host)
+
+
+def estimated(job, costs, cluster, optimizer_states=0, simulated=SIMULATED_FORWARDS):
+    (found,) = estimate(job, costs, (cluster,), optimizer_states, simulated)
+    return found
 
 
 def priced(mode, place, n, cluster, costs=None, **options):
@@ -186,7 +190,7 @@ def test_ddp_and_fsdp2_by_hand():
 def test_an_extrapolation_to_more_workers_is_what_a_simulation_finds(mode, place):
     job, costs = Spec(mode, 18, 18, place), StageCosts.equal(18, 6, 3)
     cluster = linked(Cluster.equal(18), 0.05, 20.0)
-    guess, truth = estimate(job, costs, cluster, 1, simulated=16), estimate(job, costs, cluster, 1, simulated=400)
+    guess, truth = estimated(job, costs, cluster, 1, simulated=16), estimated(job, costs, cluster, 1, simulated=400)
     assert (guess.method, truth.method) == ("extrapolated", "simulated")
     for name in ("devices", "step_seconds", "busy_seconds", "sent_bytes_per_device", "activation_bytes"):
         assert getattr(guess, name) == pytest.approx(getattr(truth, name), rel=1e-6), name
@@ -199,7 +203,7 @@ def test_an_extrapolation_to_more_replicas_keeps_unequal_stages(place):
     job, costs = Spec("cdp_v1", 2, 2, place, replicas=24), StageCosts.equal(2, 6, 3)
     cluster = linked(Cluster((1.0, 2.0), (3.0, 1.5)), 0.5, 6.0, devices_per_host=2)
     program = Program(Schedule.from_spec(job, costs.gradient_bytes))
-    guess, truth = estimate(job, costs, cluster, simulated=1), price(program, costs, cluster)
+    guess, truth = estimated(job, costs, cluster, simulated=1), price(program, costs, cluster)
     assert guess.step_seconds <= truth.step_seconds <= guess.at_most_seconds < 2 * guess.step_seconds
     assert guess.between_hosts_share == pytest.approx(truth.between_hosts_share, abs=0.03)
     assert guess.sent_bytes_per_device == pytest.approx(truth.sent_bytes_per_device)
@@ -207,14 +211,14 @@ def test_an_extrapolation_to_more_replicas_keeps_unequal_stages(place):
 
 def test_thousands_of_devices_and_the_slowest_stage_of_a_pipeline():
     cluster = replace(linked(Cluster.equal(1024)), forward_seconds=(1.0,) * 1023 + (5.0,))
-    found = estimate(Spec("cdp_v2", 1024, 1024, "pipeline"), StageCosts.equal(1024), cluster)
+    found = estimated(Spec("cdp_v2", 1024, 1024, "pipeline"), StageCosts.equal(1024), cluster)
     assert (found.devices, found.step_seconds) == (1024, 1024 * 6)
 
 
 def test_an_extrapolation_does_not_lose_the_borders_between_large_hosts():
     cluster = linked(Cluster.equal(2), devices_per_host=64)
     job = Spec("cdp_v2", 2, 2, "pipeline", replicas=40)
-    assert estimate(job, StageCosts.equal(2), cluster, simulated=1).between_hosts_bytes
+    assert estimated(job, StageCosts.equal(2), cluster, simulated=1).between_hosts_bytes
 
 
 @pytest.mark.parametrize(
@@ -291,8 +295,8 @@ def test_modes_that_do_not_fit_the_sizes_of_the_chosen_one_have_no_price(capsys)
 
 def test_a_pipeline_of_a_number_of_ranks_that_no_smaller_job_has_is_simulated():
     costs, cluster = StageCosts.equal(33, 6, 3), linked(Cluster.equal(33), 0.05, 20.0)
-    assert estimate(Spec("dp", 33, 33, "pipeline", ranks=3), costs, cluster, simulated=1).method == "simulated"
-    assert estimate(Spec("dp", 33, 33, "pipeline"), costs, cluster, simulated=1).method == "extrapolated"
+    assert estimated(Spec("dp", 33, 33, "pipeline", ranks=3), costs, cluster, simulated=1).method == "simulated"
+    assert estimated(Spec("dp", 33, 33, "pipeline"), costs, cluster, simulated=1).method == "extrapolated"
 
 
 @pytest.mark.parametrize("workers", [64, 256])
@@ -300,7 +304,7 @@ def test_a_chosen_number_of_micro_batches_does_not_shrink_with_the_workers(worke
     """It is simulated: a smaller job would have as many, so that nothing could be extrapolated."""
     job = Spec("dp", workers, 64, "pipeline", ranks=64, micro_batches=20)
     costs, cluster = StageCosts.equal(64, 4), Cluster.equal(64)
-    found = estimate(job, costs, cluster)
+    found = estimated(job, costs, cluster)
     assert found.method == "simulated"
     assert found.step_seconds == 2 * (20 + 64 - 1) and found.activation_bytes == 20 * 4
 
@@ -315,7 +319,7 @@ def test_clusters_that_are_priced_together_have_hosts_of_one_size():
     clusters = [linked(Cluster.equal(2), devices_per_host=number) for number in (3, 7)]
     for replicas in (1, 400):
         with pytest.raises(ValueError, match=r"hosts of \[3, 7\] devices"):
-            estimate_on_each(Spec("dp", 2, 2, "replicated", replicas=replicas), StageCosts.equal(2), clusters)
+            estimate(Spec("dp", 2, 2, "replicated", replicas=replicas), StageCosts.equal(2), clusters)
 
 
 def test_stages_take_their_flops(capsys):
@@ -380,7 +384,7 @@ def test_extrapolated_bytes_of_unequal_stages_are_those_of_the_whole_model(mode,
         StageCosts.equal(n), forward_bytes=sizes, backward_bytes=sizes, parameter_bytes=sizes, gradient_bytes=sizes
     )
     cluster = linked(Cluster.equal(n, 1.0, 2.0), 0.01, 1e5)
-    found, exact = (estimate(Spec(mode, n, n, place), costs, cluster, 1, simulated) for simulated in (1, 10**6))
+    found, exact = (estimated(Spec(mode, n, n, place), costs, cluster, 1, simulated) for simulated in (1, 10**6))
     assert (found.method, exact.method) == ("extrapolated", "simulated")
     assert found.activation_bytes == pytest.approx(exact.activation_bytes, rel=0.001)
     assert found.sent_bytes_per_device == pytest.approx(exact.sent_bytes_per_device, rel=0.02)
@@ -396,7 +400,7 @@ def test_extrapolated_collectives_are_those_that_are_simulated(place, link, axis
     costs = StageCosts.equal(n, 6, 16 * 960)  # in equal shards
     cluster = linked(Cluster.equal(n, 0.5, 1.0), *link)
     job = Spec("dp", n, n, place, replicas=r, collectives=True)
-    found, exact = (estimate(job, costs, cluster, 1, simulated) for simulated in (1, 10**6))
+    found, exact = (estimated(job, costs, cluster, 1, simulated) for simulated in (1, 10**6))
     assert (found.method, exact.method) == ("extrapolated", "simulated")
     assert found.step_seconds == pytest.approx(exact.step_seconds, rel=1e-6)
     assert found.state_bytes == pytest.approx(exact.state_bytes, rel=1e-6)
@@ -408,7 +412,7 @@ def test_flags_of_stages_stay_flags_when_a_job_shrinks():
     kept = tuple(stage % 4 != 1 for stage in range(n))
     costs = replace(StageCosts.equal(n, 6, 8), input_kept=kept, output_kept=(False,) * n)
     found, exact = (
-        estimate(Spec("cdp_v2", n, n, "pipeline"), costs, linked(Cluster.equal(n)), 1, simulated)
+        estimated(Spec("cdp_v2", n, n, "pipeline"), costs, linked(Cluster.equal(n)), 1, simulated)
         for simulated in (1, 10**6)
     )
     assert found.activation_bytes == pytest.approx(exact.activation_bytes, rel=0.05)

@@ -1,7 +1,7 @@
 """The price of a training step on a cluster: seconds, idle share and bytes, of our systems and of the baselines."""
 
 from cdp_repro.predict.pricing.cluster import Cluster, Collectives, Link
-from cdp_repro.predict.pricing.extrapolated import estimate, estimate_on_each, is_extrapolated
+from cdp_repro.predict.pricing.extrapolated import estimate, is_extrapolated
 from cdp_repro.predict.pricing.libraries import price_ddp, price_fsdp2
 from cdp_repro.predict.pricing.self_timed import Price, price
 
@@ -11,7 +11,6 @@ __all__ = [
     "Link",
     "Price",
     "estimate",
-    "estimate_on_each",
     "is_extrapolated",
     "price",
     "price_ddp",

@@ -24,9 +24,16 @@ def _program(job: Spec, costs: StageCosts) -> Program:
 
 
 def estimate(
-    job: Spec, costs: StageCosts, cluster: Cluster, optimizer_states: int = 0, simulated: int = SIMULATED_FORWARDS
-) -> Price:
-    """Return the price of a job of any size: simulated if it has up to `simulated` forwards a step, else extrapolated.
+    job: Spec,
+    costs: StageCosts,
+    clusters: Sequence[Cluster],
+    optimizer_states: int = 0,
+    simulated: int = SIMULATED_FORWARDS,
+) -> list[Price]:
+    """Return the price of a job of any size on each of several clusters, which have hosts of one size.
+
+    A job of up to `simulated` forwards a step is simulated, a larger one extrapolated. A second cluster hardly takes
+    longer than one: it shares the programs and only needs its own clock.
 
     The number of replicas R is extrapolated first, with the stages unchanged; then the number of workers N, with S/N
     unchanged. Each is extrapolated from three simulated jobs, with 2n, 3n and 4n of it. How exact this is:
@@ -43,21 +50,6 @@ def estimate(
     - A job of fewer workers has fewer stages, each the mean of its share of the stages. This is exact for equal stages,
       and for sums over all stages. No estimate is below the compute time of the mean device, or of the busiest device
       of a pipeline.
-    """
-    (found,) = estimate_on_each(job, costs, (cluster,), optimizer_states, simulated)
-    return found
-
-
-def estimate_on_each(
-    job: Spec,
-    costs: StageCosts,
-    clusters: Sequence[Cluster],
-    optimizer_states: int = 0,
-    simulated: int = SIMULATED_FORWARDS,
-) -> list[Price]:
-    """Return the price that `estimate` gives on each of several clusters with hosts of one size.
-
-    A second cluster hardly takes longer: it shares the programs and only needs its own clock.
     """
     sizes = {cluster.devices_per_host for cluster in clusters}
     if len(sizes) > 1:

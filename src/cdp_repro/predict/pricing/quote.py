@@ -22,7 +22,7 @@ from cdp_repro.predict.pricing import (
     Collectives,
     Link,
     Price,
-    estimate_on_each,
+    estimate,
     is_extrapolated,
     price_ddp,
     price_fsdp2,
@@ -124,7 +124,7 @@ def prices_on_each(
 def _estimate(job: Spec, config: RunConfig, costs: StageCosts, clusters: Sequence[Cluster]) -> list[Price]:
     """Return the price of a job on each cluster; all stages count as many last steps as the one that keeps most."""
     states = optimizer_states(config.optim) + max(kept_steps(config, Schedule.from_spec(job)))
-    return estimate_on_each(job, costs, clusters, states)
+    return estimate(job, costs, clusters, states)
 
 
 def _jobs(config: RunConfig) -> dict[str, Spec]:
