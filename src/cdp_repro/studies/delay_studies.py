@@ -230,6 +230,8 @@ TEXT = Benchmark(
         "optim=muon mode=dp": (1.6e-2, 3.2e-2, 8e-3, 4e-3),
         "optim=muon mode=cdp_v1": (8e-3, 4e-3, 1.6e-2),
         "optim=muon mode=cdp_v1 delay=error_feedback": (8e-3, 4e-3, 1.6e-2),
+        "optim=muon mode=cdp_v2": (1.6e-2, 8e-3, 3.2e-2, 4e-3),
+        "optim=muon mode=cdp_v2 delay=error_feedback": (1.6e-2, 8e-3, 3.2e-2, 4e-3),
     },
     rates={
         "optim=adamw mode=dp": 2e-3,
