@@ -247,6 +247,8 @@ TEXT = Benchmark(
         "optim=muon mode=dp": 8e-3,
         "optim=muon mode=cdp_v1": 8e-3,
         "optim=muon mode=cdp_v1 delay=error_feedback": 8e-3,
+        "optim=muon mode=cdp_v2": 8e-3,
+        "optim=muon mode=cdp_v2 delay=error_feedback": 8e-3,
     },
 )
 
