@@ -250,6 +250,7 @@ TEXT = Benchmark(
         "optim=muon mode=cdp_v2": 8e-3,
         "optim=muon mode=cdp_v2 delay=error_feedback": 8e-3,
     },
+    best=("optim=muon mode=cdp_v1 delay=error_feedback", "optim=muon mode=cdp_v2 delay=error_feedback"),
 )
 
 DELAY_STUDIES = tuple(study for benchmark in (CIFAR10, TEXT) for study in benchmark.studies())
