@@ -46,3 +46,4 @@ def test_a_repository_that_only_surrounds_the_package_is_not_its_source(tmp_path
 def test_a_short_commit_says_whether_the_tree_was_changed():
     commit = 40 * "a"
     assert [short(commit), short(f"{commit}-dirty"), short("unknown")] == [12 * "a", f"{12 * 'a'}-dirty", "unknown"]
+    assert short(f"{commit} and {40 * 'b'}-dirty") == f"{12 * 'a'} and {12 * 'b'}-dirty"

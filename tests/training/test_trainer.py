@@ -274,6 +274,20 @@ def test_a_resumed_run_is_cut_as_it_was(tmp_path, tiny, monkeypatch):
     assert resume(tmp_path / "run")["stages/blocks"] == whole["stages/blocks"]
 
 
+def test_a_run_of_two_codes_says_so(tmp_path, tiny, monkeypatch, caplog):
+    """Else its row would pass for one of the later code."""
+    first = run(tmp_path / "run", *tiny)["version/code"]
+    shutil.rmtree(CheckpointStore(tmp_path / "run" / "checkpoints").latest())  # so that the other code trains an epoch
+    for code in ("b" * 64, first.ljust(64)):
+        (tmp_path / "run" / "summary.json").unlink()
+        monkeypatch.setattr("cdp_repro.observe.versions.code_hash", lambda _, code=code: code)
+        summary = resume(tmp_path / "run")
+    assert summary["version/code"] == f"{first} and {'b' * 16}"
+    assert summary["version/torch"] == torch.__version__
+    told = [each.message for each in caplog.records if "goes on by other code" in each.message]
+    assert len(told) == 1 and f"code {first} and {'b' * 16} (commit " in told[0]
+
+
 def test_values_without_influence_may_change_before_a_resume(tmp_path, tiny):
     run(tmp_path / "run", *tiny)
     (tmp_path / "run" / "summary.json").unlink()

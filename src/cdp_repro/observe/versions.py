@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import cdp_repro
@@ -17,6 +17,9 @@ _NUMERICS = (
     "predict/partition.py", "predict/profiling.py",
 )  # fmt: skip
 """The parts of the package that the numbers of a run depend on: runs that share them are of one code version."""
+
+
+_AND = " and "
 
 
 def versions() -> dict[str, str]:
@@ -32,6 +35,18 @@ def versions() -> dict[str, str]:
         "version/python": platform.python_version(),
         "hardware": f"{hardware}, {torch.get_num_threads()} CPU threads",
     }
+
+
+def versions_since(earlier: Mapping[str, str]) -> dict[str, str]:
+    """Return the present versions for a run that goes on, each after the `earlier` ones that differ: "A and B".
+
+    So no run of two codes passes for one of the later code.
+    """
+    found = {}
+    for name, present in versions().items():
+        past = earlier.get(name, present)
+        found[name] = past if present in past.split(_AND) else f"{past}{_AND}{present}"
+    return found
 
 
 def git_commit() -> str:
@@ -52,9 +67,9 @@ def _git(*arguments: str) -> str:
 
 
 def short(commit: str) -> str:
-    """Return the first 12 digits of a commit, with "-dirty" if the tree was changed."""
-    number, *changed = commit.split("-")
-    return "-".join((number[:12], *changed))
+    """Return the first 12 digits of a commit, or of each of several, with "-dirty" if the tree was changed."""
+    parts = (each.partition("-") for each in commit.split(_AND))
+    return _AND.join(f"{number[:12]}{dash}{changed}" for number, dash, changed in parts)
 
 
 def code_hash(parts: Sequence[str] = (".",)) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from cdp_repro.observe.metrics import MetricsLog
 from cdp_repro.observe.run_directory import RunDirectory, arguments_to_go_on
 from cdp_repro.observe.text import mode_text
 from cdp_repro.observe.trace_files import mirror_trace, write_trace_files
-from cdp_repro.observe.versions import code_hash, versions
+from cdp_repro.observe.versions import code_hash, short, versions_since
 from cdp_repro.observe.wandb_mirror import WandbMirror, previous_run_id
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.cutting import CutModel, cut_model
@@ -106,7 +106,15 @@ def train(
         if team.rank == 0:
             for sentence in without_effect(config):
                 logger.warning("warning: %s", sentence)
-        return _Run(config, dataset, cut, program, RunDirectory(path), files, command).train(stop, checkpoint, resume)
+        known = versions_since(_earlier_versions(checkpoint))
+        run = _Run(config, dataset, cut, program, RunDirectory(path), files, command, known)
+        return run.train(stop, checkpoint, resume)
+
+
+def _earlier_versions(checkpoint: Checkpoint | None) -> dict[str, str]:
+    """Return the versions by which the run was trained up to the checkpoint; none if it does not say."""
+    found = checkpoint.meta.get("versions") if checkpoint else None
+    return found if isinstance(found, dict) else {}
 
 
 def _earlier_cut(checkpoint: Checkpoint | None) -> list[int] | None:
@@ -177,8 +185,9 @@ class _Run:
         directory: RunDirectory,
         files: _Files | None,
         command: Sequence[str],
+        versions: Mapping[str, str],
     ) -> None:
-        """`files` is None on ranks that write none."""
+        """`files` is None on ranks that write none. `versions` are those of all parts of the run."""
         self._config = config
         self._dataset = dataset
         self._cut = cut
@@ -186,6 +195,7 @@ class _Run:
         self._directory = directory
         self._files = files
         self._command = command
+        self._versions = versions
         self._data = {"description": dataset.description, "fingerprint": dataset.fingerprint()}
         self._engine = build_engine(config, cut, dataset.train_size, program)
         self._trainer = self._build_trainer()
@@ -196,7 +206,7 @@ class _Run:
             "config": self._config.to_dict(),
             "data": self._data,
             "blocks_per_stage": self._cut.blocks_per_stage,
-            "versions": versions(),
+            "versions": self._versions,
         }
         return Trainer(
             self._config,
@@ -222,6 +232,7 @@ class _Run:
         if resume:
             self._trainer.resume(checkpoint)
             logger.info("resumed at training step %d", self._engine.step)
+            self._warn_of_other_code(_earlier_versions(checkpoint).get("version/code"))
         try:
             self._trainer.fit(stop)
         except BaseException as error:
@@ -234,6 +245,17 @@ class _Run:
                 raise DatasetError(f"{error}\nWith the data whole again, this run goes on by: {way_on}") from error
             raise
         return self._finish("finished")
+
+    def _warn_of_other_code(self, earlier: str | None) -> None:
+        """Warn if the run goes on by a code that has not trained it before; `earlier` is None if that is not known."""
+        found = self._versions["version/code"]
+        if earlier is not None and found != earlier and self._engine.team.rank == 0:
+            logger.warning(
+                "warning: this run goes on by other code than it has been trained by; its summary names all of them, "
+                "code %s (commit %s), and no table averages it with runs of one",
+                found,
+                short(self._versions["version/git_commit"]),
+            )
 
     def _finish(self, status: str) -> dict[str, Any]:
         """Write summary.json and close the logs, on rank 0; return the summary."""
@@ -285,7 +307,7 @@ class _Run:
             "run_dir": str(self._directory.path),
             "command": list(self._command),
             "config": config.to_dict(),
-            **versions(),
+            **self._versions,
         }
 
     def _write_trace(self, trace: Trace) -> None:
