@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import random
 import signal
@@ -173,6 +174,17 @@ def stop_for_ever(folder):
         if rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         torch.distributed.barrier()
+
+
+def ask_the_store(folder):
+    """Ask the store for a key until it is gone, as ranks do that may be told to stop; live long enough to see that."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    ctypes.CDLL(None).prctl(1, 0)  # PR_SET_PDEATHSIG: the kernel does not kill this rank with what forked it
+    with group(2):
+        announce(folder)
+        while not _get_default_store().check(["a key that nobody sets"]):
+            pass
 
 
 def wait_unprepared(folder):

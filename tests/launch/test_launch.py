@@ -265,6 +265,13 @@ def test_no_rank_outlives_the_launching_process(tmp_path, command):
     wait_until(lambda: not any(map(is_running, pids(tmp_path))))
 
 
+def test_ranks_that_lose_the_store_with_the_launching_process_say_nothing(tmp_path, command):
+    process = command("ask_the_store")
+    wait_for_both(tmp_path)
+    process.kill()
+    assert process.communicate(timeout=LONG) == ("", "")  # until the last rank has closed its end
+
+
 def test_what_still_imports_for_the_ranks_does_not_outlive_it_either(tmp_path, command, environment):
     environment.setenv("SLOW_IMPORT", str(tmp_path))
     process = command("wait_unprepared")

@@ -79,6 +79,8 @@ def _variables(processes: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is in this process; rank 0 is a client as well
         "TORCHELASTIC_RESTART_COUNT": "0",
+        # else ranks whose starter is killed print hundreds of lines of C++ before they end: its store is gone
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // processes))),
     }
 
