@@ -165,7 +165,7 @@ def test_bytes_sent_in_a_step_are_those_of_the_steady_state(placement, sent, n):
     trace = simulate(built, StageCosts.equal(n), 5)
     end = 3 * 2 * n  # as a run that traces 3 of its steps
     records, messages = (tuple(each for each in found if each.slot < end) for found in (trace.records, trace.messages))
-    cut = Trace(Sizes(n, n), Lanes(n), records, messages)
+    cut = Trace(Sizes(n, n), Lanes(n), records, messages, is_cut=True)
     assert cut.bytes_sent_per_device_per_step(built.schedule.slots_per_step) == sent * (n - 1)  # P = n stages of 1 byte
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_an_empty_trace_has_no_numbers():
     empty = trace_of()
     assert (empty.activation_peak_bytes_total, empty.activation_peak_bytes_per_device, empty.versions_kept) == (0, 0, 0)
     assert (empty.max_messages_per_slot, empty.max_chain_per_slot, empty.idle_share(4)) == (0, 0, 0.0)
-    assert empty.last_step(4) == range(0)
+    assert empty.measured_slots(4) == (range(0), 1)
 
 
 def hop(source, destination, members, size=8):
@@ -97,11 +98,46 @@ def test_a_recorder_keeps_the_peak_within_a_slot_and_what_is_left_after_it():
 @pytest.mark.parametrize(
     ("mode", "placement"), itertools.product(("dp", "cdp_v1", "cdp_v2"), ("pipeline", "replicated"))
 )
-def test_the_last_step_begins_where_its_first_forward_is(mode, placement):
+def test_a_step_is_measured_from_its_first_forward_on_before_the_drain_begins(mode, placement):
     program = Program(Schedule.build(mode, 3, placement=placement, accumulate=2))
     length = program.schedule.slots_per_step
     trace = simulate(program, StageCosts.equal(3), 4)
-    assert trace.last_step(length) == range(3 * length, 4 * length)
+    assert trace.measured_slots(length) == (range(2 * length, 3 * length), 1)
+
+
+def trace_of_runs(program, *lengths):
+    """Return the trace of runs of these many steps, with a drain after each, as if each had begun with step 0."""
+    records, messages, begins, step = [], [], [0], 0
+    for length in lengths:
+        run = simulate(program, StageCosts.equal(program.schedule.stages), length)
+        ahead = program.schedule.ahead(step)
+        for each in run.records:
+            moved = tuple(action.shifted(*ahead) for action in each.actions)
+            records.append(replace(each, slot=begins[-1] + each.slot, actions=moved))
+        messages += [replace(each, slot=begins[-1] + each.slot) for each in run.messages]
+        begins.append(begins[-1] + run.records[-1].slot + 1)
+        step += length
+    return Trace(run.sizes, run.lanes, tuple(records), tuple(messages), tuple(begins[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("mode", "placement"),
+    itertools.product(("dp", "cdp_v1", "cdp_v2"), ("replicated", "zero", "model_parallel", "pipeline")),
+)
+def test_a_drain_among_the_traced_steps_changes_no_traffic(mode, placement):
+    program = Program(Schedule.build(mode, 3, placement=placement))
+    length = program.schedule.slots_per_step
+    steady = trace_of_runs(program, 4)
+    assert steady.messages_per_step(length) and steady.idle_share(length) < 1
+    for lengths in ((1, 1, 1, 1), (2, 2), (1, 2, 1), (1, 4), (4, 1), (2, 3)):
+        trace = trace_of_runs(program, *lengths)
+        assert trace.messages_per_step(length) == steady.messages_per_step(length), lengths
+        sent = trace.bytes_sent_per_device_per_step(length)
+        assert sent == pytest.approx(steady.bytes_sent_per_device_per_step(length)), lengths
+        if max(lengths) > 3:
+            assert trace.idle_share(length) == steady.idle_share(length), lengths
+        else:
+            assert steady.idle_share(length) <= trace.idle_share(length) < 1, lengths
 
 
 @pytest.mark.parametrize(("mode", "placement"), [("dp", "replicated"), ("cdp_v2", "model_parallel")])

@@ -257,7 +257,8 @@ class Engine:
         """
         recorded = self._tracer.recorded()
         parts = [from_plain(each) for each in self.team.gather(as_plain(recorded))] or [recorded]
-        return Trace.merged(self.schedule.sizes, self.schedule.timeline.lanes, parts)
+        sizes, lanes, tracer = self.schedule.sizes, self.schedule.timeline.lanes, self._tracer
+        return Trace.merged(sizes, lanes, parts, tracer.begins, is_cut=not tracer.active)
 
     @property
     def ledger_reads(self) -> int:

@@ -24,6 +24,8 @@ class Tracer:
         self._meter = ActivationMeter()
         self._origin = team.share(time.perf_counter()) - team.clock_offset() if steps > 0 else 0.0
         self.active = steps > 0
+        self.begins: list[int] = []
+        """The first slot of each run that is traced."""
 
     @property
     def meter(self) -> ActivationMeter | None:
@@ -38,6 +40,8 @@ class Tracer:
         """Begin a run; recording stops at the slot in which the first step after the traced ones begins."""
         self._traced_here = self._end_step - first_step
         self._end_slot = first_slot + self._traced_here * self._schedule.slots_per_step
+        if self.active:
+            self.begins.append(first_slot)
 
     def enter(self, slot: Slot, begun: int) -> None:
         """Begin a slot of a run in which `begun` steps have begun.

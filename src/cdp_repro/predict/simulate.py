@@ -90,8 +90,10 @@ def simulate(program: Program, costs: StageCosts, steps: int) -> Trace:
     return simulate_slots(program.schedule, costs, program.slots(steps))
 
 
-def simulate_slots(schedule: Schedule, costs: StageCosts, slots: Iterable[Slot]) -> Trace:
+def simulate_slots(schedule: Schedule, costs: StageCosts, slots: Iterable[Slot], *, is_cut: bool = False) -> Trace:
     """Run the first slots of a program and return the trace of all ranks, in which a slot is a second.
+
+    `is_cut`: the program goes on after these slots; else they end with its drain.
 
     Raises:
         ValueError: `costs` has another number of stages than the schedule.
@@ -107,7 +109,7 @@ def simulate_slots(schedule: Schedule, costs: StageCosts, slots: Iterable[Slot])
             if size:
                 recorders[rank].sent(slot.number, action, size)
     parts = [recorder.finish() for recorder in recorders]
-    return Trace.merged(schedule.sizes, schedule.timeline.lanes, parts)
+    return Trace.merged(schedule.sizes, schedule.timeline.lanes, parts, is_cut=is_cut)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.lanes import Lanes
@@ -53,6 +54,20 @@ Recorded = tuple[Sequence[SlotRecord], Sequence[Message]]
 """The records and messages of one rank."""
 
 
+class _Run(NamedTuple):
+    """A part of a trace from the start of the pipeline to its drain, or to the end of the trace."""
+
+    slots: range
+    steps: int
+    is_whole: bool
+    """Whether the trace has the drain."""
+
+    @property
+    def steady_steps(self) -> int:
+        """Training steps after the first two, but for the last before a drain: none brings parameters for the next."""
+        return self.steps - 2 - self.is_whole
+
+
 @dataclass(frozen=True)
 class Trace:
     """Slot records and messages of one or many ranks, in the order of their slots."""
@@ -63,14 +78,26 @@ class Trace:
     records: tuple[SlotRecord, ...]
     messages: tuple[Message, ...] = ()
     """Those of more than 0 bytes: others are never sent."""
+    begins: tuple[int, ...] = (0,)
+    """The first slot of each run; before the next one, the pipeline drains."""
+    is_cut: bool = False
+    """Whether the last run went on after the trace; else the trace has its drain."""
 
     @classmethod
-    def merged(cls, sizes: Sizes, lanes: Lanes, parts: Iterable[Recorded]) -> Trace:
+    def merged(
+        cls,
+        sizes: Sizes,
+        lanes: Lanes,
+        parts: Iterable[Recorded],
+        begins: Sequence[int] = (0,),
+        *,
+        is_cut: bool = False,
+    ) -> Trace:
         """Return one trace from the records of all ranks."""
         parts = list(parts)
         records = sorted((r for records, _ in parts for r in records), key=lambda r: (r.slot, r.rank))
         messages = sorted((m for _, messages in parts for m in messages), key=lambda m: (m.slot, m.source))
-        return cls(sizes, lanes, tuple(records), tuple(messages))
+        return cls(sizes, lanes, tuple(records), tuple(messages), tuple(begins), is_cut)
 
     @property
     def activation_bytes_per_slot(self) -> dict[int, int]:
@@ -132,29 +159,26 @@ class Trace:
         return max(chains, default=0)
 
     def bytes_sent_per_device_per_step(self, slots_per_step: int) -> float:
-        """Return the bytes that a rank sends, on average, in the slots of the last training step of the trace.
+        """Return the bytes that a rank sends in a training step, on average over the ranks."""
+        return sum(self.bytes_sent_by_rank(slots_per_step).values()) / max(1, self._ranks)
 
-        This is the steady state if the trace has more than two steps and no drain.
-        """
-        return self.bytes_sent_by_rank(slots_per_step).total() / max(1, self._ranks)
-
-    def bytes_sent_by_rank(self, slots_per_step: int) -> Counter[int]:
-        """Return the bytes that each rank sends in the slots of the last training step of the trace."""
-        window, sent = self.last_step(slots_per_step), Counter[int]()
+    def bytes_sent_by_rank(self, slots_per_step: int) -> dict[int, float]:
+        """Return the bytes that each rank sends in a training step; a rank that sends none may be left out."""
+        window, steps = self.measured_slots(slots_per_step)
+        sent = Counter[int]()
         for message in self.messages:
             if message.slot in window:
                 sent[message.source] += message.bytes
-        return sent
+        return {rank: size / steps for rank, size in sent.items()}
 
     def messages_per_step(self, slots_per_step: int) -> int:
-        """Return the number of messages of all ranks in the slots of the last training step of the trace."""
-        window = self.last_step(slots_per_step)
-        return sum(message.slot in window for message in self.messages)
+        """Return the number of messages of all ranks in a training step."""
+        window, steps = self.measured_slots(slots_per_step)
+        return round(sum(message.slot in window for message in self.messages) / steps)
 
     def idle_share(self, slots_per_step: int) -> float:
-        """Return the share, 0 to 1, of the slots of all ranks in which a rank computes nothing, in the last training
-        step."""
-        window = self.last_step(slots_per_step)
+        """Return the share, 0 to 1, of the slots of all ranks in which a rank computes nothing."""
+        window, _ = self.measured_slots(slots_per_step)
         busy = {
             (record.rank, slot)
             for record in self.records
@@ -162,15 +186,38 @@ class Trace:
             if action.op.is_compute
             for slot in self.lanes.busy(record.slot, action)
         }
-        return 1 - sum(slot in window for _, slot in busy) / (self._ranks * slots_per_step) if window else 0.0
+        return 1 - sum(slot in window for _, slot in busy) / (self._ranks * len(window)) if window else 0.0
 
-    def last_step(self, slots_per_step: int) -> range:
-        """Return the slots from the start of the last training step in the trace to the start of the next one."""
-        computed = [a.micro_batch for r in self.records for a in r.actions if a.op.is_compute]
-        if not computed:
-            return range(0)
-        begin = self.records[0].slot + (max(computed) - min(computed)) // self.sizes.micro_batches * slots_per_step
-        return range(begin, begin + slots_per_step)
+    def measured_slots(self, slots_per_step: int) -> tuple[range, int]:
+        """Return the slots by which a training step is measured, and the number of steps whose work they hold.
+
+        In the steady state that is one step: the slots from its start to that of the next one. A run is in it after its
+        first two steps, until it drains. If no run is long enough, as with a checkpoint after each step, whole runs
+        count, with fill and drain.
+        """
+        runs = self._runs
+        longest = max(runs, key=lambda run: run.steady_steps, default=_Run(range(0), 0, is_whole=False))
+        whole = [run for run in runs if run.is_whole]
+        if longest.steady_steps > 0 or not whole:
+            begin = longest.slots.start + max(0, longest.steps - 1 - longest.is_whole) * slots_per_step
+            return range(begin, begin + slots_per_step if runs else begin), 1
+        return range(whole[0].slots.start, whole[-1].slots.stop), sum(run.steps for run in whole)
+
+    @property
+    def _runs(self) -> list[_Run]:
+        """The parts of the trace."""
+        end = self.records[-1].slot + 1 if self.records else 0
+        found = []
+        for begin, stop in pairwise([*self.begins, end]):
+            steps = {
+                action.micro_batch // self.sizes.micro_batches
+                for record in self.records
+                for action in record.actions
+                if begin <= record.slot < stop and action.op.is_compute
+            }
+            if steps:
+                found.append(_Run(range(begin, stop), len(steps), not (self.is_cut and stop == end)))
+        return found
 
     @property
     def _ranks(self) -> int:

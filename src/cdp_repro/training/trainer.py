@@ -340,7 +340,7 @@ class Trainer:
             "memory/activation_peak_bytes_total": trace.activation_peak_bytes_total,
             "comm/bytes_per_device_per_step": trace.bytes_sent_per_device_per_step(self._slots_per_step),
             "comm/most_bytes_of_a_device_per_step": max(
-                trace.bytes_sent_by_rank(self._slots_per_step).values(), default=0
+                trace.bytes_sent_by_rank(self._slots_per_step).values(), default=0.0
             ),
             "comm/messages_per_step": trace.messages_per_step(self._slots_per_step),
             "comm/max_messages_per_slot": trace.max_messages_per_slot,
