@@ -113,7 +113,7 @@ def test_steps_of_a_library_are_said_to_be_untraced():
     baseline = ["mode=dp", "baseline=ddp"]
     (said,) = without_effect(compose_config([*baseline, "traced_steps=3"]))
     assert said == "traced_steps=3 has no effect with baseline=ddp, whose actions are not recorded"
-    assert Baseline.traced_steps == 0
+    assert Baseline.traced_until == 0
     for as_it_is in ([], ["traced_steps=0"]):
         assert without_effect(compose_config([*baseline, *as_it_is])) == []
 

@@ -136,8 +136,14 @@ def test_a_run_interrupted_on_any_rank_goes_on_bitwise_on_another_placement(
     )
     assert "stopped by signal 2" in message
     config.placement.name = second
-    run(config, tmp_path / "run", tmp_path, resume=True)
+    summary = run(config, tmp_path / "run", tmp_path, resume=True)
     same_outcome(tmp_path / "run", alone / mode)
+    costs = cut_model(config).costs
+    program = Program(config.schedule(costs.gradient_bytes))
+    sent = simulate(program, costs, 5).bytes_sent_per_device_per_step(program.schedule.slots_per_step)
+    assert summary["comm/bytes_per_device_per_step"] == pytest.approx(sent), "of the second placement"
+    measured, simulated = (summary[f"memory/activation_peak_bytes_{name}"] for name in ("total", "simulated"))
+    assert measured == simulated
 
 
 def test_a_run_by_collectives_goes_on_without_them(tmp_path, tiny, alone):

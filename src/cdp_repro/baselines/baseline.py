@@ -51,7 +51,7 @@ class Baseline(ABC):
     """
 
     name: ClassVar[str]
-    traced_steps: ClassVar[int] = 0
+    traced_until: ClassVar[int] = 0
     """A library's steps are not recorded."""
 
     def __init__(
@@ -166,6 +166,9 @@ class Baseline(ABC):
     def is_tracing(self) -> bool:
         """False: there is nothing to trace."""
         return False
+
+    def trace_again(self) -> None:  # noqa: B027 - no library has anything to do here
+        """Do nothing: there is nothing to trace."""
 
     @property
     def ledger_reads(self) -> int:

@@ -125,8 +125,8 @@ class Engine:
         clips = None if clip_norm is None else clipping(clip_norm, program, self.team)
         self._network = Network([*self._stages], loss_fn, autocast, self.schedule.sizes.sources)
         self._holdings = Holdings(self.schedule, self._network.stages, self.team, optimizer, delay, clips)
-        self.traced_steps = max(3, program.steady_step + 1) if traced_steps is None else traced_steps
-        self._tracer = Tracer(self.schedule, self.team, self.traced_steps)
+        self._traced_steps = max(3, program.steady_step + 1) if traced_steps is None else traced_steps
+        self._tracer = Tracer(self.schedule, self.team, self._traced_steps)
         self._executor = Executor(
             RankProgram(program, self.rank),
             self._holdings,
@@ -273,7 +273,17 @@ class Engine:
     @property
     def is_tracing(self) -> bool:
         """Whether the next step will be traced."""
-        return self._tracer.active and self.step < self.traced_steps
+        return self._tracer.active and self.step < self.traced_until
+
+    @property
+    def traced_until(self) -> int:
+        """The first step that is not traced."""
+        return self._tracer.end_step
+
+    def trace_again(self) -> None:
+        """Forget the trace, and trace as many steps from the next one on: after a state of another placement."""
+        self._require_drained()
+        self._tracer.begin(self.step, self._traced_steps)
 
     @property
     def parameter_bytes(self) -> int:

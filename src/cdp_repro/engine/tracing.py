@@ -18,14 +18,18 @@ class Tracer:
 
     def __init__(self, schedule: Schedule, team: Team, steps: int) -> None:
         self._schedule = schedule
-        self._device = team.device
-        self._end_step = steps
-        self._recorder = TraceRecorder(team.rank, schedule.ranks, schedule.sizes)
-        self._meter = ActivationMeter()
-        self._origin = team.share(time.perf_counter()) - team.clock_offset() if steps > 0 else 0.0
+        self._team = team
+        self.begin(0, steps)
+
+    def begin(self, first_step: int, steps: int) -> None:
+        """Forget what has been recorded, and record `steps` training steps from `first_step` on."""
+        self.end_step = first_step + steps
         self.active = steps > 0
         self.begins: list[int] = []
         """The first slot of each run that is traced."""
+        self._recorder = TraceRecorder(self._team.rank, self._schedule.ranks, self._schedule.sizes)
+        self._meter = ActivationMeter()
+        self._origin = self._team.share(time.perf_counter()) - self._team.clock_offset() if self.active else 0.0
 
     @property
     def meter(self) -> ActivationMeter | None:
@@ -38,7 +42,7 @@ class Tracer:
 
     def begin_run(self, first_slot: int, first_step: int) -> None:
         """Begin a run; recording stops at the slot in which the first step after the traced ones begins."""
-        self._traced_here = self._end_step - first_step
+        self._traced_here = self.end_step - first_step
         self._end_slot = first_slot + self._traced_here * self._schedule.slots_per_step
         if self.active:
             self.begins.append(first_slot)
@@ -57,8 +61,8 @@ class Tracer:
 
         It does not wait for messages, which have their own streams: a receive ends only when the peer reaches its send.
         """
-        if self.active and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if self.active and self._team.device.type == "cuda":
+            torch.cuda.current_stream(self._team.device).synchronize()
         return time.perf_counter() - self._origin
 
     def record(self, action: Action, versions: Sequence[int], begin: float) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from cdp_repro.baselines.baseline import Baseline
 from cdp_repro.config import RunConfig
-from cdp_repro.config.keys import NEUTRAL_KEYS, flat, settings_of
+from cdp_repro.config.keys import NEUTRAL_KEYS, PLACEMENT_KEYS, flat, settings_of
 from cdp_repro.config.numerics import parameter_dtype
 from cdp_repro.data import Dataset, DatasetError, MiniBatch, steps_per_epoch
 from cdp_repro.engine.engine import Engine
@@ -140,12 +140,20 @@ class Trainer:
                 raise ValueError(f"it holds step {checkpoint.tensors['engine']['step']}, named {checkpoint.step}")
             self._engine.load_state_dict(checkpoint.tensors["engine"])
             torch.set_rng_state(checkpoint.tensors["torch_random_state"])
+            self._trace_again_if_moved(checkpoint.meta["config"])
         except CheckpointError:
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # it has other content
             lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(f"the checkpoint of step {checkpoint.step} does not fit this run: {lacks}") from error
         self._truncate_metrics(checkpoint.step)
+
+    def _trace_again_if_moved(self, earlier: Mapping[str, Any]) -> None:
+        """Replace the trace if the run goes on elsewhere: its messages and memory were those of another placement."""
+        theirs, ours = settings_of(earlier), settings_of(self._facts["config"])
+        if any(theirs.get(key) != ours.get(key) for key in (*PLACEMENT_KEYS, "program")):
+            self.position.traced = {}
+            self._engine.trace_again()
 
     def _truncate_metrics(self, step: int) -> None:
         if self._metrics is not None:
@@ -210,7 +218,7 @@ class Trainer:
                 continue  # other ranks do not know all losses; after a loss that is not finite none is of interest
             loss = statistics.fmean(result.losses)
             now = time.perf_counter()
-            if result.step > max(step, self._engine.traced_steps):  # neither traced nor with a loader's start
+            if result.step > max(step, self._engine.traced_until):  # neither traced nor with a loader's start
                 self._step_seconds.append(now - begin)
             begin = now
             if math.isfinite(loss):
