@@ -292,6 +292,14 @@ def test_backward_before_forward_is_caught(mode):
     assert "s2.m4 is not on rank 0" in refused_and_wrong(schedule, slots)
 
 
+def test_running_statistics_that_take_micro_batches_out_of_order_are_caught():
+    schedule, slots = program("gpipe", n=1, steps=2, accumulate=2)  # one worker: both micro-batches have its statistics
+    assert [action.label for slot in slots[4:6] for action in slot] == ["F0.m2@v1", "F0.m3@v1"]
+    slots[4], slots[5] = slots[5], slots[4]
+    shown = refused_and_wrong(schedule, slots, steps=2)
+    assert "slot 5, F0.m2@v1: b0.w0 has micro-batch 3 already" in shown
+
+
 @pytest.mark.parametrize("mode", ["cdp_v1", "cdp_v2", STALE])
 @pytest.mark.parametrize("shift", [-2, 2])
 def test_two_users_of_a_stage_in_a_slot_are_caught(mode, shift):

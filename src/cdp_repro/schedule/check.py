@@ -1,8 +1,9 @@
 """The check of a program: every value is there when it is read, and every action does what its kind requires.
 
 The check follows the values of all ranks through a run, slot by slot. With the rules on what each kind of action reads
-and writes, it proves: micro-batches run their stages forward, then backward; versions are those of the rule; sums hold
-each micro-batch once, in order; messages match at both ends; nothing waits for a later action; nothing is left over.
+and writes, it proves: micro-batches run their stages forward, then backward; versions are those of the rule; sums and
+running statistics hold each micro-batch once, in order; messages match at both ends; nothing waits for a later action;
+nothing is left over.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cdp_repro.schedule.meaning import fault_of
 from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.rings import collective_name
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.values import GRADIENTS, LENT, PARAMETERS, Value
+from cdp_repro.schedule.values import GRADIENTS, LENT, PARAMETERS, Value, buffers
 
 SHOWN_SLOTS = 128
 """The most slots before a fault that its error shows."""
@@ -81,6 +82,8 @@ class Checker:
         """By rank: its action in the one collective that has begun."""
         self._recent: deque[Slot] = deque(maxlen=min(2 * schedule.stages, SHOWN_SLOTS))
         self._busy: dict[tuple[str, int, int], Action] = {}
+        self._counted: dict[Value, int] = {}
+        """For each set of running statistics, the last micro-batch that a forward has added to it."""
         self.checked: list[Slot] = []
         """The slots checked so far, each in an order in which one process could run it."""
         self.states = [self.state()]
@@ -170,6 +173,8 @@ class Checker:
             return False
         if is_compute:
             self._occupy(action)
+        if op is Op.FORWARD:
+            self._count(action)
         born = live[action.reads[0]] if op is Op.SEND else slot
         for value in action.frees:
             if live.pop(value, None) is None:
@@ -201,6 +206,13 @@ class Checker:
                 label = self._busy[user].label
                 raise _Fault(f"{user[0]} {user[1]} would compute two things in one slot: it has {label}")
             self._busy[user] = action
+
+    def _count(self, action: Action) -> None:
+        """Add a micro-batch to its running statistics, moving averages that depend on its place in the order."""
+        m, added = action.micro_batch, buffers(action.stage, self._schedule.statistics_of(action.micro_batch))
+        if (last := self._counted.get(added, -1)) > m:
+            raise _Fault(f"{added} has micro-batch {last} already: running statistics take micro-batches in their order")
+        self._counted[added] = m
 
     def _message(self, slot: int, action: Action, born: int | None) -> None:
         """Match an end of a message with its other end, which must be the oldest open end on this edge."""
