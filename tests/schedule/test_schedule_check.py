@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 from symbolic import Wrong, prove
 from written import CYCLIC, DISTRIBUTED, STALE, checked, kinds, lists, schedules, slots_of, written
 
-from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Action, Op, Program, Schedule, ScheduleError, Slot, Value
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Action, Op, Program, Schedule, ScheduleError, Slot, Spec, Value
 from cdp_repro.schedule.actions import send
 from cdp_repro.schedule.check import Checker
 from cdp_repro.schedule.passes.frees import add_frees, held_after
+from cdp_repro.schedule.placements import SingleDevice
+from cdp_repro.schedule.rules import Matrix
+from cdp_repro.schedule.sizes import Sizes
+from cdp_repro.schedule.timelines.timeline import Straight
 
 STEPS = 4
 MODES = {"dp": "dp", "cdp_v1": "cdp_v1", "cdp_v2": "cdp_v2", "matrix": STALE}
@@ -290,6 +294,34 @@ def test_backward_before_forward_is_caught(mode):
     )
     slots[k][p], slots[k2][p2] = slots[k2][p2], slots[k][p]
     assert "s2.m4 is not on rank 0" in refused_and_wrong(schedule, slots)
+
+
+class Quick(Straight):
+    """One micro-batch a step, and the next step begins two slots later."""
+
+    name = "quick"
+    period = 2
+
+    def begin(self, i):
+        return 2 * i
+
+
+def quick(staleness):
+    sizes = Sizes(stages=3, workers=1)
+    timeline, rule = Quick(sizes), Matrix.checked(sizes, [[staleness] * 3])
+    return Schedule(Spec("dp", workers=1, stages=3), timeline, rule, SingleDevice(timeline), ())
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_staleness_that_an_error_advises_works_on_any_timeline(staleness):
+    """The update of stage 0 in step t is in slot 2t + 5, and step t reads in slot 2t."""
+    with pytest.raises(ScheduleError) as refusal:
+        Program(quick(staleness))
+    shown, first = str(refusal.value), staleness + 1
+    assert f"asks for that version in slot {2 * first}, but its last gradient is there only after slot 5" in shown
+    assert shown.splitlines()[1].endswith("Staleness 2 works at this place"), "cdp_v2 is for another timeline"
+    assert re.search(r"^slot .* 6$", shown, re.MULTILINE), "the drawing goes on to the slot that the text names"
+    Program(quick(2))
 
 
 def test_running_statistics_that_take_micro_batches_out_of_order_are_caught():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from itertools import count
 from typing import NamedTuple
 
 from cdp_repro.schedule.actions import Action, Op, Slot
@@ -18,6 +19,7 @@ from cdp_repro.schedule.meaning import fault_of
 from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.rings import collective_name
 from cdp_repro.schedule.schedule import Schedule
+from cdp_repro.schedule.timelines.cyclic import Cyclic
 from cdp_repro.schedule.values import GRADIENTS, LENT, PARAMETERS, Value, buffers
 
 SHOWN_SLOTS = 128
@@ -65,7 +67,11 @@ class _OpenEnd(NamedTuple):
 
 
 class _Fault(Exception):  # noqa: N818 - a fault of a program, not an error of ours
-    """What is wrong with an action."""
+    """What is wrong with an action; `last_slot` is the last one that the message speaks of, if that is a later one."""
+
+    def __init__(self, message: str, last_slot: int = -1) -> None:
+        super().__init__(message)
+        self.last_slot = last_slot
 
 
 class Checker:
@@ -112,6 +118,7 @@ class Checker:
                 try:
                     done = action.rank not in blocked_ranks and self._apply(slot.number, action)
                 except _Fault as fault:
+                    self._recent.extend(later for later in following if later.number <= fault.last_slot)
                     raise self._error(slot, action, str(fault)) from None
                 if done:
                     ordered.append(action)
@@ -164,10 +171,10 @@ class Checker:
             if (made := live.get(value)) is None:
                 if value in live:  # on its way
                     return False
-                raise _Fault(self._why_not_there(value, rank) + self._when_it_exists(action, value, slot))
+                raise self._too_early(self._why_not_there(value, rank), action, value, slot)
             if is_compute and made >= slot and value.kind in (PARAMETERS, *LENT):
-                late = self._when_it_exists(action, value, slot)
-                raise _Fault(f"version {action.version} of stage {action.stage} is made only in this same slot{late}")
+                why = f"version {action.version} of stage {action.stage} is made only in this same slot"
+                raise self._too_early(why, action, value, slot)
         is_collective = op is Op.COLLECTIVE
         if is_collective and not self._can_join(action):
             return False
@@ -211,7 +218,9 @@ class Checker:
         """Add a micro-batch to its running statistics, moving averages that depend on its place in the order."""
         m, added = action.micro_batch, buffers(action.stage, self._schedule.statistics_of(action.micro_batch))
         if (last := self._counted.get(added, -1)) > m:
-            raise _Fault(f"{added} has micro-batch {last} already: running statistics take micro-batches in their order")
+            raise _Fault(
+                f"{added} has micro-batch {last} already: running statistics take micro-batches in their order"
+            )
         self._counted[added] = m
 
     def _message(self, slot: int, action: Action, born: int | None) -> None:
@@ -286,25 +295,31 @@ class Checker:
         alive = sorted(str(v) for v, made in self._live[rank].items() if v[:2] == value[:2] and made is not None)
         return f"{value} is not on rank {rank}" + (f"; there are {', '.join(alive[:6])}" if alive else "")
 
-    def _when_it_exists(self, action: Action, read: Value, slot: int) -> str:
-        """If the timeline makes the rule's version only after this read, say when it exists, and what works."""
+    def _too_early(self, why: str, action: Action, read: Value, slot: int) -> _Fault:
+        """Return the fault of a read; if the timeline makes the rule's version later, with when, and what works."""
         lent = action.value if action.op is Op.SEND and action.value and action.value.kind in LENT else None
         m, stage = lent.number if lent else action.micro_batch, action.stage
         schedule, sizes = self._schedule, self._schedule.sizes
-        if read.kind != PARAMETERS or m < 0 or read.number != schedule.rule.version(m, stage):
-            return ""
-        step, last = divmod(read.number * sizes.summed - 1, sizes.micro_batches)
-        begin = (step - self._first_step) * schedule.slots_per_step
-        made = begin + schedule.timeline.backward_weights(last // sizes.replicas, stage)
-        if step < self._first_step or made < slot:
-            return ""
+        made = self._made(read)
+        if read.kind != PARAMETERS or m < 0 or read.number != schedule.rule.version(m, stage) or made < slot:
+            return _Fault(why)
         i = m % sizes.micro_batches // sizes.replicas
-        delay = schedule.rule.matrix[i][stage]
-        return (
-            f".\nStaleness {delay} of (micro-batch {i}, stage {stage}) asks for that version in slot {slot}, "
+        staleness = schedule.rule.matrix[i][stage]
+        works = staleness + next(more for more in count(1) if self._made(read.shifted(0, -more)) < slot)
+        smallest = "; mode=cdp_v2 is the smallest staleness everywhere" if isinstance(schedule.timeline, Cyclic) else ""
+        return _Fault(
+            f"{why}.\nStaleness {staleness} of (micro-batch {i}, stage {stage}) asks for that version in slot {slot}, "
             f"but its last gradient is there only after slot {made}: it exists from slot {made + 1} on. "
-            f"Staleness {delay + 1} works at this place; mode=cdp_v2 is the smallest staleness everywhere"
+            f"Staleness {works} works at this place{smallest}",
+            last_slot=made + 1,
         )
+
+    def _made(self, version: Value) -> int:
+        """Return the slot with the last gradient of a version of a stage; less than 0 before the run."""
+        schedule, sizes = self._schedule, self._schedule.sizes
+        step, last = divmod(version.number * sizes.summed - 1, sizes.micro_batches)
+        within = schedule.timeline.backward_weights(last // sizes.replicas, version.stage)
+        return (step - self._first_step) * schedule.slots_per_step + within
 
     def _error(self, slot: Slot | None, action: Action | None, fault: str) -> ScheduleError:
         where = f"slot {slot.number}, " if slot else ""

@@ -64,8 +64,8 @@ class Rule(ABC):
         """Return v(m, j), the version of `stage` that a forward or backward of micro-batch m reads; m includes
         replicas."""
         i = micro_batch % self.sizes.micro_batches // self.sizes.replicas
-        delay = self.matrix[i][stage] if op is Op.FORWARD else self.backward_staleness(i, stage)
-        return max(0, micro_batch // self.sizes.summed - delay)
+        staleness = self.matrix[i][stage] if op is Op.FORWARD else self.backward_staleness(i, stage)
+        return max(0, micro_batch // self.sizes.summed - staleness)
 
 
 class Fresh(Rule):
@@ -144,10 +144,10 @@ class Matrix(Rule):
                 f"{[[1] * sizes.stages] * sizes.turns if sizes.turns * sizes.stages <= 64 else 'all of them 1'}"
             )
         for i, row in enumerate(rows):
-            for stage, delay in enumerate(row):
-                if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
+            for stage, entry in enumerate(row):
+                if isinstance(entry, bool) or not isinstance(entry, int) or entry < 0:
                     raise ValueError(
-                        f"staleness of micro-batch {i} on stage {stage} is {delay!r}: "
+                        f"staleness of micro-batch {i} on stage {stage} is {entry!r}: "
                         "it must be an integer number of training steps, 0 or more"
                     )
         return cls(sizes, tuple(map(tuple, rows)))

@@ -92,8 +92,8 @@ def _needed(schedule: Schedule, worker: int) -> list[int]:
     timeline, turn = schedule.timeline, (1 - worker) // schedule.sizes.replicas
     begins = schedule.slots_per_step - _start(schedule, worker)
     return [
-        begins + (timeline.backward_weights if delay else timeline.forward)(turn, stage)
-        for stage, delay in enumerate(schedule.rule.matrix[turn])
+        begins + (timeline.backward_weights if staleness else timeline.forward)(turn, stage)
+        for stage, staleness in enumerate(schedule.rule.matrix[turn])
     ]
 
 
