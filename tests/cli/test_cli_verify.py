@@ -36,6 +36,24 @@ def test_collectives_agree_within_the_tolerance_of_a_library(capsys):
     assert "they agree within 1e-09" in capsys.readouterr().out
 
 
+def test_the_tolerance_is_that_of_the_precision(capsys):
+    """By collectives, replicas are compared in fp32; our own sums agree bitwise in any precision."""
+    assert command.main([*SMALL, "mode=dp", "placement=replicated", "collectives=true", "precision=fp32"]) == 0
+    assert "they agree within 1e-04" in capsys.readouterr().out
+    assert command.main([*SMALL, "mode=dp", "baseline=ddp", "precision=bf16"]) == 2
+    assert "use precision=fp64 or fp32" in capsys.readouterr().err
+
+
+def test_losses_over_replicas_agree_in_fp32_wherever_they_are_computed(capsys):
+    assert command.main([*SMALL, "placement=pipeline", "replicas=2", "precision=fp32"]) == 0
+    assert "they agree bitwise" in capsys.readouterr().out
+
+
+def test_one_device_is_not_compared_with_itself(capsys):
+    assert command.main(SMALL) == 2
+    assert "would be compared with itself: give a placement" in capsys.readouterr().err
+
+
 def test_a_difference_is_told_by_stage(capsys, monkeypatch):
     def other(function, arguments, processes):
         assert processes == 2

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from cdp_repro.engine.parameters import OptimizerFactory, optimizer_bytes
+from cdp_repro.engine.parameters import OptimizerFactory, load_optimizer, optimizer_bytes
 from cdp_repro.engine.randomness import seeded
 
 
@@ -84,7 +84,7 @@ class StageOptimizer:
             index: {key: _copy_like(self._parameters[index], value) for key, value in entry.items()}
             for index, entry in state["state"]["state"].items()
         }
-        self._optimizer.load_state_dict({**state["state"], "state": mine})
+        load_optimizer(self._optimizer, {**state["state"], "state": mine})
 
 
 def on_cpu(value: Any) -> Any:

@@ -32,6 +32,11 @@ def _run(line: CommandLine) -> int:
     console_logging()
     config = compose_config(["precision=fp64", *with_header_of_program(line.overrides)], source=line.source)
     steps = _number(line.options.get("steps", "8"))
+    if config.placement.name == "single_device" and config.baseline is None and config.program is None:
+        raise ConfigError(
+            ["placement=single_device would be compared with itself: give a placement of several ranks, such as "
+             "placement=replicated, or baseline=ddp mode=dp, or program=FILE"]
+        )  # fmt: skip
     from cdp_repro.training.equivalence import verify  # here: torch takes seconds, and mistakes are reported before
 
     comparison = verify(config, steps)

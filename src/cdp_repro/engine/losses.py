@@ -41,7 +41,10 @@ class Losses:
         self._outgoing.flush()
 
     def mean_losses(self, step: int) -> Tensor:
-        """Return the losses of a finished step, [M/R], each a mean over replicas; rank 0 waits for all of them."""
+        """Return the losses of a finished step, [M/R], each a mean over replicas; rank 0 waits for all of them.
+
+        They are float64: as received losses are, so that a mean does not depend on the rank of each.
+        """
         schedule = self._schedule
         self._outgoing.let_go(before=step - self._lag)
         known = self._known.pop(step, {})
@@ -50,7 +53,7 @@ class Losses:
             ranks = [schedule.placement.rank_of(first + i, last_stage) for i in range(schedule.micro_batches)]
             known |= {i: self._received(rank, i) for i, rank in enumerate(ranks) if rank}
         like = next(iter(known.values()), torch.zeros(()))
-        losses = like.new_full((schedule.micro_batches,), torch.nan)
+        losses = like.new_full((schedule.micro_batches,), torch.nan, dtype=torch.float64)
         for i, loss in known.items():  # only a rank's own, so that they cost no more with more ranks
             losses[i] = loss
         return losses.view(-1, schedule.sizes.replicas).mean(1)

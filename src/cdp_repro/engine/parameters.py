@@ -174,7 +174,7 @@ class StageState:
     def load_state_dict(self, state: dict[str, Any]) -> dict[int, Version]:
         """Load a copy of what `state_dict` returned and `check_state` accepts; return its versions by number."""
         if self._optimizer is not None:
-            _load(self._optimizer, copy.deepcopy(state["optimizer"]["state"]))
+            load_optimizer(self._optimizer, copy.deepcopy(state["optimizer"]["state"]))
         newest, found = max(state["versions"]), {}
         for number in sorted(state["versions"]):
             for name, parameter in self._parameters.items():
@@ -234,7 +234,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     return sum(value.nbytes for value in kept)
 
 
-def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load the state of an optimizer, with scalars in the type in which they were saved.
 
     torch gives all tensors but `step` the type of their parameter: NAdam's `mu_product`, a fp32 product over all steps,
