@@ -16,11 +16,12 @@ from cdp_repro import Engine
 from cdp_repro.config import RunConfig
 from cdp_repro.config.keys import settings_of
 from cdp_repro.config.known import compose_known
+from cdp_repro.config.program_file import program_of
 from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.predict.cutting import cut_model, sample
 from cdp_repro.report.tuning import setting_of
 from cdp_repro.studies.delay_studies import CIFAR10, OPTIMIZER_KEYS, TEXT, Benchmark
-from cdp_repro.training.assembly import build_engine, program_of
+from cdp_repro.training.assembly import build_engine
 
 ROUNDS, STEPS = 8, 2
 TRAINED_SAMPLES = 50_000
@@ -67,7 +68,7 @@ def _optimizer(config: RunConfig) -> tuple[object, ...]:
 def _engine(config: RunConfig) -> Engine:
     torch.manual_seed(0)
     cut = cut_model(config)
-    engine = build_engine(config, cut, TRAINED_SAMPLES, program_of(config, cut))
+    engine = build_engine(config, cut, TRAINED_SAMPLES, program_of(config, cut.costs.gradient_bytes))
     assert isinstance(engine, Engine)
     return engine
 

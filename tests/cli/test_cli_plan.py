@@ -59,6 +59,27 @@ def test_files_on_request(capsys, tmp_path):
     assert "<svg" in (tmp_path / "plan" / "timeline.svg").read_text()
 
 
+def test_the_program_of_a_file_is_planned(capsys, tmp_path):
+    """In the file, the second micro-batch begins when the first has freed its memory."""
+    file, small = tmp_path / "program.txt", ("model=mlp", "batch_size=16")
+    made = shown_by(capsys, *small, "mode=gpipe", "workers=1", "accumulate=2", f"--program={file}")
+    text = file.read_text()
+    forward, backward = (
+        re.search(rf"^  {slot}  {label}.*\n", text, re.MULTILINE)[0] for slot, label in ((1, "F0.m1"), (2, "B0.m0"))
+    )
+    file.write_text(text.replace(forward + backward, backward.replace("2", "1", 1) + forward.replace("1", "2", 1)))
+    shown = shown_by(capsys, *small, f"program={file}")
+
+    def peak(text, name):
+        return re.search(rf"^{name} +paper +(\S+)", text, re.MULTILINE)[1]
+
+    assert "timeline of program" in shown
+    assert float(peak(shown, "program")) == pytest.approx(float(peak(made, "gpipe")) / 2, rel=0.01)
+    for other in ("--systems", f"--html={tmp_path}/x", f"--program={tmp_path}/x"):
+        assert command.main([*small, f"program={file}", other]) == 2
+        assert "program=FILE is planned as it is, " in capsys.readouterr().err
+
+
 def test_an_explorer_on_request(capsys, tmp_path):
     page = tmp_path / "plan.html"
     small = ("model=mlp", "workers=2", "batch_size=16")
@@ -131,7 +152,7 @@ def test_a_pipeline_of_fewer_ranks_than_stages(capsys):
 
 def test_accumulation_and_ranks_that_do_not_fit(capsys):
     for arguments, message in (
-        (["accumulate=0"], "accumulate=0: must be a finite number, 1 or more"),
+        (["accumulate=0"], "accumulate=0: must be 1 or more"),
         (["accumulate=3", "batch_size=64"], "workers=4 x accumulate=3: use batch_size=60 or batch_size=72"),
         (["ranks=2"], "ranks=2 is for placement=pipeline"),
         (["mode=dp", "placement=pipeline", "stages=4", "ranks=3"], "use ranks=1, 2, 4"),

@@ -7,6 +7,7 @@ import pytest
 from cdp_repro.cli.plan import main
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.numerics import parameter_dtype
+from cdp_repro.config.program_file import program_of
 from cdp_repro.observe.text import format_bytes
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.predict.training_state import (
@@ -15,7 +16,7 @@ from cdp_repro.predict.training_state import (
     predicted_parameter_bytes,
     training_state,
 )
-from cdp_repro.training.assembly import build_engine, load_data, program_of
+from cdp_repro.training.assembly import build_engine, load_data
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ from cdp_repro.training.assembly import build_engine, load_data, program_of
 def test_the_bytes_are_those_of_a_run(tiny, overrides):
     config = compose_config([*tiny, *overrides])
     cut, dataset = cut_model(config), load_data(config)
-    engine = build_engine(config, cut, dataset.train_size, program_of(config, cut))
+    engine = build_engine(config, cut, dataset.train_size, program_of(config, cut.costs.gradient_bytes))
     batches = dataset.train_batches(
         range(3), batch_size=config.batch_size, parts=config.sample_parts, seed=0, device=config.torch_device,
         dtype=parameter_dtype(config),
@@ -70,7 +71,7 @@ def test_the_plan_counts_the_copies_that_stale_reads_see(tiny, capsys):
     overrides = [*tiny, "mode=cdp_v1", "delay=prediction"]
     config = compose_config(overrides)
     cut = cut_model(config)
-    program = program_of(config, cut)
+    program = program_of(config, cut.costs.gradient_bytes)
     copies = predicted_parameter_bytes(config, cut, program)
     assert copies == copied_bytes(program, cut.trained_bytes) > sum(cut.trained_bytes), "two versions at a time"
     assert main(overrides) == 0
@@ -78,7 +79,7 @@ def test_the_plan_counts_the_copies_that_stale_reads_see(tiny, capsys):
     assert said.endswith(f" and copies for stale reads of at most {format_bytes(copies)}"), said
     for without in ("delay=none", "delay=error_feedback", "mode=dp"):
         config = compose_config([*overrides, without])
-        assert predicted_parameter_bytes(config, cut, program_of(config, cut)) == 0
+        assert predicted_parameter_bytes(config, cut, program_of(config, cut.costs.gradient_bytes)) == 0
 
 
 def test_the_price_counts_the_last_steps(capsys):

@@ -195,7 +195,7 @@ def test_line_ends_of_windows_are_refused():
         ("fill 0", f"fill {NINES}", "belongs to no rank of a piece"),
         ("rank 0", f"rank {NINES}", "belongs to no rank of a piece"),
         ("workers = 2", f"workers = {NINES}", "is no JSON value of workers"),
-        ("workers = 2", "workers = 999999999", "stages=2 is not a multiple"),
+        ("workers = 2", "workers = 3", "stages=2 is not a multiple"),
     ],
 )
 def test_a_broken_file_names_the_line_and_the_reason(old, new, said):
@@ -204,13 +204,18 @@ def test_a_broken_file_names_the_line_and_the_reason(old, new, said):
     assert said in refused(text.replace(old, new, 1))
 
 
-@pytest.mark.parametrize(("kept", "found"), [(0, "[]"), (1, "[0]")])
-def test_a_file_that_lacks_runs_is_refused(kept, found):
-    text = write_program(program(placement="replicated"))
-    parts = text.split("run from step ")
+def test_a_file_that_lacks_runs_is_refused():
+    parts = write_program(program(placement="replicated")).split("run from step ")
     assert len(parts) == 3
-    said = refused("run from step ".join(parts[: kept + 1]))
-    assert f"the file has runs from the steps {found}" in said and "needs one from each of 0 to 1" in said
+    said = refused("run from step ".join(parts[:2]))
+    assert "the file has runs from the steps [0]" in said and "needs one from each of 0 to 1" in said
+    assert "has 8 forwards and backwards, the file 0 actions" in refused(parts[0])
+
+
+def test_a_header_of_more_than_the_file_can_hold_is_refused_at_once():
+    """To write down the rule of so many micro-batches would take all memory."""
+    text, _ = edited("single_device", "accumulate = 1", "accumulate = 50000000")
+    assert "has 400,000,000 forwards and backwards, the file " in refused(text)
 
 
 def test_a_period_that_cannot_be_repeated_is_refused():

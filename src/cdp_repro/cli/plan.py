@@ -14,6 +14,7 @@ from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.keys import defaults
 from cdp_repro.config.paths import typed_path
+from cdp_repro.config.program_file import with_header_of_program
 from cdp_repro.config.schema import ClusterConfig
 from cdp_repro.launch.environment import usable_cores
 from cdp_repro.observe.atomic_file import replace_file
@@ -30,6 +31,7 @@ nothing, unless partition=time or cluster.calibrate=true measure.
   cdp-plan dataset=imagenet model=resnet50 partition=activations slot_order=backward_first
   cdp-plan mode=cdp_v1 --out=plan                  also as SVG, PNG, CSV and Perfetto traces in plan/
   cdp-plan mode=cdp_v2 placement=zero --program=zero.txt       all ranks' actions as text, for cdp-verify
+  cdp-plan program=zero.txt                        the same of such a file, edited by hand or not
   cdp-plan mode=cdp_v2 workers=4 --html=plan.html  one page to scroll, zoom, play and ask what an action reads and
                                                    writes; it switches between all systems on the same sizes
 
@@ -48,7 +50,7 @@ every placement that can run them, for accumulation on one device, and for the b
 
 def _run(line: CommandLine) -> int:
     folder, program, page = (_output(line, name) for name in ("out", "program", "html"))
-    config = compose_config(line.overrides, check_device=False, source=line.source)
+    config = compose_config(with_header_of_program(line.overrides), check_device=False, source=line.source)
     if config.cluster != ClusterConfig() and not config.price:
         raise ConfigError(["cluster.* describes the machines of a price: add price=true"])
     if program and config.price:
@@ -59,6 +61,9 @@ def _run(line: CommandLine) -> int:
         raise ConfigError(
             [f"--program=FILE writes our programs, baseline={config.baseline} runs torch's: leave one out"]
         )
+    if config.program and (line.flags or config.price or page or program):
+        other = "--systems" if line.flags else "price=true" if config.price else "--html" if page else "--program"
+        raise ConfigError([f"program=FILE is planned as it is, {other} is about programs that are made: leave one out"])
     if program and line.flags:
         raise ConfigError(["--program=FILE writes the program of one run, --systems shows many: leave one out"])
     answer = _systems if line.flags else _quote if config.price else _plan

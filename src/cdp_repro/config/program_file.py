@@ -46,6 +46,23 @@ def refuse_other_values(path: str, theirs: Mapping[str, Any], ours: Mapping[str,
         raise ConfigError([f"program={path} is for other values: {'; '.join(differing)}; give those of its header"])
 
 
+def program_of(config: RunConfig, gradient_bytes: Sequence[int]) -> Program:
+    """Return the program of a run: that of its file, or else that of its schedule.
+
+    A baseline does not execute it, but its memory is compared with what the program would take. `gradient_bytes` is by
+    stage.
+
+    Raises:
+        ConfigError: the file cannot be read, or is for another run.
+        ScheduleError: the program is broken; the message says in which line and why.
+    """
+    if config.program is None:
+        return Program(config.schedule(gradient_bytes))
+    program = read_program_file(config.program)
+    refuse_other_values(config.program, asdict(program.schedule.spec), asdict(config.spec()))
+    return program
+
+
 def with_absolute_program(config: RunConfig) -> RunConfig:
     """Return the configuration with an absolute path of its program: the run may be resumed from another folder."""
     return config if config.program is None else replace(config, program=str(Path(config.program).absolute()))

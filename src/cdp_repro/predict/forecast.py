@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from cdp_repro.config import RunConfig
+from cdp_repro.config.program_file import program_of
 from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.simulate import SlotTotals, simulate_slots, simulate_totals, version_bytes
@@ -66,7 +67,7 @@ class Plan:
     config: RunConfig
     cut: StageCut
     forecasts: Mapping[str, Forecast]
-    """By label: data parallelism first, then the chosen mode; each in the chosen slot order."""
+    """By label: data parallelism first, then the chosen mode, or the `program` of a file; in the chosen slot order."""
     other_order: Forecast
     """The chosen mode in the other slot order."""
 
@@ -77,29 +78,28 @@ class Plan:
 
 
 def make_plan(config: RunConfig) -> Plan:
-    """Simulate the run that `config` describes; needs no data, and computes nothing unless partition=time.
+    """Simulate the run that `config` describes, by the program of its file if it has one.
+
+    Needs no data, and computes nothing unless partition=time.
 
     Raises:
         ConfigError, ModelError, ScheduleError: as the run itself would.
     """
     cut = stage_cut(config)
-    chosen = config.schedule(cut.costs.gradient_bytes)
-    baseline = chosen.data_parallel()
-    schedules = {baseline.mode: baseline, chosen.mode: chosen}
+    program = program_of(config, cut.costs.gradient_bytes)
+    chosen = program.schedule
+    label = chosen.mode if config.program is None else "program"
+    forecasts: dict[str, Forecast] = {}
+    if label != (baseline := chosen.data_parallel()).mode:
+        forecasts[baseline.mode] = _forecast(Program(baseline), stage_cut(config.reading_whole()))
+    forecasts[label] = _forecast(program, cut)
     (other,) = set(SLOT_ORDERS) - {config.slot_order}
-    return Plan(
-        config,
-        cut,
-        {
-            name: _forecast(schedule, cut if schedule is chosen else stage_cut(config.reading_whole()))
-            for name, schedule in schedules.items()
-        },
-        _forecast(Schedule.from_spec(replace(chosen.spec, slot_order=other), chosen.gradient_bytes), cut),
-    )
+    in_other_order = Schedule.from_spec(replace(chosen.spec, slot_order=other), chosen.gradient_bytes)
+    return Plan(config, cut, forecasts, _forecast(Program(in_other_order), cut))
 
 
-def _forecast(schedule: Schedule, cut: StageCut) -> Forecast:
-    program = Program(schedule)
+def _forecast(program: Program, cut: StageCut) -> Forecast:
+    schedule = program.schedule
     slots = program.slots(STEPS * -(-schedule.sizes.lanes // schedule.micro_batches))
     totals = [*simulate_totals(schedule, cut.costs, program.complete_run)]
     return Forecast(program, slots, simulate_slots(schedule, cut.costs, slots), totals)
@@ -174,11 +174,11 @@ def _comparison(plan: Plan) -> str:
     """Return the deciding table: the peak of each forecast, as a share of data parallelism's."""
     baseline = plan.forecasts["dp"].activation_peak_bytes
     rows = [("mode", "slot order", "activation peak", "/ dp", "versions kept", "their bytes", "messages a step")]
-    for forecast in [*plan.forecasts.values(), plan.other_order]:
+    for name, forecast in [*plan.forecasts.items(), (plan.other_order.program.schedule.mode, plan.other_order)]:
         schedule, peak = forecast.program.schedule, forecast.activation_peak_bytes
         rows.append(
             (
-                schedule.mode,
+                name,
                 schedule.spec.slot_order,
                 format_bytes(peak),
                 f"{peak / baseline:.3f}",

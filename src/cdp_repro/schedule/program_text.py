@@ -130,7 +130,7 @@ class _Reader:
                 )
             else:
                 self._sections[place].append(_action(number, line, rank))
-        schedule = _schedule(header)
+        schedule = _schedule(header, sum(map(len, self._sections.values())))
         found, longest = sorted({step for step, _, _ in self._sections}), schedule.rule.longest
         if len(found) != longest + 1 or found[-1] != longest:
             needed = "one from 0" if longest == 0 else f"one from each of 0 to {longest}"
@@ -200,14 +200,18 @@ def _entry(number: int, line: str) -> dict[str, Any]:
     return {name: found}
 
 
-def _schedule(header: dict[str, Any]) -> Schedule:
-    """Return the schedule that a header describes."""
+def _schedule(header: dict[str, Any], actions: int) -> Schedule:
+    """Return the schedule that a header describes; the file has this many actions."""
     missing = [each.name for each in fields(Spec) if each.default is MISSING and each.name not in header]
     if missing:
         raise ScheduleError(f"the header lacks {', '.join(missing)}")
     sizes = header.pop(_GRADIENT_BYTES, [])
+    spec = Spec(**header)
     try:
-        return Schedule.from_spec(Spec(**header), sizes)
+        spec.check()
+        if (computes := 2 * spec.sizes.micro_batches * spec.stages) > actions:  # its rule alone could take for ever
+            raise ValueError(f"a step of {spec} has {computes:,} forwards and backwards, the file {actions} actions")
+        return Schedule.from_spec(spec, sizes)
     except ValueError as error:
         raise ScheduleError(f"the header does not describe a schedule: {error}") from None
 

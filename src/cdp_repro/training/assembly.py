@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from cdp_repro.baselines import baseline_class
 from cdp_repro.baselines.baseline import Baseline
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.numerics import autocast, delay_factory, loss_fn
-from cdp_repro.config.program_file import read_program_file, refuse_other_values
 from cdp_repro.data import Dataset, load_dataset, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.predict.cutting import CutModel
@@ -69,22 +67,6 @@ def reading_rule(schedule: Schedule, engine: Engine | Baseline) -> Callable[[int
         return any(rank_of(m, stage) == engine.rank for stage in first)
 
     return reads
-
-
-def program_of(config: RunConfig, cut: CutModel) -> Program:
-    """Return the program of a run of a model cut into stages: that of its file, or else that of its schedule.
-
-    A baseline does not execute it, but its memory is compared with what the program would take.
-
-    Raises:
-        ConfigError: the file cannot be read, or is for another run.
-        ScheduleError: the program is broken; the message says in which line and why.
-    """
-    if config.program is None:
-        return Program(config.schedule(cut.costs.gradient_bytes))
-    program = read_program_file(config.program)
-    refuse_other_values(config.program, asdict(program.schedule.spec), asdict(config.spec()))
-    return program
 
 
 def build_engine(config: RunConfig, cut: CutModel, train_size: int, program: Program) -> Engine | Baseline:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.numerics import parameter_dtype
+from cdp_repro.config.program_file import program_of
 from cdp_repro.launch import launch
 from cdp_repro.launch.process_group import process_group
 from cdp_repro.predict.cutting import cut_model
-from cdp_repro.training.assembly import build_engine, load_data, program_of, reading_rule
+from cdp_repro.training.assembly import build_engine, load_data, reading_rule
 from cdp_repro.training.weights import start_from_file
 
 LIBRARY_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4}
@@ -102,7 +103,7 @@ def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcom
         dataset = load_data(config)
         cut = cut_model(config, blocks_per_stage)
         start_from_file(config, cut.stages)
-        program = program_of(config, cut)
+        program = program_of(config, cut.costs.gradient_bytes)
         engine = build_engine(config, cut, dataset.train_size, program)
         losses: list[list[float]] = []
         with engine.team.naming_stalled():

@@ -16,6 +16,7 @@ import torch
 
 from cdp_repro.config import RunConfig
 from cdp_repro.config.loading import without_effect
+from cdp_repro.config.program_file import program_of
 from cdp_repro.data import Dataset, DatasetError
 from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.launch.process_group import process_group, refuse_differing
@@ -34,7 +35,7 @@ from cdp_repro.predict.simulate import simulate_totals, version_bytes
 from cdp_repro.predict.training_state import predicted_parameter_bytes
 from cdp_repro.schedule import Program
 from cdp_repro.trace import Trace
-from cdp_repro.training.assembly import build_engine, load_data, program_of
+from cdp_repro.training.assembly import build_engine, load_data
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer, refuse_foreign
 from cdp_repro.training.weights import start_from_file
@@ -83,7 +84,7 @@ def train(
             refuse_foreign(checkpoint.meta, {"config": config.to_dict()})  # nothing is known of data and engine yet
         dataset = load_data(config)
         cut = _same_cut(config, team, _earlier_cut(checkpoint))
-        program = program_of(config, cut)
+        program = program_of(config, cut.costs.gradient_bytes)
         weights = "" if checkpoint else start_from_file(config, cut.stages)
         settings = {**config.to_dict(), "run_dir": None}
         refuse_differing(
