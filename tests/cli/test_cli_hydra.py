@@ -108,6 +108,26 @@ def test_files_of_ones_own_are_choices(capsys, mine):
     assert "unknown site 'work': choose home" in refused(capsys, f"--config-dir={mine}", "+site=work")
 
 
+def test_a_file_chooses_in_a_group_by_its_defaults(capsys, mine):
+    """A name without the values that belong to it would train AdamW at the learning rate of SGD."""
+
+    def file(text):
+        (mine / "experiment" / "tiny.yaml").write_text(f"# @package _global_\n{text}")
+        return [f"--config-dir={mine}", "experiment=tiny"]
+
+    said = refused(capsys, *file("optim:\n  name: adamw\n"))
+    assert "optim.name=adamw would have the values of optim=sgd" in said
+    assert "choose it by `defaults: [override /optim: adamw]`" in said
+    said = refused(capsys, *file("optim: adamw\nmodel: mlp\n"))
+    assert "optim is a group: a file chooses in it by `defaults: [override /optim: adamw]`" in said
+    assert "model is a group" in said
+    file("mode:\n  name: dp\n")  # has no other values
+    assert compose_config(["experiment=tiny"], source=Source(mine)).mode.name == "dp"
+    file("defaults:\n  - override /optim: adamw\n  - override /model: timm\nmodel:\n  name: resnet10t\n")
+    config = compose_config(["experiment=tiny"], source=Source(mine))
+    assert (config.optim.name, config.optim.lr, config.model.name) == ("adamw", 0.001, "resnet10t")
+
+
 def test_a_configuration_that_includes_itself_is_told(capsys, mine):
     (mine / "experiment" / "again.yaml").write_text("# @package _global_\ndefaults:\n  - /experiment: again\n")
     said = refused(capsys, f"--config-dir={mine}", "experiment=again")

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.override_parser.types import Override
@@ -21,7 +22,7 @@ from cdp_repro.config.loading import load_config
 from cdp_repro.config.overrides import long_forms, parse_long_forms, readable, text_of
 from cdp_repro.config.paths import refuse_long_names
 from cdp_repro.config.schema import RunConfig
-from cdp_repro.config.source import OURS, TREE, Source
+from cdp_repro.config.source import GROUPS, OURS, TREE, Source
 from cdp_repro.config.unknown_names import unknown_choice, unknown_key
 
 
@@ -36,11 +37,35 @@ def compose_config(overrides: Sequence[str], check_device: bool = True, source: 
     try:
         tree = tree or _composed(composable, source)
         problems += _missing_weights(tree)
+        problems += [] if source == OURS else _names_of_other_choices(composable, source)
         config = load_config(tree, check_device)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     refuse(problems)
     return config
+
+
+def _names_of_other_choices(overrides: Sequence[str], source: Source) -> list[str]:
+    """Return a sentence for each group of which a user's file gives the name, which must come with its other values.
+
+    With `optim: {name: adamw}`, AdamW would train with the values of the default, SGD.
+    """
+    tree = _composed(overrides, source, with_hydra=True)
+
+    def values(group: str, choice: str) -> dict[str, Any]:
+        return {**composed_of_ours((f"{group}={choice}",))[group], "name": None}
+
+    found = []
+    for group, choice in tree.hydra.runtime.choices.items():
+        if group not in GROUPS or choice not in (ours := OURS.choices(group)):
+            continue
+        name = OmegaConf.select(tree, f"{group}.name")
+        if name in ours and name != choice and values(group, name) != values(group, choice):
+            found.append(
+                f"{group}.name={name} would have the values of {group}={choice}: in a file, choose it by "
+                f"`defaults: [override /{group}: {name}]`"
+            )
+    return found
 
 
 def _missing_weights(tree: DictConfig) -> list[str]:

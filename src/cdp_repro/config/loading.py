@@ -16,6 +16,7 @@ from cdp_repro.config.keys import SCHEDULE_KEYS, defaults, example_of, leaves, n
 from cdp_repro.config.limits import inconsistent_elsewhere, inconsistent_in_schedule
 from cdp_repro.config.ranges import out_of_range
 from cdp_repro.config.schema import OptimConfig, RunConfig
+from cdp_repro.config.source import GROUPS
 
 
 def load_config(composed: DictConfig, check_device: bool = True) -> RunConfig:
@@ -135,6 +136,9 @@ def _mistyped(schema: DictConfig, given: Iterable[tuple[str, Any]]) -> Iterator[
     """Yield each key that is unknown, or whose value has a wrong type, with a sentence that says so."""
     known = defaults()
     for key, value in given:
+        if key in GROUPS:
+            yield key, f"{key} is a group: a file chooses in it by `defaults: [override /{key}: {value}]`"
+            continue
         if key not in known:
             yield key, f"unknown key {key!r}{nearest(key, [*known])}"
             continue
