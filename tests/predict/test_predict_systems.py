@@ -67,6 +67,9 @@ def test_a_system_that_needs_more_blocks_than_the_model_has_is_left_out_and_name
     assert shown.count("is left out") == 4
 
 
+TWO_TOWERS = ("model=two_towers", "workers=2", "stages=6", "batch_size=8")
+
+
 def test_a_run_is_explored_beside_all_systems_or_alone_where_they_cannot_have_its_sizes():
     def specs(*overrides):
         config = compose_config([*SIZES, *overrides], check_device=False)
@@ -77,6 +80,14 @@ def test_a_run_is_explored_beside_all_systems_or_alone_where_they_cannot_have_it
     assert found[:2] == own and sorted(found) == sorted(system for system in SYSTEMS if system[0] != "terapipe")
     alone = specs("workers=2", "mode=cdp_v2", "placement=replicated", "replicas=2")
     assert alone == own
+    config = compose_config([*TWO_TOWERS, "mode=cdp_v2"], check_device=False)
+    assert [schedule.mode for schedule, _ in explored(config)] == ["cdp_v2", "dp"]
+
+
+def test_ranks_that_branches_cannot_share_are_refused():
+    config = compose_config(TWO_TOWERS, check_device=False)
+    with pytest.raises(ConfigError, match=r"a stage for each rank, workers=2: stages=2 is not a multiple of 3"):
+        compare_systems(config)
 
 
 def test_a_cluster_gives_seconds():
@@ -157,3 +168,15 @@ def test_a_price_is_of_slices(capsys):
     assert plan.main([*TEXT, *priced]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert {(row[0], row[1]) for row in rows if row[2:3] == ["2"]} >= {("terapipe", "pipeline")}
+
+
+def test_the_mode_does_not_change_the_micro_batches_of_the_comparison():
+    """PipeDream's own micro-batch is a whole mini-batch; here it has the micro-batches of all others."""
+    one, other = (
+        [
+            (system.mode, system.placement, system.activation_bytes)
+            for system in compare_systems(compose_config([*SIZES, "workers=2", f"mode={mode}"], check_device=False))
+        ]
+        for mode in ("dp", "pipedream")
+    )
+    assert one == other

@@ -121,8 +121,15 @@ def _common_sizes(config: RunConfig) -> tuple[CommonSizes, RunConfig]:
             [f"{micro_batches} micro-batches (workers x accumulate) are no multiple of ranks={ranks}: use "
              f"accumulate={-(-micro_batches // ranks)} workers={ranks}"]
         )  # fmt: skip
+    if config.branches:
+        try:
+            config.branches(ranks)
+        except ValueError as error:
+            said = f"--systems cuts the model into a stage for each rank, workers={ranks}: {error}"
+            raise ConfigError([said]) from error
     whole = replace(
         config,
+        mode=ModeConfig("dp"),  # of pipedream, a micro-batch would be a whole mini-batch
         stages=ranks,
         workers=ranks,
         accumulate=micro_batches // ranks,
@@ -133,7 +140,7 @@ def _common_sizes(config: RunConfig) -> tuple[CommonSizes, RunConfig]:
         message_time=None,
         slack=None,
         slices=None,
-    ).reading_whole()
+    )
     tokens = config.model.context if config.task.is_text else 0
     return CommonSizes(ranks, whole.accumulate, tokens, config.branches), whole
 
