@@ -109,6 +109,15 @@ def test_runs_that_are_not_in_it_are_named(capsys):
     assert [row["runs"] for row in written("eval-top1_percent_by_mode.name")] == ["1", "2"]
 
 
+def test_a_damaged_run_is_named_and_hides_no_other(capsys):
+    swept("seed=0,1,2")
+    RunDirectory.open(ROOT / "seed=0").metrics_path.unlink()
+    RunDirectory.open(ROOT / "seed=1").metrics_path.write_text("{\n{}\n")
+    shown = told(capsys, "--x=mode", "--y=eval/top1_percent")
+    assert "seed=0 (damaged (" in shown and "seed=1 (damaged (" in shown
+    assert [row["runs"] for row in written("eval-top1_percent_by_mode.name")] == ["1"]
+
+
 def test_runs_without_the_number_are_named(capsys):
     swept("seed=0,1")
     run = RunDirectory.open(ROOT / "seed=0")
@@ -123,7 +132,7 @@ def test_runs_without_the_number_are_named(capsys):
     [
         (["--x=optm.lr", "--y=eval/top1_percent"], "--x=optm.lr: no such setting; runs differ in epoch, "),
         (["--x=optim.lr", "--y=top1_percent"], "; did you mean 'eval/top1_percent'?"),
-        (["--x=epoch", "--y=train/los"], "has no such number, but step, train/epoch_loss, "),
+        (["--x=epoch", "--y=train/los"], "has no such number; it has step, train/epoch_loss, "),
         (["--x=seed", "--y=eval/top1_percent", "--group=moed"], "runs differ in mode.name, seed; did you mean 'mode'?"),
         (["--y=eval/top1_percent"], "--x= names no setting: in this sweep you can choose epoch, mode.name, seed"),
         (["--x=mode"], "--y= names no number: the summary of a run has eval/top1_percent"),

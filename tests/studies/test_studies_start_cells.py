@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -270,6 +271,11 @@ def test_folders_that_are_none_of_a_sweep_of_this_version(capsys, tiny):
         ('{"format": "cdp-repro sweep", "version": 2}', "is of version 2, this program reads 1"),
         ('{"format": "other"}', "is not of a sweep"),
         ("{", "is damaged: .*; delete it and start the sweep again"),
+        ('{"format": "cdp-repro sweep", "version": 1}', "is damaged: it has no cells by name in 'epochs'; delete it"),
+        (
+            '{"format": "cdp-repro sweep", "version": 1, "epochs": {"seed=0": 1}, "arrays": {"7": "seed=0"}}',
+            "is damaged: it has no cells by name in 'arrays'; delete it",
+        ),
     ):
         path.write_text(content)
         with pytest.raises(ConfigError, match=said):
@@ -281,6 +287,25 @@ def test_folders_that_are_none_of_a_sweep_of_this_version(capsys, tiny):
     assert "stands alone: drop seed=1" in capsys.readouterr().err
     assert command.main(["--dry-run", "seed=1"]) == 2
     assert "add --multirun" in capsys.readouterr().err
+
+
+def test_a_finished_run_does_not_pass_for_one_on_another_text(capsys):
+    gpt = ("dataset=text", "model=gpt", "model.width=8", "model.heads=2", "model.depth=2", "model.context=16",
+           "workers=2", "stages=2", "batch_size=64", "epochs=1", "optim.warmup_epochs=0", "wandb=disabled")  # fmt: skip
+    for name, words in (("a.txt", "one way to say it "), ("b.txt", "and quite another. ")):
+        Path(name).write_text(words * 150)
+    assert sweep(*gpt, "dataset.root=a.txt", "seed=0") == 0
+    assert sweep(*gpt, f"dataset.root={Path('a.txt').absolute()}", "seed=0") == 0, "it is the same text"
+    capsys.readouterr()
+    assert sweep(*gpt, "dataset.root=b.txt", "seed=0") == 2
+    assert "holds a run with another configuration" in capsys.readouterr().err
+
+
+def test_paths_that_differ_only_in_what_names_cannot_hold_are_two_cells():
+    cells = cells_of(Path("sweep"), ["dataset=cifar10", "model=mlp", "dataset.root=choice(a/b,a-b)", "seed=0,1"], OURS)
+    names = sorted(cell.name for cell in cells)
+    assert len(set(names)) == 4
+    assert names[0] == "dataset.root=a-b,seed=0" and re.fullmatch(names[0] + "-[0-9a-f]{8}", names[1])
 
 
 def test_a_run_under_way_shows_its_rate_and_the_time_left(tiny, monkeypatch):

@@ -12,9 +12,8 @@ from cdp_repro.config import ConfigError
 from cdp_repro.config.errors import collecting, nearest, refuse
 from cdp_repro.config.keys import settings_of
 from cdp_repro.config.source import GROUPS
-from cdp_repro.observe.json_values import from_json
 from cdp_repro.observe.metrics import read_metrics
-from cdp_repro.observe.run_directory import RunDirectory
+from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError
 from cdp_repro.report.groups import Sample
 from cdp_repro.report.tables import Table
 from cdp_repro.studies.cells import read_list
@@ -134,8 +133,12 @@ def _read(root: Path) -> tuple[list[Finished], dict[str, str]]:
     """Return the finished runs of a sweep, and the state of every other run by its name."""
     noted = read_list(root)
     states = {name: run_state(root / name, None, noted.job_outputs(root, name)) for name in noted.epochs}
-    found = [_finished(root / name) for name, state in states.items() if state == "finished"]
-    unfinished = {name: state for name, state in states.items() if state != "finished"}
+    found, unfinished = [], {name: state for name, state in states.items() if state != "finished"}
+    for name in [each for each in states if each not in unfinished]:
+        try:
+            found.append(_finished(root / name))
+        except (OSError, RunDirectoryError) as error:
+            unfinished[name] = f"damaged ({error})"
     if not found:
         said = ", ".join(f"{name} is {state}" for name, state in unfinished.items())
         raise ConfigError([f"no run of {root} has finished: {said or 'it has none'}; start the sweep again to go on"])
@@ -159,8 +162,9 @@ def _shown(value: Any) -> Value:
 
 
 def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
-    read = {key: from_json(value) for key, value in found.items()}
-    return {key: value for key, value in read.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    return {
+        key: value for key, value in found.items() if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def _known_setting(option: str, key: str | None, runs: Sequence[Finished], others: Sequence[str] = ()) -> str:
@@ -184,7 +188,7 @@ def _known_number(y: str | None, x: str, runs: Sequence[Finished]) -> str:
     if not y:
         raise ConfigError([f"--y= names no number: {where} has {', '.join(known)}"])
     if y not in known:
-        raise ConfigError([f"--y={y}: {where} has no such number, but {', '.join(known)}{nearest(y, known)}"])
+        raise ConfigError([f"--y={y}: {where} has no such number; it has {', '.join(known)}{nearest(y, known)}"])
     return y
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from cdp_repro.observe.run_directory import CONFIG, RunDirectory, arguments_to_g
 
 LIST = "sweep.json"
 FORMAT, VERSION = "cdp-repro sweep", 1
+_WAY_ON = "delete it and start the sweep again, which keeps its runs"
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,13 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
     expanded = expand_sweep(overrides, source)
     fixed = set.intersection(*map(set, expanded))
     found: dict[Path, Cell] = {}
+    names: dict[str, str] = {}
     problems: list[str] = []
     for texts in expanded:
-        name = ",".join(text for text in texts if text not in fixed).replace("/", "-") or "single"
+        own = ",".join(text for text in texts if text not in fixed) or "single"
+        name = own.replace("/", "-")
+        if names.setdefault(name, own) != own:  # such as `dataset.root=a/b` and `dataset.root=a-b`
+            name += f"-{hashlib.sha256(own.encode()).hexdigest()[:8]}"
         directory = root / shortened(name, LONGEST_NAME - len(".log"))  # the end of its log's name
         if directory in found:
             which = "all cells are one" if name == "single" else f"two cells are the same ({name})"
@@ -87,11 +93,15 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
 def _holds_another_run(directory: Path, config: RunConfig) -> bool:
     if not (directory / CONFIG).exists():
         return False
-    theirs, ours = (
-        {key: value for key, value in settings_of(each).items() if key != "run_dir" and not is_changeable(key)}
-        for each in (RunDirectory(directory).config(), config.to_dict())
+    theirs, ours = map(settings_of, (RunDirectory(directory).config(), config.to_dict()))
+    if config.task.is_text:  # which text it is changes the numbers; a finished run would pass for one on another
+        for each in (theirs, ours):
+            each["text"] = each["dataset.root"] and Path(each["dataset.root"]).absolute()
+    return any(
+        theirs.get(key) != ours.get(key)
+        for key in theirs.keys() | ours.keys()
+        if key != "run_dir" and not is_changeable(key)
     )
-    return theirs != ours
 
 
 @dataclass(frozen=True)
@@ -139,12 +149,15 @@ def read_list(root: Path) -> SweepList:
         found = f"it has no {LIST}" if root.is_dir() else "it does not exist" if not root.exists() else "it is a file"
         raise ConfigError([f"{root} is no folder of a sweep: {found}"]) from error
     except ValueError as error:
-        ways = "delete it and start the sweep again, which keeps its runs"
-        raise ConfigError([f"{path} is damaged: {error}; {ways}"]) from error
+        raise ConfigError([f"{path} is damaged: {error}; {_WAY_ON}"]) from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ConfigError([f"{path} is not of a sweep of cdp-train"])
     if found.get("version") != VERSION:
         raise ConfigError(
             [f"{path} is of version {found.get('version')}, this program reads {VERSION}: use the one that wrote it"]
         )
+    for key, kind in (("epochs", int), ("arrays", list)):
+        value = found.get(key)
+        if not isinstance(value, dict) or not all(isinstance(each, kind) for each in value.values()):
+            raise ConfigError([f"{path} is damaged: it has no cells by name in {key!r}; {_WAY_ON}"])
     return SweepList(found["epochs"], found["arrays"])
