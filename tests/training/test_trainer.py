@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import random
 import shutil
@@ -27,6 +28,7 @@ from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError, arguments_to_go_on
 from cdp_repro.schedule import Action
 from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
+from cdp_repro.training.evaluate import Score
 from cdp_repro.training.run import train
 from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer, refuse_foreign
 
@@ -336,6 +338,35 @@ def test_a_loss_that_is_not_finite_stops_the_run_after_a_checkpoint(tmp_path, ti
     saved = CheckpointStore(tmp_path / "run" / "diverged").load()
     assert saved.step > 0
     assert CheckpointStore(tmp_path / "run" / "checkpoints").latest() is None
+
+
+def test_no_checkpoint_to_go_on_from_has_a_parameter_that_is_not_finite(tmp_path, tiny):
+    """The loss that shows it would come a step later, and a run that resumed between them would only diverge again."""
+    huge = ("mode=cdp_v1", "optim.lr=1e38", "optim.momentum=0.99", "optim.warmup_epochs=0", "model.dropout=0")
+    with pytest.raises(DivergedError, match=r"a parameter of stage \d is not finite after \d+ training steps; .*Try"):
+        run(tmp_path / "run", *tiny, *huge, "checkpoint_every_steps=1")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "diverged"
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        for stage in CheckpointStore(path.parent).load(path).tensors["engine"]["stages"]:
+            assert all(each.isfinite().all() for version in stage["versions"].values() for each in version.values())
+
+
+def test_a_run_whose_last_evaluation_is_not_finite_has_diverged(tmp_path, tiny, monkeypatch):
+    honest = Score.means
+    monkeypatch.setattr(Score, "means", lambda self: honest(self) | {"eval/loss": math.nan})
+    with pytest.raises(DivergedError, match=r"the last evaluation is not finite: .*Try a smaller"):
+        run(tmp_path / "run", *tiny)
+    summary = RunDirectory.open(tmp_path / "run").summary()
+    assert summary["status"] == "diverged" and math.isnan(summary["eval/loss"])
+    with pytest.raises(DivergedError):
+        resume(tmp_path / "run")
+
+
+def test_a_copy_of_the_data_under_another_name_is_the_same():
+    theirs, ours = ({"description": f"text of {name}", "fingerprint": "f"} for name in ("a.txt", "b.txt"))
+    refuse_foreign({"data": theirs}, {"data": ours})
+    with pytest.raises(CheckpointError, match="fingerprint is f in the checkpoint, g in the run"):
+        refuse_foreign({"data": theirs}, {"data": {**ours, "fingerprint": "g"}})
 
 
 def test_a_summary_that_cannot_be_written_does_not_hide_why_a_run_ended(tmp_path, tiny, monkeypatch):

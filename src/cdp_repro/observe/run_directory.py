@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from cdp_repro.observe.atomic_file import replace_file, unfinished
-from cdp_repro.observe.json_values import valid_json
+from cdp_repro.observe.json_values import from_json, valid_json
 
 CONFIG, COMMAND, METRICS, SUMMARY = "config.yaml", "command.txt", "metrics.jsonl", "summary.json"
 CHECKPOINTS, LOGS = "checkpoints", "logs"
@@ -159,7 +159,7 @@ class RunDirectory:
         return self.path / LOGS / f"rank{rank}.log"
 
     def summary(self) -> dict[str, Any]:
-        """Return summary.json; empty if there is none yet."""
+        """Return summary.json, with NaN and Infinity as floats; empty if there is none yet."""
         if not self.summary_path.exists():
             return {}
         try:
@@ -169,7 +169,7 @@ class RunDirectory:
         if not isinstance(summary, dict):
             found = type(summary).__name__
             raise RunDirectoryError(f"{self.summary_path} holds a {found}, not a JSON object. {_WITHOUT_IT}")
-        return summary
+        return {key: from_json(value) for key, value in summary.items()}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace summary.json at once; NaN and Infinity become strings."""

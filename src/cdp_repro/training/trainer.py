@@ -173,7 +173,8 @@ class Trainer:
 
         Raises:
             Interrupted: on SIGINT or SIGTERM, after a checkpoint.
-            DivergedError: a loss is not finite; the state is saved, away from the checkpoints to resume from.
+            DivergedError: a loss, a parameter or the last evaluation is not finite. With the first two, the state is
+                saved away from the checkpoints to resume from.
             DatasetError: a damaged image, after a checkpoint.
         """
         self._measure_parameters()
@@ -189,13 +190,15 @@ class Trainer:
                 self.position.ledger_reads = self._earlier_reads + sum(self._team.gather(self._engine.ledger_reads))
                 if was_tracing:
                     self._keep_trace()
-                self._save(self._checkpoints)
+                self._save_if_finite()
                 self._stop_damaged()
                 signal = self._team.share(next(filter(None, self._team.gather(stop.signal)), None))
                 if signal is not None and self._engine.step < self._total_steps:
                     raise Interrupted(signal, self._engine.step, self._checkpoints.directory.parent)
                 if self._is_epoch_over:
                     self._end_epoch(progress)
+        if not all(map(math.isfinite, self.position.evaluation.values())):
+            raise DivergedError(f"the last evaluation is not finite: {self.position.evaluation}. {self._advice()}")
 
     def _measure_parameters(self) -> None:
         """Note, on rank 0, the bytes of parameter versions, optimizers and last steps on the rank with most of each."""
@@ -299,32 +302,50 @@ class Trainer:
         shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         progress.line(f"epoch {epoch}/{self._config.epochs}  {shown}")
 
-    def _save(self, store: CheckpointStore) -> None:
+    def _save_if_finite(self) -> None:
+        """Write a checkpoint; raise DivergedError on all ranks if a parameter in it is not finite.
+
+        The loss that shows it comes in a later step, and a run that resumed from here would only diverge again.
+        """
+        state = self._engine.state_dict()
+        stage = self._team.share(_stage_that_is_not_finite(state))
+        self._save(self._checkpoints if stage is None else self._diverged, state)
+        if stage is not None:
+            raise DivergedError(
+                f"a parameter of stage {stage} is not finite after {self._engine.step} training steps; "
+                f"{self._saved_states()}. {self._advice()}"
+            )
+
+    def _save(self, store: CheckpointStore, state: Mapping[str, Any]) -> None:
+        """Write a checkpoint of the engine's state, on rank 0."""
         self._team.positions.enter(f"the checkpoint of step {self._engine.step}")
-        tensors = {"engine": self._engine.state_dict(), "torch_random_state": torch.get_rng_state()}
+        tensors = {"engine": state, "torch_random_state": torch.get_rng_state()}
         meta = {**self._facts, "position": asdict(self.position)}
         if self._is_main:
             store.save(self._engine.step, tensors, meta)
+
+    def _saved_states(self) -> str:
+        """Say where the state of a run that has diverged is, and the last one before it did."""
+        good = self._checkpoints.latest()
+        before = f"the last good checkpoint is {good}" if good else "no checkpoint had been due before"
+        return f"the state, after all steps that had begun, is saved in {self._diverged.latest()}; {before}"
 
     def _stop_diverged(self) -> None:
         """If a loss was not finite, save the state away from the checkpoints and raise DivergedError, on all ranks."""
         divergence = self._team.share(self._divergence)
         if divergence is None:
             return
-        self._save(self._diverged)
+        self._save(self._diverged, self._engine.state_dict())
         step, loss, losses = divergence
-        good = self._checkpoints.latest() or "missing: none was due yet"
+        weights = self._config.model.weights
+        unmoved = "No update has been made yet: look at " + ("the data" if weights is None else f"the file {weights}")
         raise DivergedError(
-            f"the loss of training step {step} is {loss} (workers: {losses}); "
-            f"the state is saved in {self._diverged.latest()}, the last good checkpoint is {good}. "
-            f"{self._advice(step)}"
+            f"the loss of training step {step} is {loss} (workers: {losses}); {self._saved_states()}. "
+            f"{self._advice() if step else unmoved}"
         )
 
-    def _advice(self, step: int) -> str:
-        """Return what a user can do about a loss that is not finite in this training step."""
-        if step == 0:
-            weights = self._config.model.weights
-            return "No update has been made yet: look at " + ("the data" if weights is None else f"the file {weights}")
+    def _advice(self) -> str:
+        """Return what a user can do about a run that diverges."""
         optim, delay = self._config.optim, self._config.delay
         return f"Try a smaller optim.lr than {optim.lr} or a longer optim.warmup_epochs than {optim.warmup_epochs}" + (
             "" if delay.name == "none" else f", or another delay than {delay.name}"
@@ -380,6 +401,15 @@ class Trainer:
         return summary
 
 
+def _stage_that_is_not_finite(state: Mapping[str, Any]) -> int | None:
+    """Return the first stage of an engine's state that has a parameter that is not finite; None if none has."""
+    for number, stage in enumerate(state.get("stages", ())):
+        tensors = [each for version in stage["versions"].values() for each in version.values()]
+        if not all(each.isfinite().all() for each in tensors):
+            return number
+    return None
+
+
 def refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a checkpoint's configuration or data differ from the run's, as far as given."""
     differing: list[str] = []
@@ -389,6 +419,8 @@ def refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
             raise CheckpointError(f"the checkpoint does not fit this run: its {part} is {kept!r}, no values by name")
         if part in expected:
             theirs, ours = by_key(kept), by_key(expected[part])
+            if part == "data" and "fingerprint" in ours and theirs.get("fingerprint") == ours["fingerprint"]:
+                continue  # perhaps under another name, such as that of a copied file
             differing += [
                 f"{key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the run"
                 for key in sorted({*theirs, *ours})
