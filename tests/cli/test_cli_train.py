@@ -21,7 +21,9 @@ from training.test_trainer_placements import same_outcome
 
 from cdp_repro.cli import plan as plan_command
 from cdp_repro.cli import train as command
+from cdp_repro.config.compose import compose_config
 from cdp_repro.launch import StalledError
+from cdp_repro.observe.run_directory import RunDirectory
 
 
 @pytest.fixture(autouse=True)
@@ -341,11 +343,19 @@ def test_data_that_was_moved_is_named_beside_resume(tmp_path, capfd):
 
 
 def test_accumulation_and_ranks_that_do_not_fit(capsys):
-    assert "accumulate=0: must be a finite number, 1 or more" in refused(capsys, "accumulate=0")
+    assert "accumulate=0: must be 1 or more" in refused(capsys, "accumulate=0")
     shown = refused(capsys, "workers=2", "accumulate=2", "replicas=2", "batch_size=30")
     assert "not divisible by workers=2 x accumulate=2 x replicas=2: use batch_size=24 or batch_size=32" in shown
     assert "ranks=2 is for placement=pipeline" in refused(capsys, "placement=replicated", "ranks=2")
     assert "use ranks=1, 2, 4" in refused(capsys, "mode=dp", "placement=pipeline", "ranks=3")
+
+
+@pytest.mark.parametrize("name", ["da #b", "0123", "1e3", "a: b", "[x"])
+def test_a_path_beside_resume_is_taken_as_it_is(name):
+    """Other values are read as YAML, in which `#` begins a comment."""
+    config = compose_config(["dataset=cifar10", "dataset.root=x"])
+    run = RunDirectory.create(Path("run"), config.to_dict(), ["cdp-train"])
+    assert command._resumed_config(run, ["resume=run", f"dataset.root={name}"]).dataset.root == name
 
 
 def test_an_unknown_option(capsys):

@@ -62,7 +62,7 @@ def test_strength_arrives():
         (["dataset=text"], "dataset=text has tokens, which model=resnet8 cannot read: use model=gpt"),
         (["model=gpt"], "model=gpt reads tokens, not the images of dataset=digits: use dataset=text"),
         (["dataset=text", "model=gpt", "model.width=30"], "not divisible by model.heads=4: use model.width=32"),
-        (["dataset=text", "model=gpt", "model.heads=0"], "model.heads=0: must be a finite number, 1 or more"),
+        (["dataset=text", "model=gpt", "model.heads=0"], "model.heads=0: must be 1 or more"),
         (["dataset=text", "model=gpt", "dataset.tokens=words"], "dataset.tokens=words: choose bytes, characters"),
     ],
 )  # fmt: skip

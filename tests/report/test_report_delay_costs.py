@@ -469,7 +469,7 @@ def test_the_advice_says_what_fresh_seeds_judged_and_before_that_the_best_so_far
     assert "goes on" not in said
     said = advice([], [finals], world.groups)
     assert (
-        "resnet8 is not judged on fresh seeds yet; the" in said
+        "resnet8 has no verdict on fresh seeds yet; the" in said
         and "`mode=cdp_v1 delay=prediction optim.lr=0.2` 0.850" in said
     )
     assert "goes on" not in said
@@ -479,7 +479,10 @@ def test_the_advice_says_what_fresh_seeds_judged_and_before_that_the_best_so_far
     rows = lambda number, seed: 90.0 - 0.5 * number + 0.001 * seed * number  # noqa: E731 - data parallelism is number 0
     world.have("delay", compared(world.studies["delay"], rows))
     said = advice(world.standings("delay"), [finals], world.groups)
-    assert "resnet8 is not judged on fresh seeds yet; the" in said and "training loss" not in said
+    assert (
+        "resnet8 has no verdict on fresh seeds yet; so far, on the seeds that chose it" in said
+        and "training loss" not in said
+    )
     assert "`mode=cdp_v1 delay=prediction optim.lr=0.2` -0.50 [" in said and "nesterov" not in said, "the better alone"
     begun = world.judge(0, 1.0, keep=lambda number, seed: seed < 12)
     assert advice([*world.standings("delay"), *begun], [finals], world.groups) == said, "some fresh seeds judge nothing"

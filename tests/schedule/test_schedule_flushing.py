@@ -102,7 +102,7 @@ def test_three_micro_batches_on_three_ranks_are_drawn_as_documented(flush, rows)
 
 @pytest.mark.parametrize("flush", BOTH)
 def test_ranks_that_do_not_share_the_stages_equally_are_refused(flush):
-    with pytest.raises(ValueError, match="ranks=4 do not share stages=6 equally: use ranks=1, 2, 3, 6"):
+    with pytest.raises(ValueError, match="ranks=4 does not divide stages=6: use ranks=1, 2, 3, 6"):
         build(flush, 3, 6, 4)
 
 

@@ -50,7 +50,7 @@ def test_each_slice_of_each_part_of_the_samples_is_one_micro_batch(n, k, r, slic
         ({"accumulate": 0}, "accumulate=0: at least 1"),
         ({"replicas": 0}, "replicas=0: at least 1"),
         ({"slices": 0}, "slices=0: at least 1"),
-        ({"pipeline_ranks": 4}, "ranks=4 do not share stages=6 equally: use ranks=1, 2, 3, 6"),
+        ({"pipeline_ranks": 4}, "ranks=4 does not divide stages=6: use ranks=1, 2, 3, 6"),
         ({"pipeline_ranks": 0}, "use ranks=1, 2, 3, 6"),
         ({"message_time": 11}, "message_time=11: use a number from 0 to 10 .* such as message_time=1"),
         ({"speeds": (1, 7), "message_time": 0.1}, "at most 60 for a micro-batch"),

@@ -171,19 +171,19 @@ def _restarts(overrides: Sequence[str]) -> bool:
 
 def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
     """Return the run's own configuration, changed by the overrides that stand beside `resume=`."""
-    given = [
-        f"{key.replace('placement', 'placement.name')}={typed_path(value) if key in PATH_KEYS else value}"
-        for key, _, value in (text.partition("=") for text in overrides)
-        if key not in ("resume", "restart")
-    ]
+    given = [text for text in overrides if not text.startswith(("resume=", "restart="))]
     config = OmegaConf.create(run.config())
     if not isinstance(config.get("placement"), DictConfig):
         raise RunDirectoryError(f"{run.path / CONFIG} has no placement: put back what it held, or begin another run")
     was = config.placement.get("name")
     problems, found = list[str](), RunConfig()
     for text in given:
+        key, _, value = text.partition("=")
         try:
-            config.merge_with_dotlist([text])
+            if key in PATH_KEYS:
+                OmegaConf.update(config, key, typed_path(value))  # as it is, not as YAML
+            else:
+                config.merge_with_dotlist([f"{key.replace('placement', 'placement.name')}={value}"])
         except (OmegaConfBaseException, YAMLError) as error:
             problems.append(f"{shlex.quote(text)}: {str(error).splitlines()[0]}")
     for name, placement in PLACEMENT_SIZES.items():
@@ -308,7 +308,8 @@ def _told(summary: dict[str, Any], run_dir: Path) -> str:
     lines = [
         "",
         f"{summary['model']} on {summary['dataset/description']}, mode {mode}, {summary['workers']} workers",
-        f"  {task.name:<21} {task.score_text(summary)} after {summary['epochs']} epochs",
+        f"  {task.name:<21} {task.score_text(summary)} after {summary['epochs']} "
+        f"epoch{'s' if summary['epochs'] > 1 else ''}",
     ]
     peak = summary.get("memory/activation_peak_bytes_total")
     baseline = summary["memory/activation_peak_bytes_simulated_dp"]

@@ -54,7 +54,8 @@ def _text(config: RunConfig, comparison: Comparison) -> str:
     against = config.baseline or f"placement {config.placement.name}"
     lines = [
         f"{config.model.name} on {config.dataset.name}, mode {config.mode.name}, {against} in {comparison.ranks} "
-        f"processes against one device, {comparison.steps} training steps, {config.precision}",
+        f"process{'es' if comparison.ranks > 1 else ''} against one device, {comparison.steps} training steps, "
+        f"{config.precision}",
         "",
         "largest difference, over the largest value",
         f"  losses    {comparison.losses:.1e}",

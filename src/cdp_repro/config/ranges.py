@@ -79,11 +79,11 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
     for key, minimum in _MINIMA.items():
         value = _value(config, key)
         if not (value >= minimum and math.isfinite(value)):
-            yield key, f"{key}={value}: must be a finite number, {minimum} or more"
+            yield key, f"{key}={value}: must be {_finite(value)}{minimum} or more"
     for key, least in _OPTIONAL_MINIMA.items():
         value = _value(config, key)
         if value is not None and not (value >= least and math.isfinite(value)):
-            yield key, f"{key}={value}: must be a finite number, {least} or more"
+            yield key, f"{key}={value}: must be {_finite(value)}{least} or more"
     if config.optim.clip_norm is not None and not 0 < config.optim.clip_norm < math.inf:
         yield (
             "optim.clip_norm",
@@ -105,3 +105,8 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
         yield "model.depth", f"model.depth={config.model.depth}: must be at most {_LARGEST_DEPTH}"
     if config.seed >= 2**63:
         yield "seed", f"seed={config.seed}: must be below 2^63"
+
+
+def _finite(value: float) -> str:
+    """Return the beginning of what a number must be: a whole one is finite anyway."""
+    return "" if isinstance(value, int) else "a finite number, "

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 _OPTIMIZER = (
-    "the optimizer that the engine is given sees it: in optimizer.register_step_pre_hook, or its step(), "
-    "parameter.grad is the mean over the training step's micro-batches, for the parameters of one stage"
+    "the optimizer sees it: inside its step(), or in a hook set by optimizer.register_step_pre_hook, parameter.grad is "
+    "the mean over the training step's micro-batches, for the parameters of one stage"
 )
 
 
@@ -77,7 +77,7 @@ class _NoGradient(Tensor):
     def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
             "the gradient of a stage's parameter is asked for, e.g. by clip_grad_norm_, an optimizer or a gradient "
-            f"scaler in the loop over engine.run(): between two results there is none. Where {_OPTIMIZER}"
+            f"scaler in the loop over engine.run(): between two results there is none. Only {_OPTIMIZER}"
         )
 
 

@@ -18,8 +18,8 @@ _SCRIPT = r"""#!/bin/bash
 
 cd "$SLURM_SUBMIT_DIR" || exit 1
 
-# A run of several ranks starts them itself, in this job. sbatch passes on the environment it was called in: called
-# under srun or torchrun, that would make cdp-train think that it is one rank of theirs.
+# A run starts its ranks in this job: itself, or by srun below. sbatch passes on the environment it was called in:
+# called under srun or torchrun, that would make cdp-train think that it is one rank of theirs.
 unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID SLURM_STEP_NODELIST
 
 @prepare@@command@ &

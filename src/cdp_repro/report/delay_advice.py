@@ -38,7 +38,7 @@ def advice(standings: Sequence[Standing], tunings: Sequence[Study], groups: Mapp
             choosing = [each for each in standings if each.study.chooses and each.study.network == network]
             best = [*best_of_each_mode(choosing).values()]
             so_far = _chosen(best) if best else _tuned(study, groups)
-            said.append(f"{network} is not judged on fresh seeds yet; {so_far}.")
+            said.append(f"{network} has no verdict on fresh seeds yet; {so_far}.")
     return " ".join(said) or "Not measured yet."
 
 
@@ -53,8 +53,8 @@ def _chosen(best: Sequence[Standing]) -> str:
     """Say how the best of each mode stands on the seeds by which it was chosen, which flatter it."""
     told = [f"`{overrides(each.group)}` {each.difference}" for each in best]
     return (
-        "the best of each mode so far, on the seeds on which it is the best, minus data parallelism with its "
-        f"optimizer, in {best[0].task.difference_unit}: {', '.join(told)}"
+        "so far, on the seeds that chose it (so it looks better than it is), the best of each mode minus data "
+        f"parallelism with the same optimizer, in {best[0].task.difference_unit}: {', '.join(told)}"
     )
 
 

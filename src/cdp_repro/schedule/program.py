@@ -30,8 +30,6 @@ from cdp_repro.schedule.garbage import without_collection
 from cdp_repro.schedule.generate import generate
 from cdp_repro.schedule.roles import Roles
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation import strategy_of
-from cdp_repro.schedule.summation.local import sum_locally
 from cdp_repro.schedule.transport import Communicator, Edge, blocked_on_nccl, directions, edges, merged
 
 MAX_STEPS = 12
@@ -267,9 +265,11 @@ class Program:
 def begins(schedule: Schedule) -> Callable[[int], int]:
     """Return the function from a step of a run to the slot in which its piece begins.
 
-    A piece begins one slot before its step if messages depend on the next slot.
+    A piece begins one slot before its step if gradients or parameters of a stage pass between ranks: what the first
+    slot of a step needs is sent in the slot before.
     """
-    overlap = any(strategy_of(schedule, stage) is not sum_locally for stage in range(schedule.stages))
+    holders = schedule.placement.holders
+    overlap = any(stage in schedule.lent or len(holders(stage)) > 1 for stage in range(schedule.stages))
     period = schedule.slots_per_step
     return lambda step: max(0, step * period - overlap)
 

@@ -169,9 +169,7 @@ class Sizes:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
         if self.pipeline_ranks < 1 or self.stages % self.pipeline_ranks:
             choices = ", ".join(str(d) for d in range(1, self.stages + 1) if self.stages % d == 0)
-            raise ValueError(
-                f"ranks={self.pipeline_ranks} do not share stages={self.stages} equally: use ranks={choices}"
-            )
+            raise ValueError(f"ranks={self.pipeline_ranks} does not divide stages={self.stages}: use ranks={choices}")
         if not 1 <= self.servers <= self.stages:
             raise ValueError(f"servers={self.servers} for stages={self.stages}: use servers=1 to {self.stages}")
         if self.branches:
