@@ -13,6 +13,8 @@ import pytest
 ENTRY_POINTS = """
 [cdp_repro.models]
 my_net = my_package:build
+my_whole_net = my_package:whole
+my_wrong_net = my_package:wrong
 [cdp_repro.datasets]
 my_data = my_package:load
 [cdp_repro.timelines]
@@ -47,6 +49,15 @@ def build(spec):
         first=nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, spec.hidden)),
         second=nn.Sequential(nn.ReLU(), nn.Linear(spec.hidden, spec.classes)),
     ))
+
+
+def whole(spec):
+    return nn.Linear(2, 2)
+
+
+def wrong(spec):
+    first, second = build(spec)
+    return nn.Sequential(first, nn.Linear(spec.hidden + 1, spec.classes))
 
 
 def load(root):
@@ -104,3 +115,17 @@ def test_a_plan_names_what_is_missing_and_what_cannot_be_imported(site):
     assert broken.returncode == 2
     assert "cdp_repro.modes 'broken', which an installed package has entered as my_package:missing" in broken.stderr
     assert "AttributeError" in broken.stderr and "Traceback" not in broken.stderr
+    misspelt = run(site, "plan", "mode=slwo", "model=my_nett")
+    assert misspelt.stderr.count("did you mean 'slow'?") == misspelt.stderr.count("did you mean 'my_net'?") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("my_whole_net", "model my_whole_net is a Linear: give an nn.Sequential of its blocks, to cut it"),
+        ("my_wrong_net", "cannot train on a micro-batch of 8: part 1 of 2 (Linear) does not take what it is given: "),
+    ],
+)
+def test_what_is_wrong_with_a_model_is_told(site, model, said):
+    planned = run(site, "plan", *RUN, f"model={model}")
+    assert planned.returncode == 2 and said in planned.stderr and "Traceback" not in planned.stderr

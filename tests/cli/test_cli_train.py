@@ -361,6 +361,8 @@ def test_a_path_beside_resume_is_taken_as_it_is(name):
 def test_an_unknown_option(capsys):
     assert command.main(["--mutlirun"]) == 2
     assert "unknown option --mutlirun" in capsys.readouterr().err
+    assert "unknown option --workers=3: a setting has no dashes, write workers=3" in refused(capsys, "--workers=3")
+    assert "unknown option --mode: a setting has no dashes, write mode=..." in refused(capsys, "--mode", "mode=dp")
 
 
 def test_a_diverging_run_says_so(capsys, tiny):

@@ -152,6 +152,7 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         ),
         (["optim.lr='${nope}'"], "optim.lr: the configuration cannot be resolved: Interpolation key 'nope' not found"),
         (["learning_rate=0.1"], "unknown key 'learning_rate'; did you mean 'optim.lr'?"),
+        (["optim.learning_rate=0.1"], "unknown key 'optim.learning_rate'; did you mean 'optim.lr'?"),
         (["mode=[[1,1],[1,0]"], "is not of the form key=value: close its brackets and quotes"),
         (["workers"], "'workers' is not of the form key=value, such as workers=4"),
         (["mode=dp", "baseline=ddp", "placement=single_device"], "drop placement=single_device"),

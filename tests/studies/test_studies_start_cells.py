@@ -22,6 +22,7 @@ from cdp_repro.cli import train as command
 from cdp_repro.config import ConfigError
 from cdp_repro.config.source import OURS
 from cdp_repro.observe.run_directory import COMMAND, RunDirectory
+from cdp_repro.studies.at_once import Ended
 from cdp_repro.studies.cells import cells_of, read_list
 from cdp_repro.studies.sweep_status import sweep_text
 from cdp_repro.training import weights
@@ -91,6 +92,12 @@ def test_a_repeated_sweep_goes_on_with_other_settings_that_change_no_result(tiny
     for setting in ("collectives=true", "keep_checkpoints=5"):  # the last bits; what a run cannot go on with
         assert sweep(*words, "seed=0,1", setting, "--dry-run") == 2
         assert "holds a run with another configuration" in capsys.readouterr().err
+
+
+def test_a_sweep_that_is_stopped_says_how_to_go_on(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(command, "train_here", lambda cells, jobs: Ended((), signal.SIGINT))
+    assert sweep(*tiny, "seed=0,1") == 128 + signal.SIGINT
+    assert "stopped: 0 of 2 runs have finished, in sweep; the same command goes on" in capsys.readouterr().err
 
 
 def child_of(process: int) -> int:
@@ -320,3 +327,6 @@ def test_a_run_under_way_shows_its_rate_and_the_time_left(tiny, monkeypatch):
     monkeypatch.setattr("cdp_repro.studies.sweep_status.run_state", lambda *_: "running")
     (line,) = [line for line in sweep_text(Path("sweep")).splitlines() if line.startswith("seed=0")]
     assert line.split() == ["seed=0", "running", "5", "of", "5000", "0.5", "2.8", "h"]
+    monkeypatch.setattr("cdp_repro.studies.sweep_status.run_state", lambda *_: "interrupted")
+    run.write_summary({"status": "interrupted", "step": 7})  # after its last row
+    assert "seed=0  interrupted  7 of 5000" in sweep_text(Path("sweep"))

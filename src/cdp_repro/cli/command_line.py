@@ -14,8 +14,9 @@ from cdp_repro.cli.streams import write_error, write_out
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import written_out
 from cdp_repro.config.errors import nearest
+from cdp_repro.config.keys import defaults
 from cdp_repro.config.paths import typed_path
-from cdp_repro.config.source import Source
+from cdp_repro.config.source import GROUPS, Source
 
 HYDRA_USAGE = """
 Hydra's own options:
@@ -85,6 +86,9 @@ class Command:
             if unknown:
                 names = [name for each in known for name in each]
                 hint = nearest(unknown[0], names)
+                word = unknown[0].lstrip("-")
+                if (key := word.partition("=")[0]) in defaults() or key in GROUPS:
+                    hint = f": a setting has no dashes, write {word if '=' in word else f'{key}=...'}"
                 if unknown[0] in ("-m", "--multirun"):
                     hint = f": {self.name} takes one run at a time; cdp-train sweeps over many"
                 write_error(f"unknown option {unknown[0]}{hint}\n\n{self.usage}")

@@ -227,6 +227,8 @@ def _sweep(line: CommandLine) -> int:
     write_list(root, cells)
     outcome = train_here(cells, launcher.jobs)
     if outcome.signal is not None:
+        done = [cell for cell in cells if RunDirectory(cell.directory).summary().get("status") == "finished"]
+        write_error(f"stopped: {len(done)} of {len(cells)} runs have finished, in {root}; the same command goes on\n")
         return 128 + outcome.signal
     for failure in outcome.failures:
         write_error(f"{failure}\n")

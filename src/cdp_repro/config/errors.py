@@ -45,7 +45,7 @@ OTHER_NAMES = {
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the most similar choice, or "" if none is similar."""
     by_lower = {choice.lower(): choice for choice in choices}
-    if (ours := OTHER_NAMES.get(name.lower())) in by_lower:
+    if (ours := OTHER_NAMES.get(name.lower().rpartition(".")[-1])) in by_lower:
         return f"; did you mean {ours!r}?"
     close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.4)]
     return f"; did you mean {close[0]!r}?" if close else ""

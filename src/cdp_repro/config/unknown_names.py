@@ -9,9 +9,10 @@ from omegaconf import OmegaConf
 
 from cdp_repro.config.errors import nearest
 from cdp_repro.config.keys import EXAMPLES, defaults, example_of, leaves
-from cdp_repro.config.overrides import text_of
+from cdp_repro.config.overrides import INSTALLED, text_of
 from cdp_repro.config.schema import RunConfig
 from cdp_repro.config.source import GROUPS, Source
+from cdp_repro.schedule.by_name import entered
 
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
 """Hydra's own settings that have an effect here. Most others are about starting jobs, which `launch` does."""
@@ -26,6 +27,7 @@ def unknown_choice(override: Override, source: Source) -> str | None:
         return None
     known = source.choices(group)
     choices = [each for each in known if each != "installed"]  # people type the name of what is installed
+    choices += entered(INSTALLED[group]) if group in INSTALLED else []
     if override.is_delete() or choice is None:
         if group in GROUPS and group != "experiment":
             return f"{text_of(override)}: every run has one: choose {', '.join(choices)}"

@@ -5,6 +5,7 @@ With fake tensors, which have a shape, a type and a storage but no data, nothing
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,8 +26,13 @@ Convert = Callable[[Tensor], Tensor]
 def fake_tensors() -> Iterator[Convert]:
     """Run the body without computing anything; yields a function that makes a fake tensor from a real one."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.random.fork_rng(devices=[]):
-        yield mode.from_tensor
+    log = logging.getLogger(FakeTensorMode.__module__)  # it prints the traceback of an error that it raises anyway
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with mode, torch.random.fork_rng(devices=[]):
+            yield mode.from_tensor
+    finally:
+        log.disabled = was_disabled
 
 
 class Rehearsal:
@@ -34,7 +40,7 @@ class Rehearsal:
 
     def __init__(self, network: Network, convert: Convert = torch.clone) -> None:
         """`convert` makes the tensors to compute with from those of the network."""
-        stages = network.stages
+        self.stages = stages = network.stages
         self.sources = network.sources or chain(len(stages))
         """For each stage, the stages whose outputs it reads."""
         self._compute = network.compute()

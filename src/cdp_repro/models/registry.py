@@ -69,7 +69,10 @@ def build_model(name: str, spec: ModelSpec, seed: int = 0) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]), torch.device(device):
         # Not torch.manual_seed, which also reseeds the GPUs.
         torch.default_generator.manual_seed(seed)
-        return builder(spec)
+        model = builder(spec)
+    if not isinstance(model, nn.Sequential):  # an installed package can return anything
+        raise ModelError(f"model {name} is a {type(model).__name__}: give an nn.Sequential of its blocks, to cut it")
+    return model
 
 
 def original_tensors(model: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from cdp_repro.models.chain import Branched, hidden_matrices, segments
 from cdp_repro.predict.partition import StagesError, partition_branches
 from cdp_repro.predict.profiling import profile_passes, profile_stages, time_stages
 from cdp_repro.predict.stage_cut import StageCut
+from cdp_repro.schedule.by_name import EntryError
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,14 @@ def cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None = None) 
     try:
         return _cut_model(config, blocks_per_stage)
     except ValueError as error:
-        if isinstance(error, (ConfigError, ModelError)):
+        if isinstance(error, (ConfigError, ModelError, EntryError)):
             raise
-        size = config.micro_batch_shape[0]
-        said = (
-            f"model={config.model.name} cannot be cut into {config.stage_count} stages, or not train on a "
-            f"micro-batch of {size}: {error}"
+        cannot = (
+            f"be cut into {config.stage_count} stages"
+            if isinstance(error, StagesError)
+            else f"train on a micro-batch of {config.micro_batch_shape[0]}"
         )
+        said = f"model={config.model.name} cannot {cannot}: {error}"
         if isinstance(error, StagesError) and (works := sizes_that_fit(config, error.most)):
             said += f"; with the other values, {works} would fit"
         raise ConfigError([said]) from error

@@ -96,7 +96,14 @@ def _forwards(
     rehearsal: Rehearsal, batch: tuple[Tensor, Tensor], meter: ActivationMeter, prefixes: Sequence[Prefix | None]
 ) -> _Measured:
     rehearsal.begin(*(each.clone() for each in batch))
-    return [_measured(partial(rehearsal.forward, n, meter, prefix), meter) for n, prefix in enumerate(prefixes)]
+    found = []
+    for number, prefix in enumerate(prefixes):
+        try:
+            found.append(_measured(partial(rehearsal.forward, number, meter, prefix), meter))
+        except (RuntimeError, TypeError) as error:
+            part = f"part {number} of {len(prefixes)} ({type(rehearsal.stages[number]).__name__})"
+            raise ValueError(f"{part} does not take what it is given: {str(error).splitlines()[0]}") from error
+    return found
 
 
 def _backwards(rehearsal: Rehearsal, meter: ActivationMeter, later: Sequence[Mapping[str, Tensor] | None]) -> _Measured:

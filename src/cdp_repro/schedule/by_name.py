@@ -56,6 +56,11 @@ def is_entered(group: str, name: str) -> bool:
     return bool(_entries(group, name))
 
 
+def entered(group: str) -> list[str]:
+    """Return the names that installed packages have entered in a group; imports nothing."""
+    return sorted({entry.name for entry in entry_points(group=f"cdp_repro.{group}")})
+
+
 @cache
 def _entries(group: str, name: str) -> EntryPoints:
     return entry_points(group=f"cdp_repro.{group}", name=name)

@@ -99,8 +99,9 @@ def _pace(directory: Path, epochs: int) -> _Pace | None:
         return None
     if not metrics:
         return None
-    step, over = metrics[-1]["step"], [row["step"] for row in metrics if "train/epoch_loss" in row]
-    done, seconds = step - (int(resumed[-1]) if resumed else 0), logged - begun
+    last, over = metrics[-1]["step"], [row["step"] for row in metrics if "train/epoch_loss" in row]
+    step = max(last, run.summary().get("step", 0))  # a run that was stopped may have gone on after its last row
+    done, seconds = last - (int(resumed[-1]) if resumed else 0), logged - begun
     return _Pace(step, over[0] * epochs if over else None, done / seconds if done > 0 and seconds > 0 else None)
 
 
