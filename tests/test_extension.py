@@ -218,3 +218,12 @@ def test_it_is_drawn(tmp_path):
     assert json.loads(file.getvalue()) == perfetto(trace)
     names = {event["name"] for event in perfetto(trace)["traceEvents"]}
     assert {"F0.m0@v0", "S x1.m0>1", "U2@v2"} <= names
+
+
+def test_a_mode_whose_timeline_nobody_has_entered_is_refused():
+    add_mode("lost", "nowhere", TwoLate)
+    try:
+        with pytest.raises(ValueError, match="has the timeline 'nowhere', which nobody has entered: call add_timeline"):
+            Schedule.build("lost", 2)
+    finally:
+        del MODES["lost"]

@@ -172,7 +172,7 @@ def test_any_matrix_at_or_above_the_smallest_is_accepted(rule):
     assert [list(row) for row in schedule.rule.matrix] == matrix
     assert schedule.timeline.name == "cyclic"
     assert schedule.rule.longest == max(map(max, matrix))
-    assert list(schedule.rule.oldest) == [max(column) for column in zip(*matrix, strict=True)]
+    assert list(schedule.rule.largest_by_stage) == [max(column) for column in zip(*matrix, strict=True)]
 
 
 @given(rules, st.sampled_from(ORDERS), st.integers(0, 6))

@@ -55,7 +55,7 @@ def _text(config: RunConfig, comparison: Comparison) -> str:
     lines = [
         f"{config.model.name} on {config.dataset.name}, mode {config.mode.name}, {against} in {comparison.ranks} "
         f"process{'es' if comparison.ranks > 1 else ''} against one device, {comparison.steps} training steps, "
-        f"{config.precision}",
+        f"{config.precision}{f', dropout {comparison.dropout:g}' if comparison.dropout else ''}",
         "",
         "largest difference, over the largest value",
         f"  losses    {comparison.losses:.1e}",

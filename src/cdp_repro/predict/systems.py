@@ -186,7 +186,7 @@ def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int) 
         sum(message.slot in last for message in trace.messages),
         sum(message.bytes for message in trace.messages if message.slot in last) / schedule.ranks,
         schedule.rule.mean,
-        max(schedule.rule.oldest),
+        max(schedule.rule.largest_by_stage),
         None,
         program.slots(2 * updates),
     )

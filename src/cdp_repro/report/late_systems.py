@@ -63,7 +63,13 @@ class LateSystem:
     def row(self) -> list[str]:
         """Return the row of the table."""
         rule = self._schedule.rule
-        before = [self.name, f"{self._images:g}", f"{rule.mean:.2f}", str(max(rule.oldest)), f"{self.late:.2f}"]
+        before = [
+            self.name,
+            f"{self._images:g}",
+            f"{rule.mean:.2f}",
+            str(max(rule.largest_by_stage)),
+            f"{self.late:.2f}",
+        ]
         if self.group is None:
             return [*before, f"not run: `{self.cell.command(self.cell.seeds[0])}`", "", ""]
         return [*before, self.group.sample(IMAGES.metric).text(), self.difference.text() if self.difference else "",

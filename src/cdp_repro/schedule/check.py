@@ -284,7 +284,7 @@ class Checker:
         for action in actions:
             if action.op is Op.UPDATE:
                 (newest,) = action.writes
-                allowed = self._schedule.rule.oldest[action.stage] + 1
+                allowed = self._schedule.rule.largest_by_stage[action.stage] + 1
                 oldest = newest.shifted(0, -allowed)
                 between = (newest.shifted(0, -back) for back in range(allowed))
                 live = self._live[action.rank]

@@ -40,12 +40,12 @@ def compute_action(schedule: Schedule, op: Op, m: int, stage: int) -> Action:
     if op is Op.BACKWARD_WEIGHTS:
         reads, writes = (work,), ()
     elif op is Op.FORWARD:
-        worker = buffers(stage, schedule.statistics_of(m))
+        statistics = buffers(stage, schedule.statistics_of(m))
         inputs = [micro_batch_value(INPUT, source + 1, m) for source in sizes.sources[stage]]
         output = gradient if stage == schedule.stages - 1 else micro_batch_value(INPUT, stage + 1, m)
         known = () if before is None else (micro_batch_value(PREFIX, stage, before),)
         kept = () if after is None else (micro_batch_value(PREFIX, stage, m),)
-        reads, writes = (*inputs, read, worker, *known), (saved, output, worker, *kept)
+        reads, writes = (*inputs, read, statistics, *known), (saved, output, statistics, *kept)
     else:
         later = () if after is None else (micro_batch_value(PREFIX_GRADIENT, stage, m),)
         of_inputs = [micro_batch_value(OUTPUT_GRADIENT, source, m) for source in sizes.sources[stage]]

@@ -41,7 +41,7 @@ class Rule(ABC):
         return all(self.backward_staleness(i, j) == d for i, row in enumerate(self.matrix) for j, d in enumerate(row))
 
     @cached_property
-    def oldest(self) -> tuple[int, ...]:
+    def largest_by_stage(self) -> tuple[int, ...]:
         """The largest staleness on each stage, in updates."""
         return tuple(map(max, zip(*self.matrix, strict=True)))
 
@@ -58,7 +58,7 @@ class Rule(ABC):
     @cached_property
     def longest(self) -> int:
         """The largest staleness, in training steps. After this many steps, all reads are as stale as the rule says."""
-        return -(-max(self.oldest) // self.sizes.updates)
+        return -(-max(self.largest_by_stage) // self.sizes.updates)
 
     def version(self, micro_batch: int, stage: int, op: Op = Op.FORWARD) -> int:
         """Return v(m, j), the version of `stage` that a forward or backward of micro-batch m reads; m includes

@@ -53,7 +53,9 @@ class Schedule:
             ValueError: values are out of range or do not fit together; names values that work.
         """
         spec.check()
-        timeline = TIMELINES[spec.chosen_mode.timeline](spec.sizes)
+        if (name := spec.chosen_mode.timeline) not in TIMELINES:
+            raise ValueError(f"{spec} has the timeline {name!r}, which nobody has entered: call add_timeline first")
+        timeline = TIMELINES[name](spec.sizes)
         _check_fits(spec, timeline)
         placement = PLACEMENTS[spec.placement].for_timeline(timeline, spec.collectives)
         if gradient_bytes and len(gradient_bytes) != spec.stages:

@@ -18,6 +18,9 @@ MOST_MESSAGE_TIME = 10
 class Sizes:
     """The sizes of a `Spec`, with defaults filled in; fields of the same name mean the same.
 
+    `micro_batches` and `ranks` of the spec are `chosen_turns` and `pipeline_ranks` here, since the numbers of all
+    micro-batches and of all ranks have the plain names.
+
     Five numbers, not one, and more for some systems; each timeline says how it ties them together. Micro-batch
     m = tM + i is the i-th of the M of training step t. With R replicas, a worker computes R micro-batches at once; they
     have consecutive numbers.

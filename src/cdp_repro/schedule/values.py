@@ -12,7 +12,7 @@
 | `g2[1:6:4]` | the same over micro-batches 1 and 5 |
 | `p2@v3` | parameters of stage 2 after 3 updates, theta[3] |
 | `pf2.m5@v3`, `pb2.m5@v3` | a copy of them, lent for the forward (the backward) of micro-batch 5 |
-| `b2.w1` | buffers of stage 2 of worker 1 (BatchNorm's running statistics) |
+| `b2.w1` | set 1 of the buffers of stage 2 (BatchNorm's running statistics); each worker has a set |
 | `g2[4:6]#1/4`, `p2@v3#1/4` | the first of four parts of the value: of a message, or the shard of one rank |
 
 A value lives on one rank. The same name on two ranks is two copies of the same content.
@@ -140,9 +140,9 @@ def parameters(stage: int, version: int) -> Value:
     return _fast((PARAMETERS, stage, version, 0, 0, 1, 0, 1))
 
 
-def buffers(stage: int, worker: int) -> Value:
-    """Return a set of buffers of a stage; `worker` is the number of the set."""
-    return _fast((BUFFERS, stage, worker, 0, 0, 1, 0, 1))
+def buffers(stage: int, number: int) -> Value:
+    """Return a set of buffers of a stage by its number."""
+    return _fast((BUFFERS, stage, number, 0, 0, 1, 0, 1))
 
 
 def gradient_sum(stage: int, members: Sequence[int]) -> Value:

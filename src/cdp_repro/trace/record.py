@@ -251,7 +251,7 @@ class TraceRecorder:
         """Add the `size` bytes that a SEND that has just run sends, or that this rank sends in a COLLECTIVE."""
         assert action.value is not None
         peer = self._neighbour if action.peer < 0 else action.peer
-        kind, stage = message_name(action.value, self._sizes.micro_batches, self._sizes.readers)
+        kind, stage = message_name(action.value, self._sizes.summed, self._sizes.readers)
         self._messages.append(Message(slot, self._rank, peer, kind, stage, size, action.value))
 
     def finish(self) -> tuple[tuple[SlotRecord, ...], tuple[Message, ...]]:
@@ -264,11 +264,11 @@ class TraceRecorder:
         return tuple(records), tuple(self._messages)
 
 
-def message_name(value: Value, micro_batches: int, readers: Sequence[int]) -> tuple[str, int]:
+def message_name(value: Value, summed: int, readers: Sequence[int]) -> tuple[str, int]:
     """Return the kind of a message, as reports name it, and the stage that made its value.
 
-    `micro_batches` is their number in a training step: the whole sum over all of them is a `total`. `readers` is that
-    of `Sizes`.
+    `summed` is the number of micro-batches of an update: the whole sum over all of them is a `total`. It and `readers`
+    are those of `Sizes`.
     """
     kind, stage = value.kind, value.stage
     if kind == INPUT:
@@ -276,7 +276,7 @@ def message_name(value: Value, micro_batches: int, readers: Sequence[int]) -> tu
     if kind == OUTPUT_GRADIENT:
         return "input_gradients", readers[stage]
     if kind == GRADIENTS:
-        return ("total" if len(value.members) == micro_batches and value.parts == 1 else "gradients"), stage
+        return ("total" if len(value.members) == summed and value.parts == 1 else "gradients"), stage
     return ("buffers" if kind == BUFFERS else "parameters"), stage
 
 

@@ -49,6 +49,8 @@ class Comparison:
     ranks: int
     steps: int
     tolerance: float
+    dropout: float = 0.0
+    """Probability with which the model dropped activations, if it has dropout layers."""
 
     @property
     def agrees(self) -> bool:
@@ -87,6 +89,7 @@ def verify(config: RunConfig, steps: int) -> Comparison:
         ranks=config.processes,
         steps=steps,
         tolerance=0.0 if is_exact else LIBRARY_TOLERANCE[config.precision],
+        dropout=config.model.dropout,
     )
 
 
