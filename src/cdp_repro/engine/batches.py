@@ -37,7 +37,7 @@ class TensorMiniBatch:
             nearest = max(1, len(inputs) // micro_batches) * micro_batches
             raise ValueError(
                 f"a mini-batch of {len(inputs)} is not divisible by its {micro_batches} micro-batches "
-                f"(accumulate x workers x replicas); {nearest} would be. "
+                f"of a training step; {nearest} would be. "
                 "The last batch of a DataLoader is left out by drop_last=True"
             )
         self._inputs, self._targets = inputs, targets
@@ -90,7 +90,7 @@ def tensors_of(batch: Any) -> tuple[Tensor, Tensor]:
         return parts[0], parts[1]
     found = (f"a tensor {[*part.shape]}" if isinstance(part, Tensor) else f"a {type(part).__name__}" for part in parts)
     raise ValueError(
-        f"a mini-batch is two tensors, (inputs [B, ...], targets [B]), not ({', '.join(found)}); what needs more "
+        f"a mini-batch is two tensors, (inputs [B, ...], targets [B, ...]), not ({', '.join(found)}); what needs more "
         "is an object with the methods inputs(micro_batch) and targets(micro_batch)"
     )
 

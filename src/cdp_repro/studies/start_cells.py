@@ -99,7 +99,8 @@ def array_script(root: Path, cells: Sequence[Cell], launcher: SlurmLauncher) -> 
         options=_options(launcher, max(processes.values())),
         output=f"{root}/slurm/%A_%a.log",
         prepare=_cases(cells, by_srun),
-        command=f"srun --ntasks=$ranks {train}" if by_srun else train,
+        # since SLURM 22.05, srun does not take over the CPUs of sbatch
+        command=f"srun --ntasks=$ranks --cpus-per-task={launcher.cpus_per_task} {train}" if by_srun else train,
         by_srun=by_srun,
     ).text()
 
