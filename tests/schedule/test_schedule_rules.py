@@ -120,7 +120,8 @@ def test_any_smaller_staleness_is_refused_with_the_place_the_slot_and_when_it_ex
             "worker 0",  # the grid
         ):
             assert part in message, f"{part!r} is missing from:\n{message}"
-        assert re.search(rf"^slot .*\b{wanted}$", message, re.MULTILINE), "the grid ends at the failing slot"
+        assert re.search(rf"^slot .*\b{wanted}\b", message, re.MULTILINE), "the grid shows the failing slot"
+        assert re.search(rf"^slot .*\b{made + 1}$", message, re.MULTILINE), "and ends when the version exists"
         if c == k == 1:
             assert made == 4 * n - 3 - j
 
