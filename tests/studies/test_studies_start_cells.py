@@ -245,7 +245,10 @@ def test_on_several_nodes_srun_starts_the_ranks(tiny, capsys):
     script = capsys.readouterr().out
     assert "--nodes=2\n" in script and "--ntasks-per-node=1\n" in script
     assert "0) ranks=2; run=sweep/seed=0;" in script
-    assert 'srun --ntasks=$ranks --cpus-per-task=4 "${PYTHON:-python}" -m cdp_repro.cli.train "${arguments[@]}" &' in script
+    assert (
+        'srun --ntasks=$ranks --cpus-per-task=4 "${PYTHON:-python}" -m cdp_repro.cli.train "${arguments[@]}" &'
+        in script
+    )
     assert 'scancel --signal=TERM "$SLURM_JOB_ID"' in script and "kill -TERM" not in script
     assert sweep(*words, "launcher.nodes=3") == 2
     assert (
