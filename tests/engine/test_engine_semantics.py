@@ -318,7 +318,7 @@ def test_a_mini_batch_that_its_micro_batches_do_not_divide(mode):
             r"a mini-batch of 0 is not divisible by its 3 micro-batches .*; 3 would be",
         ),
         ((torch.zeros(10, 4), torch.zeros(10)), r"9 would be.*drop_last=True"),
-        (torch.zeros(9, 4), r"two tensors, \(inputs \[B, \.\.\.\], targets \[B\]\), not \(a tensor \[9, 4\]\)"),
+        (torch.zeros(9, 4), r"two tensors, \(inputs \[B, \.\.\.\], targets \[B, \.\.\.\]\), not \(a tensor \[9, 4\]\)"),
         (
             (torch.zeros(9, 4), torch.zeros(9), torch.zeros(9)),
             r"not \(a tensor \[9, 4\], a tensor \[9\], a tensor \[9\]\)",
