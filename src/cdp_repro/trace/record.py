@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -195,17 +195,18 @@ class Trace:
         first two steps, until it drains. If no run is long enough, as with a checkpoint after each step, whole runs
         count, with fill and drain.
         """
-        runs = self._runs
-        longest = max(runs, key=lambda run: run.steady_steps, default=_Run(range(0), 0, is_whole=False))
-        whole = [run for run in runs if run.is_whole]
+        if not self._runs:
+            return range(0), 1
+        longest = max(self._runs, key=lambda run: run.steady_steps)
+        whole = [run for run in self._runs if run.is_whole]
         if longest.steady_steps > 0 or not whole:
             begin = longest.slots.start + max(0, longest.steps - 1 - longest.is_whole) * slots_per_step
-            return range(begin, begin + slots_per_step if runs else begin), 1
+            return range(begin, begin + slots_per_step), 1
         return range(whole[0].slots.start, whole[-1].slots.stop), sum(run.steps for run in whole)
 
-    @property
+    @cached_property
     def _runs(self) -> list[_Run]:
-        """The parts of the trace."""
+        """The parts of the trace; each number of a step asks for them."""
         end = self.records[-1].slot + 1 if self.records else 0
         found = []
         for begin, stop in pairwise([*self.begins, end]):
