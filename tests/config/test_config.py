@@ -208,7 +208,7 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         ),
         (["mode=pipedream", "placement=pipeline", "micro_batches=6"], "not for mode=pipedream on placement=pipeline"),
         (["micro_batches=6", "accumulate=2"], "micro_batches=6 and accumulate=2 both say how many: leave one out"),
-        (["micro_batches=3"], "micro_batches=3: this mode has at least 4 in a training step"),
+        (["micro_batches=3"], "micro_batches=3 for workers=4, which all have one or more: use micro_batches=4"),
         (
             ["micro_batches=6", "batch_size=64"],
             "batch_size=64 is not divisible by micro_batches=6: use batch_size=60 or",

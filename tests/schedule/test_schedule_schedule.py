@@ -7,7 +7,7 @@ import itertools
 import pytest
 from written import ORDERS
 
-from cdp_repro.schedule import MODES, TIMELINES, Op, Program, Schedule, Spec, add_mode, add_timeline
+from cdp_repro.schedule import MODES, PLACEMENTS, TIMELINES, Op, Program, Schedule, Spec, add_mode, add_timeline
 from cdp_repro.schedule.program import RankProgram
 from cdp_repro.schedule.rules import Clock, Fresh, UniformDelay
 from cdp_repro.schedule.timelines.cyclic import Cyclic
@@ -205,3 +205,29 @@ def test_a_timeline_and_a_mode_can_be_added():
         assert len(program.slots(2)) == 4 * 5 + 6
     finally:
         del TIMELINES["slow"], MODES["slow_v1"]
+
+
+def programs_of(mode):
+    """Return the slots of three training steps by placement and choices; None where the mode is refused."""
+    found = {}
+    for placement, choices in itertools.product(PLACEMENTS, ({}, {"collectives": True}, {"micro_batches": 6})):
+        try:
+            slots = Program(Schedule.build(mode, 4, placement=placement, **choices)).slots(3)
+        except ValueError:
+            slots = None
+        found[placement, *choices] = slots
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_timeline_under_another_name_makes_the_same_programs(mode):
+    ours = MODES[mode]
+    kind = type("Renamed", (TIMELINES[ours.timeline],), {"name": "renamed"})
+    add_timeline(kind)
+    add_mode("renamed", "renamed", ours.rule, ours.updates_each, ours.sizes)
+    try:
+        found = programs_of("renamed")
+    finally:
+        del TIMELINES["renamed"], MODES["renamed"]
+    assert any(found.values())
+    assert found == programs_of(mode)

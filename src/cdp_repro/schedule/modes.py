@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cdp_repro.schedule.by_name import ByName
 from cdp_repro.schedule.rules import Clock, Fresh, Freshest, NoStashing, Rule, UniformDelay
 from cdp_repro.schedule.sizes import Sizes
+from cdp_repro.schedule.timelines import TIMELINES, Timeline
 
 OF_CLOCKS = ("speeds", "jitter", "message_time")
 """Sizes of modes whose workers run on clocks of their own."""
@@ -29,9 +30,18 @@ class Mode:
     """Those of `MODE_SIZES` that the mode has."""
 
     @property
+    def timeline_class(self) -> type[Timeline]:
+        """The timeline of the name; raise ValueError if there is none."""
+        if self.timeline not in TIMELINES:
+            raise ValueError(
+                f"the mode has the timeline {self.timeline!r}, which nobody has entered: call add_timeline first"
+            )
+        return TIMELINES[self.timeline]
+
+    @property
     def pushes(self) -> bool:
         """Whether workers run on clocks of their own, and each micro-batch is an update."""
-        return self.timeline == "clocked"
+        return self.timeline_class.has_own_clocks
 
     def slices(self, chosen: int | None) -> int:
         """Return L: `chosen`, or its default, if the mode cuts micro-batches along the tokens; else 1."""

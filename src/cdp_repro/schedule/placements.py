@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from typing import ClassVar
 
 from cdp_repro.schedule.by_name import ByName
@@ -144,11 +144,11 @@ class Pipeline(Placement):
 
 
 class ModelParallel(Placement):
-    """One stage per rank; a stage has as many ranks as micro-batches alive on it at once.
+    """One stage per rank; micro-batches take turns on the ranks of a stage, as few as are free again in time.
 
     On the cyclic timeline, stage j keeps a micro-batch for 2(S-j) slots, from its forward to its backward, and one
-    starts every 2c slots. So it needs ceil((S-j)/c) ranks, or N(N+1)/2 in all for N = S; on other timelines N. With
-    replicas these are times R.
+    starts every 2c slots. So it needs ceil((S-j)/c) ranks, or N(N+1)/2 in all for N = S; data parallelism needs N a
+    stage. With replicas these are times R.
     """
 
     name = "model_parallel"
@@ -159,10 +159,19 @@ class ModelParallel(Placement):
 
     @cached_property
     def _holders(self) -> list[range]:
-        sizes, is_cyclic = self.timeline.sizes, self.timeline.name == "cyclic"
-        left = [sizes.stages - stage if is_cyclic else sizes.stages for stage in range(sizes.stages)]
-        ends = accumulate(-(-each * sizes.workers // sizes.stages) * sizes.replicas for each in left)
+        sizes = self.timeline.sizes
+        ends = accumulate(self._turns_alive(stage) * sizes.replicas for stage in range(sizes.stages))
         return [range(first, end) for first, end in pairwise((0, *ends))]
+
+    def _turns_alive(self, stage: int) -> int:
+        """Return the least n such that the forward of each turn is after the backward of the n-th before it."""
+        timeline, turns = self.timeline, self.timeline.sizes.turns
+
+        def is_free(i: int, later: int) -> bool:
+            steps, other = divmod(i + later, turns)
+            return steps * timeline.period + timeline.forward(other, stage) > timeline.backward_weights(i, stage)
+
+        return next(n for n in count(1) if all(is_free(i, n) for i in range(turns)))
 
 
 PLACEMENTS: ByName[type[Placement]] = ByName(

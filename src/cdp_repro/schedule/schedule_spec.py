@@ -84,7 +84,7 @@ class Spec:
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise ValueError(f"unknown mode {self.mode!r}: choose {', '.join(MODES)} or give a staleness matrix{hint}")
         mode = MODES[self.mode]
-        if mode.timeline == "simultaneous" and self.placement == "pipeline":
+        if mode.timeline_class.is_simultaneous and self.placement == "pipeline":
             return replace(mode, timeline=self.pipeline_schedule)
         return mode
 

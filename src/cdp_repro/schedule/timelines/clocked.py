@@ -24,6 +24,7 @@ class Clocked(Straight):
 
     name = "clocked"
     has_exclusive_stages = False
+    has_own_clocks = True
     placements = ("single_device", "parameter_server")
 
     @property

@@ -23,7 +23,7 @@ class Cyclic(Straight):
         return 2 * (self.sizes.stages // self.sizes.workers) * i
 
     def check(self, placement: str) -> None:
-        """Raise ValueError unless N divides S and, on a pipeline, D.
+        """Raise ValueError unless N divides S and, on a pipeline, D, and a training step has N micro-batches or more.
 
         Take a rank with consecutive stages and no multiple of c inside their range. It computes at most one of them in
         a slot: their forwards are less than 2c slots apart, and a forward of stage j meets a backward of stage j' only
@@ -34,6 +34,9 @@ class Cyclic(Straight):
             lower = stages // workers * workers
             choices = " or ".join(f"stages={value}" for value in (lower, lower + workers) if value >= workers)
             raise ValueError(f"stages={stages} is not a multiple of workers={workers}: use {choices}")
+        if (chosen := self.sizes.chosen_turns) is not None and chosen < workers:
+            raise ValueError(f"micro_batches={chosen} for workers={workers}, which all have one or more: use "
+                             f"micro_batches={workers}")  # fmt: skip
         if placement == "pipeline" and ranks % workers:
             raise ValueError(
                 f"ranks={ranks} is not a multiple of workers={workers}: on the cyclic timeline a rank would compute "

@@ -24,6 +24,7 @@ class Simultaneous(Straight):
 
     name = "simultaneous"
     has_exclusive_stages = False
+    is_simultaneous = True
 
     @property
     def period(self) -> int:

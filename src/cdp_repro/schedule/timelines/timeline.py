@@ -23,6 +23,10 @@ class Timeline(ABC):
     name: ClassVar[str]
     has_exclusive_stages: ClassVar[bool] = True
     """Whether a stage computes at most one micro-batch in each slot (per replica)."""
+    is_simultaneous: ClassVar[bool] = False
+    """Whether all workers compute the same stage at once, as collectives need; a pipeline needs another order then."""
+    has_own_clocks: ClassVar[bool] = False
+    """Whether workers run on clocks of their own, and each micro-batch is an update."""
     splits_backward: ClassVar[bool] = False
     """Whether a backward is two actions: one for the gradient of the stage's input, one for those of its weights."""
     placements: ClassVar[tuple[str, ...] | None] = None
