@@ -21,7 +21,6 @@ from cdp_repro.predict.partition import partition
 from cdp_repro.predict.profiling import profile_stages
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Program, Schedule
-from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.summation.exchange_in_parts import leaves_in_parts
 from cdp_repro.schedule.values import parameters
 
@@ -305,7 +304,7 @@ def left_over(kind, mode, placement, settings):
             pass
     mailbox, values = engine._executor.mailbox, engine._executor.values
     under_way = sum(isinstance(content, Pending) for content in values.values())
-    too_many = values.keys() - set(held_after(engine.schedule, engine.step)[engine.rank])
+    too_many = values.keys() - set(engine.schedule.held_after(engine.step)[engine.rank])
     return kept_bytes(mailbox._outgoing), *map(len, (mailbox._leaving, mailbox._arriving, too_many)), under_way
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from math import gcd
 
 from cdp_repro.schedule import Action, Op, Schedule, Slot, Value
-from cdp_repro.schedule.passes.frees import held_after
 
 
 class Wrong(Exception):  # noqa: N818 - of a program, not of this module
@@ -47,7 +46,7 @@ class _Machine:
         workers = [turn.worker for turn in schedule.sizes.round.turns] if schedule.sizes.pushes else None
         self.lane_of = workers or range(gcd(schedule.sizes.lanes, schedule.micro_batches))
         self.store: list[dict[Value, object]] = [{} for _ in range(schedule.ranks)]
-        for rank, values in held_after(schedule, first_step).items():
+        for rank, values in schedule.held_after(first_step).items():
             self.store[rank] = {v: self.held(v, first_step) for v in values}
         self.coming: list[set[Value]] = [set() for _ in range(schedule.ranks)]
         self.sent = defaultdict(deque)
@@ -274,7 +273,7 @@ class _Machine:
         }
         need(self.done == wanted, "not every micro-batch has run every stage")
         need(not any(self.sent.values()) and not any(self.posted.values()), "messages of one end")
-        held = held_after(self.schedule, last)
+        held = self.schedule.held_after(last)
         for rank, store in enumerate(self.store):
             need(
                 store == {v: self.held(v, last) for v in held.get(rank, ())},

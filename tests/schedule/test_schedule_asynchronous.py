@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from symbolic import prove
 
 from cdp_repro.schedule import Op, Program, Schedule
-from cdp_repro.schedule.passes.frees import held_after
 
 
 def versions_kept(program, steps):
     """The most versions of a stage that any rank keeps, by stage."""
     slots = program.slots(steps)
     alive = Counter(
-        (rank, v.stage) for rank, values in held_after(program.schedule, 0).items() for v in values if v.kind == "p"
+        (rank, v.stage) for rank, values in program.schedule.held_after(0).items() for v in values if v.kind == "p"
     )
     most = Counter({stage: n for (_, stage), n in alive.items()})
     for slot in slots[: steps * program.schedule.slots_per_step]:

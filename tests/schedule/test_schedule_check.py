@@ -14,7 +14,7 @@ from written import CYCLIC, DISTRIBUTED, STALE, checked, kinds, lists, schedules
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, Action, Op, Program, Schedule, ScheduleError, Slot, Spec, Value
 from cdp_repro.schedule.actions import send
 from cdp_repro.schedule.check import Checker
-from cdp_repro.schedule.passes.frees import add_frees, held_after
+from cdp_repro.schedule.passes.frees import add_frees
 from cdp_repro.schedule.placements import SingleDevice
 from cdp_repro.schedule.rules import Matrix
 from cdp_repro.schedule.sizes import Sizes
@@ -126,7 +126,7 @@ def test_the_uncorrupted_program_passes_and_its_order_suits_one_process(schedule
     ordered = checked(schedule, slots, 3, first)
     prove(schedule, ordered, 3, first)
     assert [sorted(slot.actions) for slot in ordered] == [sorted(slot.actions) for slot in slots]
-    there = {(rank, v) for rank, values in held_after(schedule, first).items() for v in values}
+    there = {(rank, v) for rank, values in schedule.held_after(first).items() for v in values}
     for slot in ordered:  # one process: a message is there when both of its ends have been passed
         waiting = set()
         for action in slot.actions:
@@ -546,7 +546,7 @@ def test_a_receive_may_not_stand_so_late_that_its_sender_waits_for_it():
             needed = max((place + 1 for place, other in enumerate(mine) if other.writes[0] in action.reads), default=0)
             late[-1] += [*mine[:needed], action]
             del mine[:needed]
-    late = add_frees(late, held_after(schedule, STEPS))
+    late = add_frees(late, schedule.held_after(STEPS))
     prove(schedule, slots_of(late), STEPS)
     said = refused(schedule, late)
     assert re.search(r"R g\d\S+: its send stands [5-9] slots before it, in slot \d+: at most 4 slots, twice the", said)

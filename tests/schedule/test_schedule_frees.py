@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from written import schedules, smallest_staleness, written
 
 from cdp_repro.schedule import Op, Program, Schedule, Value
-from cdp_repro.schedule.passes.frees import held_after
 
 
 @given(schedules(), st.integers(0, 3))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_each_value_is_freed_exactly_once_by_its_last_reader(schedule, first):
     steps = 3
-    alive = {(rank, v): None for rank, values in held_after(schedule, first).items() for v in values}
+    alive = {(rank, v): None for rank, values in schedule.held_after(first).items() for v in values}
     reads = defaultdict(list)
     for slot in written(schedule, steps, first):
         for action in slot.actions:
@@ -28,7 +27,7 @@ def test_each_value_is_freed_exactly_once_by_its_last_reader(schedule, first):
             for value in action.writes:
                 alive[action.rank, value] = None
     left = {place for place, found in reads.items() if found} | {place for place in alive if not reads[place]}
-    held = {(rank, v) for rank, values in held_after(schedule, first + steps).items() for v in values}
+    held = {(rank, v) for rank, values in schedule.held_after(first + steps).items() for v in values}
     assert {place for place, found in reads.items() if found} <= held
     assert held <= left
 
@@ -36,7 +35,7 @@ def test_each_value_is_freed_exactly_once_by_its_last_reader(schedule, first):
 @given(schedules(), st.integers(0, 5))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_what_is_held_is_what_later_micro_batches_read(schedule, step):
-    held = held_after(schedule, step)
+    held = schedule.held_after(step)
     needed = defaultdict(set)
     for j in range(schedule.stages):
         parts = schedule.ranks if schedule.placement.is_sharded else 1
@@ -59,7 +58,7 @@ def test_a_version_that_only_one_of_two_ranks_reads_later_is_not_held_by_the_oth
     matrix = [[1, 3, 1, 3, 0, 2], [3, 1, 2, 0, 2, 0], [0, 2, 0, 2, 0, 2]]
     assert all(d >= e for a, b in zip(matrix, smallest_staleness(3, 6), strict=True) for d, e in zip(a, b, strict=True))
     schedule = Schedule.build(matrix, 3, 6, "model_parallel")
-    versions = [{v.number for v in held_after(schedule, 2)[rank] if (v.kind, v.stage) == ("p", 2)} for rank in (6, 7)]
+    versions = [{v.number for v in schedule.held_after(2)[rank] if (v.kind, v.stage) == ("p", 2)} for rank in (6, 7)]
     assert versions == [{1, 2}, {0, 2}]
     Program(schedule).slots(4, 2)
 

@@ -16,7 +16,6 @@ from cdp_repro.engine.seal import Seal
 from cdp_repro.engine.shards import Shards
 from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Schedule, Value
-from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.values import PARAMETERS, buffers
 
 
@@ -96,7 +95,7 @@ class Holdings:
     ) -> None:
         """Set the values that this rank holds at a step: some `versions` of its stages, and copies of buffers."""
         self.values.clear()
-        for value in held_after(self._schedule, step).get(self._team.rank, ()):
+        for value in self._schedule.held_after(step).get(self._team.rank, ()):
             if value.kind == PARAMETERS:
                 self.values[value] = versions[value.stage][value.number]
             else:
@@ -168,7 +167,7 @@ class Holdings:
         different versions: if micro-batches take turns on them, each has the newest and those that later micro-batches
         read there. A shard of a version has only one holder.
         """
-        held = held_after(self._schedule, step)
+        held = self._schedule.held_after(step)
         return {value: rank for rank in sorted(held, reverse=True) for value in held[rank] if value.kind == PARAMETERS}
 
     def state_dict(self, step: int) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from cdp_repro.observe.figures import WORKER_COLOURS
 from cdp_repro.schedule import Action, Op, Program, Slot, Value
-from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.values import GRADIENTS, INPUT, OUTPUT_GRADIENT, PARAMETERS
 
 _GREY, _LINE = "#EEEEEE", "#333333"
@@ -81,7 +80,7 @@ def lives(program: Program, shown: range, wanted: Wanted) -> list[Life]:
             here[rank, value] = Life(rank, value, time, float(len(slots)))
             found.append(here[rank, value])
 
-    for rank, values in held_after(program.schedule, 0).items():
+    for rank, values in program.schedule.held_after(0).items():
         for value in values:
             begin(rank, value, 0.0)
     for time, action in moments(slots):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.schedule.actions import Action, Op, Slot
-from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.program import Program
 from cdp_repro.schedule.rings import ring_bytes
 from cdp_repro.schedule.schedule import Schedule
@@ -34,7 +33,7 @@ class Devices:
         self.state_bytes = [0] * schedule.ranks
         self.versions: Counter[tuple[int, int]] = Counter()
         """By rank and stage."""
-        for rank, values in held_after(schedule, 0).items():
+        for rank, values in schedule.held_after(0).items():
             for value in values:
                 if value.kind == PARAMETERS:
                     self.state_bytes[rank] += (1 + optimizer_states) * costs.bytes_of(value)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.grid import text_grid
 from cdp_repro.schedule.meaning import fault_of
-from cdp_repro.schedule.passes.frees import held_after
 from cdp_repro.schedule.rings import collective_name
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.timelines.cyclic import Cyclic
@@ -80,7 +79,7 @@ class Checker:
     def __init__(self, schedule: Schedule, first_step: int) -> None:
         """The run begins at `first_step`, with the values that ranks hold there."""
         self._schedule, self._first_step = schedule, first_step
-        held = held_after(schedule, first_step)
+        held = schedule.held_after(first_step)
         self._live: list[dict[Value, int | None]] = [dict.fromkeys(held.get(r, ()), -1) for r in range(schedule.ranks)]
         """By rank: each value on it, and the slot in which it was made; None if it is still on its way."""
         self._edges: dict[tuple[int, int], deque[_OpenEnd]] = defaultdict(deque)
@@ -144,7 +143,7 @@ class Checker:
 
     def end(self, step: int) -> None:
         """Check that after the drain before `step` ranks have exactly the values that are held there."""
-        held = held_after(self._schedule, step)
+        held = self._schedule.held_after(step)
         open_ends = [f"rank {end.action.rank}: {end.action.label}" for ends in self._edges.values() for end in ends]
         if open_ends:
             raise self._error(None, None, f"the program ends with messages of one end only: {'; '.join(open_ends[:4])}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cdp_repro.schedule.actions import Op, Slot
-from cdp_repro.schedule.passes.frees import add_frees, held_after
+from cdp_repro.schedule.passes.frees import add_frees
 from cdp_repro.schedule.passes.placing import compute
 from cdp_repro.schedule.passes.sending import add_boundary_messages, add_lending
 from cdp_repro.schedule.schedule import Schedule
@@ -24,5 +24,5 @@ def generate(schedule: Schedule, first_step: int, steps: int) -> list[Slot]:
         slots = add_lending(slots, schedule)
     for actions in slots:
         actions.sort(key=lambda action: action.op is not Op.RECEIVE)  # receives never wait
-    marked = add_frees(slots, held_after(schedule, first_step + steps))
+    marked = add_frees(slots, schedule.held_after(first_step + steps))
     return [Slot(number, tuple(actions)) for number, actions in enumerate(marked)]

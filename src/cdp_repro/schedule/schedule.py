@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from cdp_repro.schedule.rules import Rule
 from cdp_repro.schedule.schedule_spec import CHOOSING_PLACEMENTS, COLLECTIVE_PLACEMENTS, Choices, Spec, frozen
 from cdp_repro.schedule.sizes import Sizes
 from cdp_repro.schedule.timelines.timeline import Timeline
-from cdp_repro.schedule.values import Value
+from cdp_repro.schedule.values import Value, buffers, parameters
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,26 @@ class Schedule:
     def own(self, value: Value, rank: int) -> Value:
         """Return what a rank holds of a value of a stage's state: all of it, or the rank's shard."""
         return value.divided(rank + 1, self.ranks) if self.placement.is_sharded else value
+
+    def held_after(self, step: int) -> dict[int, list[Value]]:
+        """Return the values that each rank holds when the pipeline has drained after `step` training steps.
+
+        For each stage that it holds, a rank has the newest version and each older one that a later micro-batch reads
+        there. Each set of buffers is on the rank that computes with it next. The versions on ranks that take turns may
+        have gaps: if micro-batches 0 and 2 of a step read fresh and 1 two steps late, the stale reads move from rank to
+        rank.
+        """
+        sizes, first, newest = self.sizes, step * self.micro_batches, step * self.sizes.updates
+        held: dict[int, list[Value]] = defaultdict(list)
+        for stage in range(sizes.stages):
+            versions = {rank: {newest} for rank in self.placement.holders(stage)}
+            for m in range(first, first + (self.rule.longest + 1) * sizes.micro_batches):
+                versions[self.holder_read(m, stage)].add(min(newest, self.rule.version(m, stage)))
+            for rank, numbers in versions.items():
+                held[rank] += [self.own(parameters(stage, number), rank) for number in sorted(numbers)]
+            for number in range(sizes.statistics):
+                held[self.placement.rank_of(self.next_with(number, first), stage)].append(buffers(stage, number))
+        return held
 
     def holder_read(self, micro_batch: int, stage: int) -> int:
         """Return the rank whose copy of the parameters of `stage` a micro-batch reads: its own, or the first holder.
