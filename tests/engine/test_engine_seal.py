@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from ranks import run_ranks
 from small_runs import make_batches, same
 from torch import nn
@@ -253,6 +254,139 @@ def change_on_ranks(placement, mode):
 @pytest.mark.parametrize(("placement", "mode"), [("pipeline", "cdp_v2"), ("zero", "dp")])
 def test_they_are_refused_on_every_rank(placement, mode, tmp_path):
     assert all(run_ranks(change_on_ranks, 2, placement, mode, folder=tmp_path))
+
+
+# -------------------------------------------------------------------------------- buffers, and what stages are made of
+
+
+class Tempered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.register_buffer("temperature", torch.tensor(1.0))
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x) / self.temperature)
+
+
+def tempered():
+    torch.manual_seed(0)
+    return [Tempered().double(), nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)).double()]
+
+
+def replace_part(stages):
+    stages[1][0] = nn.Linear(5, 5).double()
+
+
+def prune(stages):
+    torch.nn.utils.prune.l1_unstructured(stages[1][0], "weight", amount=0.5)
+
+
+def add_part(stages):
+    stages[0].shift = nn.Parameter(torch.zeros(5))
+
+
+OTHER_PARTS = "of stage {}, such as {}, were replaced, added, removed, frozen or unfrozen after the engine was made"
+OTHER_BUFFER = r"buffer {1} of stage {0} was changed outside the engine.*engine\.load_state_dict\(\)"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (replace_part, OTHER_PARTS.format(1, "0.bias")),
+        (prune, OTHER_PARTS.format(1, "0.weight")),
+        (add_part, OTHER_PARTS.format(0, "shift")),
+        (lambda stages: stages[0].requires_grad_(False), OTHER_PARTS.format(0, "linear.bias")),
+        (lambda stages: stages[0].temperature.fill_(5), OTHER_BUFFER.format(0, "temperature")),
+        (lambda stages: stages[1][1].reset_running_stats(), OTHER_BUFFER.format(1, "1.running_mean")),
+    ],
+)
+def test_other_parts_and_buffers_between_runs_are_refused(change, told):
+    stages = tempered()
+    engine = make_engine(stages=stages)
+    train(engine)
+    engine.model().eval()(make_batches(1, 2)[0][0])  # an evaluation changes nothing
+    train(engine)
+    engine.model()
+    change(stages)
+    with pytest.raises(ValueError, match=told):
+        train(engine)
+
+
+def test_a_parameter_that_is_unfrozen_between_runs_is_refused():
+    stages = tempered()
+    stages[0].requires_grad_(False)
+    engine = make_engine(stages=stages)
+    train(engine)
+    stages[0].requires_grad_(True)
+    with pytest.raises(ValueError, match=OTHER_PARTS.format(0, "linear.bias")):
+        train(engine)
+
+
+def test_the_documented_way_changes_all_sets_of_a_buffer():
+    state = (engine := make_engine(stages=tempered())).state_dict()
+    for buffers in state["stages"][0]["buffers"]:
+        buffers["temperature"].fill_(5)
+    engine.load_state_dict(state)
+    hotter = tempered()
+    hotter[0].temperature.fill_(5)
+    assert train(engine) == train(make_engine(stages=hotter)) != train(make_engine(stages=tempered()))
+
+
+def test_stages_that_share_memory_are_refused():
+    stages = linears()
+    stages[1].weight = nn.Parameter(stages[0].weight.data)
+    with pytest.raises(ValueError, match="stages 0 and 1 share the parameter weight"):
+        make_engine(stages=stages)
+
+
+def test_a_buffer_of_two_stages_may_be_constant_only():
+    scale = nn.BatchNorm1d(5, affine=False).double()
+    stages = [nn.Sequential(scale, stage) for stage in linears()]
+    with pytest.raises(ValueError, match=r"stage 1 shares the buffer 0\.running_mean with a stage before it"):
+        train(engine := make_engine(stages=stages)), engine.model()
+    scale.momentum = 0.0
+    scale.register_buffer("num_batches_tracked", None)
+    train(engine := make_engine(stages=stages))
+    engine.model()
+
+
+# ------------------------------------------------------------------------------------------- gradients switched off
+
+
+@pytest.mark.parametrize("switched_off", [torch.no_grad, torch.inference_mode])
+def test_training_without_gradients_is_refused(switched_off):
+    engine = make_engine()
+    with switched_off(), pytest.raises(RuntimeError, match="gradients are switched off"):
+        train(engine)
+
+
+def test_gradients_that_the_loop_switches_off_are_missed():
+    engine = make_engine()
+    try:
+        with pytest.raises(RuntimeError, match=r"undo set_grad_enabled\(False\)"):
+            for _ in engine.run(make_batches(4, 2)):
+                torch.set_grad_enabled(False)
+    finally:
+        torch.set_grad_enabled(True)
+
+
+# --------------------------------------------------------------------------------------------------- two runs at once
+
+
+def interleave():
+    """Begin a run of one engine in the middle of another's; return the losses after that."""
+    first, second = (make_engine(placement="replicated") for _ in range(2))
+    results = first.run(make_batches(4, 2))
+    next(results)
+    with pytest.raises(RuntimeError, match="another engine of this process is in the middle of a run"):
+        next(second.run(make_batches(4, 2)))
+    list(results)
+    return train(second)
+
+
+def test_ranks_refuse_two_runs_at_once(tmp_path):
+    assert run_ranks(interleave, 2, folder=tmp_path)[0] == train(make_engine())
 
 
 # ---------------------------------------------------------------------------------------------- unfinished runs

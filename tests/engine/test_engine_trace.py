@@ -322,3 +322,21 @@ def test_the_clock_waits_for_compute_but_not_for_messages_that_have_streams_of_t
     tracer.stop()
     tracer.now()
     assert Stream.waited == 1, "only while it traces"
+
+
+class ChangesWhatIsSaved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.sigmoid(self.linear(x)).mul_(3)  # the backward of sigmoid needs its output
+
+
+@pytest.mark.parametrize(("mode", "traced_steps"), [("dp", 0), ("dp", 3), ("ampnet", 0)])
+def test_a_saved_tensor_that_is_changed_in_place_is_refused(mode, traced_steps):
+    stages = [ChangesWhatIsSaved(), nn.Linear(4, 4)]
+    engine = Engine(stages, F.cross_entropy, sgd, mode, traced_steps=traced_steps)
+    batches = [(torch.randn(4, 4), torch.randint(4, (4,)))] * 2
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changes a tensor \[[24], 4\] in place"):
+        list(engine.run(batches))

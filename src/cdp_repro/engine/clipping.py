@@ -100,7 +100,7 @@ def clipping(limit: float, program: Program, team: Team) -> Clipping:
     Raises:
         ValueError: the limit is not a finite number above 0, or clipping is global and a sum is complete too late.
     """
-    if not isinstance(limit, (int, float)) or not 0 < limit < math.inf:
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit < math.inf:
         raise ValueError(f"clip_norm={limit!r}: use a finite number above 0, such as clip_norm=1.0")
     if not clips_globally(program.schedule):
         return Clipping(limit)
@@ -111,5 +111,6 @@ def clipping(limit: float, program: Program, team: Team) -> Clipping:
 
 def _squares(gradients: Mapping[str, Tensor]) -> Tensor:
     """Return the sum of the squares of all values; the order of summation does not depend on that of `gradients`."""
-    found = [gradients[name].double().square().sum() for name in sorted(gradients)]
+    real = [torch.view_as_real(each) if (each := gradients[name]).is_complex() else each for name in sorted(gradients)]
+    found = [each.double().square().sum() for each in real]
     return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64)

@@ -298,8 +298,9 @@ def _leaves_of(output: Tensor) -> list[Tensor]:
 def _loss_of(loss_fn: LossFn, output: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of a micro-batch: a scalar that depends on the output."""
     loss = loss_fn(output, targets)
-    if loss.ndim:
-        raise ValueError(f"loss_fn must return a scalar, the mean over the micro-batch; got {loss.shape}")
+    if not isinstance(loss, Tensor) or loss.ndim:
+        got = loss.shape if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(f"loss_fn must return a scalar tensor, the mean over the micro-batch; got {got}")
     if output.requires_grad and not loss.requires_grad:
         raise ValueError(
             "loss_fn returned a loss that has no gradient: leave out detach(), item() and torch.no_grad() in it"
@@ -312,7 +313,8 @@ def _saving(
 ) -> AbstractContextManager[object]:
     """Return a context in which `meter` counts what autograd saves, and `loan` stands in for saved parameters.
 
-    The parameters of `version` and `buffers` are not counted.
+    The parameters of `version` and `buffers` are not counted. With hooks, autograd does not see that a saved tensor is
+    changed before the backward, so that is checked here.
     """
     excluded = {storage_key(tensor) for tensor in (*version.tensors.values(), *buffers.values())} if meter else set()
 
@@ -321,9 +323,20 @@ def _saving(
             return borrowed
         if meter is not None and storage_key(tensor) not in excluded:
             meter.hold(tensor)
-        return tensor.detach()  # without its graph, else an output that its own node saves would never die
+        # without its graph, else an output that its own node saves would never die
+        return tensor.detach(), tensor._version
 
     def unpack(packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed()
+        if callable(packed):
+            borrowed: Tensor = packed()
+            return borrowed
+        kept: Tensor
+        kept, number = packed
+        if kept._version != number:
+            raise RuntimeError(
+                f"a stage changes a tensor {[*kept.shape]} in place that its backward needs: use inplace=False in the "
+                "layer that does, or change a copy"
+            )
+        return kept
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

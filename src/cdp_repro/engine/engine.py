@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from cdp_repro.engine.batches import Feed, MiniBatch, SlicedMiniBatch, TensorMiniBatch, tensors_of
 from cdp_repro.engine.clipping import clipping
@@ -102,7 +103,15 @@ class Engine:
         **choices: Unpack[Choices],
     ) -> None:
         check_stages(stages)
-        _check_functions(loss_fn=loss_fn, optimizer=optimizer, delay=delay, learning_rate_factor=learning_rate_factor)
+        _check_functions(
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            delay=delay,
+            learning_rate_factor=learning_rate_factor,
+            autocast=autocast,
+        )
+        if traced_steps is not None and (type(traced_steps) is not int or traced_steps < 0):
+            raise ValueError(f"traced_steps={traced_steps!r}: use a whole number from 0, or None")
         refuse_shared_parameters(stages)
         count = len(stages)
         if program is None:
@@ -159,6 +168,10 @@ class Engine:
         if self._undrained is not None:
             raise RuntimeError(f"the engine cannot run: {self._undrained}")
         self._holdings.check_seals()
+        with self.team.running_alone():
+            yield from self._run(batches)
+
+    def _run(self, batches: Iterable[tuple[Tensor, Tensor] | MiniBatch]) -> Iterator[StepResult]:
         feed = Feed(map(self._as_mini_batch, batches), self.step, Ending(self.team, self._runs))
         self._runs += 1
         self._stages.train()
@@ -319,7 +332,7 @@ class Engine:
             ValueError: `state` is of another model, mode or optimizer; the engine is left unchanged.
         """
         self._require_drained()
-        if missing := {"step", "stages"} - state.keys():
+        if missing := {"step", "stages"} - (state.keys() if isinstance(state, Mapping) else set()):
             raise ValueError(
                 f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned; where there are "
                 "several ranks, what it returned on rank 0, on every rank"
@@ -357,6 +370,7 @@ _FUNCTIONS = {
     "optimizer": "lambda parameters: torch.optim.SGD(parameters, lr=0.1), which makes one for each stage",
     "delay": "ErrorFeedback of cdp_repro.engine.delay",
     "learning_rate_factor": "lambda step: 0.1 ** (step // 1000)",
+    "autocast": 'lambda: torch.autocast("cpu", torch.bfloat16)',
 }
 """An example for each argument that must be callable."""
 
@@ -368,12 +382,13 @@ def _check_functions(**given: object) -> None:
 
 
 def refuse_shared_parameters(stages: Sequence[nn.Module]) -> None:
-    """Raise ValueError if two stages share a parameter."""
-    owner: dict[nn.Parameter, int] = {}
+    """Raise ValueError if two stages share a parameter, or the memory of one."""
+    owner: dict[int, int] = {}
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
-            if owner.setdefault(parameter, number) != number:
+            place = 0 if is_lazy(parameter) else parameter.data_ptr()  # 0: it has no values yet, or none at all
+            if place and owner.setdefault(place, number) != number:
                 raise ValueError(
-                    f"stages {owner[parameter]} and {number} share the parameter {name}: "
+                    f"stages {owner[place]} and {number} share the parameter {name}: "
                     "each stage has versions of its own, so put both uses into one stage"
                 )

@@ -112,6 +112,11 @@ class Executor:
 
     def execute(self, slot: Slot, feed: Feed) -> list[StepResult]:
         """Run the actions of one slot; return the training steps that they finish on this rank."""
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients are switched off around the training, or in the loop over its results: leave no_grad() and "
+                "inference_mode() before the next step, and undo set_grad_enabled(False)"
+            )
         self._team.positions.enter("slot", slot)
         self._feed = feed
         doing: object = f"waiting, in slot {slot.number}, for a rank that has not yet taken what was sent"
@@ -257,6 +262,8 @@ class Executor:
     def _add(self, action: Action) -> None:
         """Add the earlier sum into the later one, which is copied if still needed; a sum may come in parts."""
         sums: dict[Value, Gradients] = {}
+        for value in action.reads:
+            self._read(value)  # all parts, before any is copied: they lie in one buffer
         for value in action.reads:
             content = self._take(value) if value in action.frees else _copied(self._read(value))
             sums.setdefault(value.whole, {}).update(content)

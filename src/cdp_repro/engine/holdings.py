@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cdp_repro.engine.clipping import Clipping
@@ -12,7 +13,7 @@ from cdp_repro.engine.compute import Version
 from cdp_repro.engine.delay import DelayFactory, Uncorrected
 from cdp_repro.engine.messages import Layout, broadcast
 from cdp_repro.engine.parameters import Buffers, OptimizerFactory, StageState, average, check_buffers
-from cdp_repro.engine.seal import Seal
+from cdp_repro.engine.seal import Seal, StageSeal
 from cdp_repro.engine.shards import Shards
 from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Schedule, Value
@@ -54,6 +55,7 @@ class Holdings:
             self.states[number].seal if self._is_whole(number) else Seal(dict(stage.named_parameters()))
             for number, stage in enumerate(stages)
         ]
+        self._stage_seals = [StageSeal(number, stage) for number, stage in enumerate(stages)]
         first = {number: {0: state.newest(0)} for number, state in self.states.items()}
         self._set(0, first, [[dict(stage.named_buffers())] * schedule.sizes.statistics for stage in stages])
 
@@ -104,7 +106,9 @@ class Holdings:
                 self.values[value] = {name: theirs[name].detach().to(buffer, copy=True) for name, buffer in like}
 
     def check_seals(self) -> None:
-        """Raise ValueError if other code has changed a parameter, or given it a hook."""
+        """Raise ValueError if other code has changed a stage, or given a parameter a hook."""
+        for stage in self._stage_seals:
+            stage.check()
         for seal in self._seals:
             seal.check()
 
@@ -114,9 +118,11 @@ class Holdings:
             seal.open()
 
     def close_seals(self) -> None:
-        """Record the parameters as they are, and block their gradients for other code."""
+        """Record parameters and buffers as they are, and block gradients for other code."""
         for seal in self._seals:
             seal.close()
+        for stage in self._stage_seals:
+            stage.record()  # fake copies, too, count in the versions of what they are copies of
 
     def drop_others(self) -> None:
         """Free the parameters, in the modules, of all stages that this rank does not hold whole."""
@@ -135,11 +141,23 @@ class Holdings:
         self.open_seals()
 
     def average_buffers(self, step: int) -> None:
-        """Give the modules the mean of all sets of buffers; collective."""
+        """Give the modules the mean of all sets of buffers; collective.
+
+        Raises:
+            ValueError: two stages share a buffer that they have changed, each its own sets of it.
+        """
+        given: dict[int, Tensor] = {}
         for number, stage in enumerate(self._stages):
             mean = average(self._all_buffers(number, step))
             for name, buffer in stage.named_buffers():
+                if not torch.equal(given.setdefault(id(buffer), mean[name]), mean[name]):
+                    raise ValueError(
+                        f"stage {number} shares the buffer {name} with a stage before it, and both change it: each has "
+                        "sets of its own, so put both uses into one stage, or give each a module of its own"
+                    )
                 buffer.copy_(mean[name])
+        for seal in self._stage_seals:
+            seal.record()
 
     def _whole_parameters(self, number: int) -> Mapping[str, Tensor]:
         """Return the current parameters of a stage, from its holders; collective."""

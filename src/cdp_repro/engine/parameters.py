@@ -106,7 +106,7 @@ class StageState:
             if not in_place:
                 parameter.data = parameter.data.clone()  # the optimizer writes here; the old version stays as it is
         if self._optimizer is not None:
-            if not 0 <= learning_rate_factor < math.inf:
+            if not isinstance(learning_rate_factor, (int, float, Tensor)) or not 0 <= learning_rate_factor < math.inf:
                 raise ValueError(f"learning_rate_factor gave {learning_rate_factor}: must be finite, 0 or more")
             for group, base_rate in zip(self._groups, self._base_rates, strict=True):
                 group["lr"] = base_rate * learning_rate_factor

@@ -65,9 +65,44 @@ class Seal:
                 )
 
 
-def _mark_of(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return a mark that changes when a parameter is written to or gets other data."""
-    return parameter._version, parameter.data_ptr()
+class StageSeal:
+    """The make-up of a stage and its buffers, which must not change between runs: a run has sets of buffers of its own,
+    and the optimizer the parameters of when it was made."""
+
+    def __init__(self, number: int, stage: nn.Module) -> None:
+        """`number` is that of the stage, for messages."""
+        self._number, self._stage = number, stage
+        self._parameters = self._parameters_now()
+        self.record()
+
+    def record(self) -> None:
+        """Record the current buffers as the engine's."""
+        self._buffers = {name: _mark_of(buffer) for name, buffer in self._stage.named_buffers()}
+
+    def check(self) -> None:
+        """Raise ValueError if a part of the stage was replaced, added, frozen or unfrozen, or a buffer changed."""
+        if (found := self._parameters_now()) != self._parameters:
+            differing = sorted(n for n in found | self._parameters if found.get(n) != self._parameters.get(n))
+            raise ValueError(
+                f"parameters of stage {self._number}, such as {differing[0]}, were replaced, added, removed, frozen or "
+                "unfrozen after the engine was made, which its optimizer does not know: change stages before they are "
+                "given to Engine(), or make a new engine with them"
+            )
+        now = {name: _mark_of(buffer) for name, buffer in self._stage.named_buffers()}
+        if changed := [name for name in now | self._buffers if now.get(name) != self._buffers.get(name)]:
+            raise ValueError(
+                f"the buffer {changed[0]} of stage {self._number} was changed outside the engine, which keeps sets of "
+                'its own: change all sets, state["stages"][number]["buffers"], in the dict that engine.state_dict() '
+                "returns, and give it to engine.load_state_dict(); or change it before the stage is given to Engine()"
+            )
+
+    def _parameters_now(self) -> dict[str, tuple[int, bool]]:
+        return {name: (id(each), each.requires_grad) for name, each in self._stage.named_parameters()}
+
+
+def _mark_of(tensor: Tensor) -> tuple[int, int]:
+    """Return a mark that changes when a tensor is written to or gets other data."""
+    return tensor._version, tensor.data_ptr()
 
 
 class _NoGradient(Tensor):

@@ -112,6 +112,26 @@ class Team:
         return self._store
 
     @contextmanager
+    def running_alone(self) -> Iterator[None]:
+        """Run the body unless this process is in the body of another team: two would wait for each other's ranks.
+
+        Raises:
+            RuntimeError: it is.
+        """
+        if self._store is None:
+            yield
+            return
+        try:
+            if _shared_store().add(f"running/{self.rank}", 1) > 1:
+                raise RuntimeError(
+                    "another engine of this process is in the middle of a run: exhaust or close its iterator first, as "
+                    "ranks whose messages are of two runs at once may wait for each other for ever"
+                )
+            yield
+        finally:
+            _shared_store().add(f"running/{self.rank}", -1)
+
+    @contextmanager
     def naming_stalled(self) -> Iterator[None]:
         """Turn an error from waiting for other ranks in vain into one that names the ranks that stall.
 
@@ -132,8 +152,13 @@ class Team:
 
         All ranks make the same teams in the same order, so each rank's own count gives the same number.
         """
-        shared = PrefixStore("cdp_repro", dist.distributed_c10d._get_default_store())
+        shared = _shared_store()
         return PrefixStore(f"team/{shared.add(f'teams/{self.rank}', 1)}", shared)
+
+
+def _shared_store() -> PrefixStore:
+    """Return the store of all teams of these processes."""
+    return PrefixStore("cdp_repro", dist.distributed_c10d._get_default_store())
 
 
 def _store_of_all() -> Store:

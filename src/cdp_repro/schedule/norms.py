@@ -8,8 +8,10 @@ stage is clipped by its own norm.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from cdp_repro.schedule.actions import Slot
 from cdp_repro.schedule.meaning import made_from
 from cdp_repro.schedule.program import Program
 from cdp_repro.schedule.schedule import Schedule
@@ -29,12 +31,17 @@ def knows_norms_in_time(program: Program) -> bool:
     Where ranks exchange gradients, each adds them as late as it needs them: it would wait for a sum that it adds later
     itself. Collectives complete sums on no rank in particular.
     """
-    schedule = program.schedule
+    return all(_knows_in_time(program.schedule, *sample) for sample in program.samples())
+
+
+def _knows_in_time(schedule: Schedule, first_step: int, slots: Sequence[Slot]) -> bool:
+    """Whether that holds in a run from `first_step`, before which all sums are complete."""
     told: dict[int, dict[int, tuple[int, int]]] = {}
-    for slot in program.slots(schedule.rule.longest + 3):
+    _, first_version = schedule.ahead(first_step)
+    for slot in slots:
         for action in slot.actions:
             for value in action.reads:
-                if value.kind == PARAMETERS and value.number:
+                if value.kind == PARAMETERS and value.number > first_version:
                     known = told.get(value.number - 1, {}).values()
                     here = [k for k, rank in known if k < slot.number or rank == action.rank]
                     if len(here) < schedule.stages:

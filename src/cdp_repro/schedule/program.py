@@ -81,7 +81,7 @@ class Program:
     @cached_property
     def edges(self) -> list[Edge]:
         """The directed edges over which ranks send, in all runs, whatever their length."""
-        return edges(chain.from_iterable(self._samples()), self.roles.after(1))
+        return edges(chain.from_iterable(slots for _, slots in self.samples()), self.roles.after(1))
 
     @cached_property
     def communicators(self) -> tuple[Communicator, ...]:
@@ -93,7 +93,7 @@ class Program:
         Raises:
             ScheduleError: the program hangs with one for each edge, too; a program made by the passes never does.
         """
-        samples = [*self._samples()]
+        samples = [slots for _, slots in self.samples()]
         shared, alone = directions(self.edges), tuple((edge,) for edge in self.edges)
 
         def hang(communicators: Sequence[Communicator]) -> bool:
@@ -109,18 +109,18 @@ class Program:
         is_quick = len(self.edges) * actions <= MOST_REPLAYED
         return merged(self.edges, hang) if is_quick and self.roles.are_fixed else alone
 
-    def _samples(self) -> Iterator[list[Slot]]:
-        """Yield runs that together show all edges and orders of messages.
+    def samples(self) -> Iterator[tuple[int, list[Slot]]]:
+        """Yield runs, each with its first step, that together show all edges and orders of messages and sums.
 
         Runs that the passes make differ in nothing of that, so that one with every piece is enough. In a file, each
         piece may be of its own kind.
         """
         if not self.is_given:
-            yield self.complete_run
+            yield 0, self.complete_run
             return
         for first_step, run in self._runs.items():
             for steps in range(1, len(run.fill) + 3):
-                yield self.slots(steps, first_step)
+                yield first_step, self.slots(steps, first_step)
 
     @property
     def steady_step(self) -> int:

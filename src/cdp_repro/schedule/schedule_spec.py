@@ -76,6 +76,8 @@ class Spec:
         Raises:
             ValueError: there is no mode of that name.
         """
+        if not isinstance(self.mode, (str, tuple)):
+            raise ValueError(f"mode={self.mode!r}: give a name, such as 'cdp_v2', or a staleness matrix")
         if not isinstance(self.mode, str):
             rows = self.mode
             return Mode("cyclic", lambda sizes: Matrix.checked(sizes, rows))
