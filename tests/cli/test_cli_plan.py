@@ -26,6 +26,15 @@ def test_timeline_stages_memory_and_comparison_are_shown_without_data(capsys):
     assert "layer3_0 .. head" in shown
 
 
+@pytest.mark.parametrize(
+    ("sizes", "ratio"),
+    [("workers=2 stages=4", 0.625), ("workers=3 stages=6", 0.611), ("workers=4 placement=pipeline", 1.0)],
+)
+def test_of_equal_stages_the_simulation_says_what_the_closed_form_does_not(capsys, sizes, ratio):
+    shown = shown_by(capsys, "mode=cdp_v2", "model=mlp", "model.depth=5", "batch_size=48", *sizes.split())
+    assert f"equal stages would give {ratio:.3f} in slot order paper" in shown
+
+
 def test_the_backward_first_order_is_cheaper_and_both_are_shown(capsys):
     rows = shown_by(capsys, "mode=cdp_v2").splitlines()
     ratio = {row.split()[1]: float(row.split()[4]) for row in rows if row.startswith("cdp_v2 ")}

@@ -41,7 +41,19 @@ def test_a_run_goes_to_the_first_study_of_which_it_is_a_result(status, study):
     assert report.main(["collect", "run", f"--study={study}"]) == 0, "the same row again"
 
 
-def test_other_runs_of_present_rows_are_all_named_before_any_row_is_written(capsys):
+def test_a_run_on_a_seed_that_no_study_plans_goes_to_none(monkeypatch, capsys):
+    fresh = Study("fresh", "delay", "the same cell on other seeds", (Cell(CELL.overrides, (7, 8)),))
+    monkeypatch.setattr(report, "STUDIES", {study.name: study for study in (SCORES, fresh)})
+    write_run("finished", "judges", seed=8)
+    assert report.main(["collect", "judges"]) == 0
+    assert [row.study for row in read_rows(Path("results/rows"))] == ["fresh"]
+    write_run("finished", "neither", seed=5)
+    assert report.main(["collect", "neither"]) == 2
+    assert "neither with seed=5 belongs to none of the studies scores, fresh" in capsys.readouterr().err
+
+
+def test_other_runs_of_present_rows_are_all_named_before_any_row_is_written(monkeypatch, capsys):
+    monkeypatch.setattr(report, "STUDIES", {"scores": replace(SCORES, cells=(Cell(CELL.overrides, (0, 1, 2)),))})
     for seed in (0, 1, 2):
         write_run("finished", f"run{seed}", seed)
         write_run("finished", f"again{seed}", seed, top1=51)

@@ -141,3 +141,10 @@ def test_a_sequence_is_as_long_as_the_context():
     assert config.input_shape == (32,) and config.dataset.classes == 256
     assert config.task.units(config.input_shape) == 32
     assert compose_config([]).input_shape == (1, 8, 8)
+
+
+@pytest.mark.parametrize("given", [["price=true", "cluster.calibrate=true"], ["cluster.flops_per_second=1e12"]])
+def test_what_only_a_plan_reads_is_told_beside_a_training(given):
+    assert without_effect(compose_config(given)) == [
+        "price=true and cluster.* have no effect on a training: give them to cdp-plan"
+    ]

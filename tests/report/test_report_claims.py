@@ -45,12 +45,13 @@ def test_cdp_is_compared_with_data_parallelism_by_ordered_messages():
     assert "against 1 for our data parallelism" in claim.because and claim.verdict == HOLDS
 
 
-def _untuned(dataset, *intervals):
+def _untuned(dataset, *intervals, study="cifar10", model="resnet8", epochs=15):
     """Return comparisons of both modes with data parallelism by their intervals, (low, high) or None if not run."""
+    config = {"dataset.name": dataset, "model.name": model, "epochs": epochs}
     return [
         SimpleNamespace(
-            study="mine",
-            group=SimpleNamespace(mode=mode, config={"dataset.name": dataset, "model.name": "resnet8"}),
+            study=study,
+            group=SimpleNamespace(mode=mode, config=config),
             task=task_of(dataset),
             is_at_rate_of_dp=True,
             difference=Difference(sum(interval) / 2, *interval, 0.5, 5),
@@ -68,6 +69,7 @@ def _untuned(dataset, *intervals):
         ("cifar10", [(-0.1, 0.3), (-0.2, 0.4)], NOT_SETTLED),
         ("cifar10", [(-0.3, -0.1), (-0.2, 0.4)], NOT_SETTLED),  # neither mode keeps the accuracy for sure
         ("cifar10", [None, (0.2, 0.4)], PARTLY),  # only one mode has run
+        ("cifar10", [(-0.3, -0.1), None], NOT_SETTLED),
         ("cifar10", [(-0.3, -0.1), (0.2, 0.4)], PARTLY),
         ("cifar10", [(-0.3, -0.1), (-0.4, -0.2)], FAILS),
         ("digits", [(0.1, 0.3), (0.2, 0.4)], UNKNOWN),  # the claim names other data
@@ -75,7 +77,26 @@ def _untuned(dataset, *intervals):
 )
 def test_without_tuning_the_claim_of_accuracy_follows_the_intervals(dataset, intervals, verdict):
     claim = claims((), (), _untuned(dataset, *intervals), ())[2]
-    assert claim.verdict == verdict and "mine resnet8 cdp_v2" in claim.because
+    assert claim.verdict == verdict and f"cifar10 resnet8 cdp_v{2 if intervals[1] else 1}" in claim.because
+
+
+def test_the_claim_names_each_network_and_what_was_run_of_it():
+    small = _untuned("cifar10", (-0.3, -0.1), (-0.3, -0.1))
+    claim = claims((), (), small, ())[2]
+    assert claim.brief == "cdp_v1 -0.20, cdp_v2 -0.20 points of top-1 on cifar10"
+    assert "what was run of them: cifar10 with resnet8 for 15 epochs." in claim.because
+    large = _untuned("imagenet", (1.0, 3.0), (2.0, 4.0), study="paper-cifar10-resnet18", model="resnet50", epochs=90)
+    claim = claims((), (), [*small, *large], ())[2]
+    assert "cifar10 with resnet8; cdp_v1 +2.00, cdp_v2 +3.00 points of top-1 on imagenet with resnet50" in claim.brief
+    assert "cifar10 with resnet8 for 15 epochs, imagenet with resnet50 for 90 epochs." in claim.because
+
+
+def test_studies_of_a_users_own_decide_nothing():
+    ours = _untuned("cifar10", (-0.3, -0.1), (-0.3, -0.1))
+    assert (
+        claims((), (), [*ours, *_untuned("cifar10", (0.1, 0.3), (0.1, 0.3), study="mine")], ())[2]
+        == claims((), (), ours, ())[2]
+    )
 
 
 def test_a_mode_that_is_better_in_one_study_and_not_in_another_keeps_nothing():

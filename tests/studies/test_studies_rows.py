@@ -12,6 +12,7 @@ from cdp_repro.config.compose import compose_config
 from cdp_repro.config.keys import settings_of
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import Program, Schedule
+from cdp_repro.studies import rows
 from cdp_repro.studies.collecting import collect
 from cdp_repro.studies.rows import RowError, cell_hash, read_row, read_rows, write_row
 from cdp_repro.training.run import train
@@ -117,6 +118,17 @@ def test_a_damaged_or_foreign_row_is_named(tmp_path, row, damage, message):
     with pytest.raises(RowError, match=message) as caught:
         read_row(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [{"extra": 1}, {"summary": None}])
+def test_a_row_of_another_version_is_named(tmp_path, row, change):
+    path = write_row(row, tmp_path)
+    content = {key: value for key, value in json.loads(path.read_text()).items() if key not in ("format", "digest")}
+    content = {key: value for key, value in {**content, **change}.items() if value is not None}
+    path.write_text(json.dumps({"format": rows.FORMAT, "digest": rows._digest(content), **content}))
+    with pytest.raises(RowError, match=r"is a row of another version .*: remove it, and collect the run again") as told:
+        read_row(path)
+    assert str(path) in str(told.value)
 
 
 def test_all_problems_of_a_folder_are_named_at_once(tmp_path, row):

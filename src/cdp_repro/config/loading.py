@@ -15,7 +15,7 @@ from cdp_repro.config.fitting import sizes_that_fit
 from cdp_repro.config.keys import SCHEDULE_KEYS, defaults, example_of, leaves, nested
 from cdp_repro.config.limits import inconsistent_elsewhere, inconsistent_in_schedule
 from cdp_repro.config.ranges import out_of_range
-from cdp_repro.config.schema import OptimConfig, RunConfig
+from cdp_repro.config.schema import ClusterConfig, OptimConfig, RunConfig
 from cdp_repro.config.source import GROUPS
 
 
@@ -55,6 +55,8 @@ def _finds_cuda() -> bool:
 def without_effect(config: RunConfig) -> list[str]:
     """Return a sentence for each setting that has no effect in this run, or not the effect that its name promises."""
     found = [*_of_learning_rate(config)]
+    if config.price or config.cluster != ClusterConfig():
+        found.append("price=true and cluster.* have no effect on a training: give them to cdp-plan")
     if config.dataset.classes == 1:
         found.append("dataset.classes=1 leaves nothing to learn: every prediction is right")
     if config.evaluate_every_epochs > config.epochs:

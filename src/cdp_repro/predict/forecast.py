@@ -10,6 +10,7 @@ from pathlib import Path
 from cdp_repro.config import RunConfig
 from cdp_repro.config.program_file import program_of
 from cdp_repro.observe.text import format_bytes, table
+from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.simulate import SlotTotals, simulate_slots, simulate_totals, version_bytes
 from cdp_repro.predict.stage_cut import StageCut
@@ -194,8 +195,22 @@ def _comparison(plan: Plan) -> str:
         return f"{shown}\n{more}{chosen.micro_batches}\n{state}"
     if chosen.timeline.name != "cyclic":
         return f"{shown}\n{state}"
-    n = plan.config.workers
-    return f"{shown}\nequal stages would give (N+1)/2N = {(n + 1) / (2 * n):.3f} in paper order\n{state}"
+    return f"{shown}\nequal stages would give {_of_equal_stages(parallel, chosen)}\n{state}"
+
+
+def _of_equal_stages(parallel: Schedule, chosen: Schedule) -> str:
+    """Return the ratio of activation peaks if all stages were equal: the closed form where it holds, else simulated."""
+    if chosen.stages == chosen.sizes.workers and chosen.spec.placement != "pipeline":
+        n = chosen.sizes.workers
+        return f"(N+1)/2N = {(n + 1) / (2 * n):.3f} in paper order"
+    own, theirs = (_peak_of_equal_stages(each) for each in (chosen, parallel))
+    return f"{own / theirs:.3f} in slot order {chosen.spec.slot_order}"
+
+
+def _peak_of_equal_stages(schedule: Schedule) -> int:
+    """Return the peak of activation bytes of stages that have 1 KiB each."""
+    totals = simulate_totals(schedule, StageCosts.equal(schedule.stages), Program(schedule).complete_run)
+    return max(total.activation_bytes for total in totals)
 
 
 def _state(plan: Plan) -> str:

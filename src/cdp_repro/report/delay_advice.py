@@ -18,7 +18,7 @@ _BEGINNINGS = {
     BETTER: "More accurate than {reference} is",
     EQUIVALENT: "Within {margin:g} {unit} of {reference} is",  # it may be lower, but by less than that
     NOT_SETTLED: "Not settled against {reference} is",
-    WORSE: "Less accurate than {reference}, even at its best, is",
+    WORSE: "Less accurate than {reference} is",
 }
 """By verdict, what readers may use first."""
 
@@ -46,7 +46,7 @@ def _judged(each: Standing) -> str:
     unit = each.task.difference_unit
     reference = f"data parallelism with {each.optimizer}"
     beginning = _BEGINNINGS[each.verdict].format(margin=each.study.margin, unit=unit, reference=reference)
-    return f"{beginning} `{overrides(each.group)}` ({each.study.network}, fresh seeds: {each.difference} {unit})."
+    return f"{beginning} `{overrides(each.group)}` ({each.study.network}, fresh seeds: {each.difference})."
 
 
 def _chosen(best: Sequence[Standing]) -> str:
@@ -54,7 +54,7 @@ def _chosen(best: Sequence[Standing]) -> str:
     told = [f"`{overrides(each.group)}` {each.difference}" for each in best]
     return (
         "so far, on the seeds that chose it (so it looks better than it is), the best of each mode minus data "
-        f"parallelism with the same optimizer, in {best[0].task.difference_unit}: {', '.join(told)}"
+        f"parallelism with the same optimizer: {', '.join(told)}"
     )
 
 

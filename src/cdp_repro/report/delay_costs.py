@@ -152,6 +152,8 @@ def _state(group: Group) -> str:
     if summary.get(f"{_COPIES}_per_device"):
         kinds.append(_COPIES)
     found = [summary.get(f"{kind}_per_device") for kind in kinds]
+    if found[0] is not None:  # between two runs a device may hold more versions, for reads to come
+        found[0] = max(found[0], summary["memory/parameter_bytes_per_device"])
     return " + ".join("not measured" if nbytes is None else f"{nbytes / 2**20:.2f}" for nbytes in found)
 
 

@@ -41,8 +41,8 @@ class Standing:
 
     @property
     def difference(self) -> str:
-        """The difference from data parallelism with its 95 % interval and the number of seeds, for people."""
-        said = [self.found.difference.text(self.task.digits)] if self.found else []
+        """The difference from data parallelism with its 95 % interval, number of seeds and unit, for people."""
+        said = [f"{self.found.difference.text(self.task.digits)} {self.task.difference_unit}"] if self.found else []
         return ", ".join([*said, *([f"{self.group.diverged} diverged"] if self.group.diverged else [])])
 
     def quality(self, seeds: Collection[int]) -> float:
@@ -61,7 +61,7 @@ class Standing:
         """The verdict with its evidence."""
         return (
             f"{self.group.mode} with {method_of(self.group.config)} {self.verdict} "
-            f"({self.difference} {self.task.difference_unit}, minus dp with {self.optimizer})"
+            f"({self.difference}, minus dp with {self.optimizer})"
         )
 
 
@@ -74,9 +74,22 @@ def standings(study: Study, groups: Mapping[str, Sequence[Group]]) -> list[Stand
         RowError: two of them differ in more than the mode, the learning rate and the method.
     """
     own, tuned = groups[study.name], rates_for(study, groups)
+    if study.margin is not None:  # a verdict is of the seeds that were planned, however many others have run
+        own = [planned for group in own if (planned := _as_planned(study, group)) is not None]
     return [  # against data parallelism with another optimizer, the optimizer's gain would count as the mode's
         _standing(study, group, data_parallel(own, group, OPTIMIZER_KEYS), tuned) for group in own if group.mode != "dp"
     ]
+
+
+def _as_planned(study: Study, group: Group) -> Group | None:
+    """Return a group without the runs of seeds that its study does not plan; None if none is left."""
+    seeds = _planned(study, group)
+    rows = tuple(row for row in group.rows if row.seed in seeds)
+    return Group(rows) if rows else None
+
+
+def _planned(study: Study, group: Group) -> set[int]:
+    return {seed for cell in study.cells if cell.hash == group.cell for seed in cell.seeds}
 
 
 def rates_for(study: Study, groups: Mapping[str, Sequence[Group]]) -> dict[Setting, TunedRate]:
@@ -103,7 +116,7 @@ def _missing(study: Study, group: Group, reference: Group, tuned: Mapping[Settin
     for name, each in (("", group), ("dp: ", reference)):
         if fault := untuned(each, tuned):
             return f"{name}{fault}"
-        planned = {seed for cell in study.cells if cell.hash == each.cell for seed in cell.seeds}
+        planned = _planned(study, each)
         if set(each.seeds) != planned:
             return f"{name}{len(each.seeds)} of {len(planned)} runs"
     if reference.diverged:

@@ -157,7 +157,6 @@ CIFAR10 = Benchmark(
         "mode=cdp_v2 accumulate=2",
         "mode=cdp_v2 accumulate=4",
         "mode=cdp_v1 delay=compensation",  # a control
-        *(f"mode=cdp_v1 optim.nesterov=true {method}" for method in _METHODS),  # together best in arXiv 2003.11666
     ),
     grid=(0.05, 0.1, 0.2, 0.4, 0.8, 1.6),  # at 0.025 nothing was best, at 0.8 data parallelism was
     margin=0.3,
@@ -177,8 +176,6 @@ CIFAR10 = Benchmark(
         "mode=cdp_v2 accumulate=2": (0.2, 0.4, 0.1),
         "mode=cdp_v2 accumulate=4": (0.4, 0.8, 0.2, 0.1),
         "mode=cdp_v1 delay=compensation": (0.1, 0.2, 0.4),
-        "mode=cdp_v1 optim.nesterov=true delay=error_feedback": (0.2,),
-        "mode=cdp_v1 optim.nesterov=true delay=prediction": (0.2,),
     },
     rates={
         "mode=dp": 0.2,

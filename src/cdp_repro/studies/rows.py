@@ -161,7 +161,10 @@ def read_row(path: Path) -> Row:
     content = {key: value for key, value in found.items() if key not in ("format", "digest")}
     if found.get("digest") != _digest(content):
         raise RowError(f"{path} is damaged, its digest differs: restore it from git, or remove it and collect again")
-    return Row(**{**content, "config": {**_defaults_that_matter(), **content["config"]}}, source=str(path))
+    try:
+        return Row(**{**content, "config": {**_defaults_that_matter(), **content["config"]}}, source=str(path))
+    except (KeyError, TypeError) as error:
+        raise RowError(f"{path} is a row of another version ({error}): remove it, and collect the run again") from error
 
 
 def read_rows(folder: Path) -> list[Row]:

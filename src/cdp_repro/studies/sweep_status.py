@@ -95,12 +95,13 @@ def _pace(directory: Path, epochs: int) -> _Pace | None:
         metrics = read_metrics(run.metrics_path)
         begun, logged = (directory / COMMAND).stat().st_mtime, run.metrics_path.stat().st_mtime
         resumed = _RESUMED.findall(run.log_path(0).read_text())
+        ended = run.summary().get("step", 0)
     except (FileNotFoundError, RunDirectoryError):
         return None
     if not metrics:
         return None
     last, over = metrics[-1]["step"], [row["step"] for row in metrics if "train/epoch_loss" in row]
-    step = max(last, run.summary().get("step", 0))  # a run that was stopped may have gone on after its last row
+    step = max(last, ended)  # a run that was stopped may have gone on after its last row
     done, seconds = last - (int(resumed[-1]) if resumed else 0), logged - begun
     return _Pace(step, over[0] * epochs if over else None, done / seconds if done > 0 and seconds > 0 else None)
 
