@@ -333,3 +333,6 @@ def test_a_run_under_way_shows_its_rate_and_the_time_left(tiny, monkeypatch):
     monkeypatch.setattr("cdp_repro.studies.sweep_status.run_state", lambda *_: "interrupted")
     run.write_summary({"status": "interrupted", "step": 7})  # after its last row
     assert "seed=0  interrupted  7 of 5000" in sweep_text(Path("sweep"))
+    run.summary_path.write_text("{")
+    shown = sweep_text(Path("sweep"))
+    assert "\nseed=0" in shown and "\nseed=1" in shown, "one damaged summary hides no other run"
