@@ -351,6 +351,16 @@ def test_a_buffer_of_two_stages_may_be_constant_only():
     engine.model()
 
 
+def test_buffers_that_are_not_a_number_are_nobodys_fault():
+    """A training that diverges has them; `torch.equal` finds no NaN equal to itself."""
+    engine = make_engine(stages=tempered())
+    state = engine.state_dict()
+    for buffers in state["stages"][1]["buffers"]:
+        buffers["1.running_mean"].fill_(torch.nan)
+    engine.load_state_dict(state)
+    assert engine.model()[1][1].running_mean.isnan().all()
+
+
 # ------------------------------------------------------------------------------------------- gradients switched off
 
 

@@ -150,7 +150,8 @@ class Holdings:
         for number, stage in enumerate(self._stages):
             mean = average(self._all_buffers(number, step))
             for name, buffer in stage.named_buffers():
-                if not torch.equal(given.setdefault(id(buffer), mean[name]), mean[name]):
+                first = given.setdefault(id(buffer), mean[name])
+                if first is not mean[name] and not torch.equal(first, mean[name]):
                     raise ValueError(
                         f"stage {number} shares the buffer {name} with a stage before it, and both change it: each has "
                         "sets of its own, so put both uses into one stage, or give each a module of its own"

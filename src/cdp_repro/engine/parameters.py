@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cdp_repro.engine.clipping import Clipping
 from cdp_repro.engine.compute import Gradients, Version
 from cdp_repro.engine.delay import Uncorrected, delay_bytes, last_steps
-from cdp_repro.engine.seal import Seal
+from cdp_repro.engine.seal import Seal, differing
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -215,10 +215,9 @@ def check_same_tensors(mine: Mapping[str, Tensor], loaded: Mapping[str, Tensor])
     """Raise ValueError if the names or shapes of two sets of tensors differ."""
     expected = {name: tuple(tensor.shape) for name, tensor in mine.items()}
     found = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
-    if expected != found:
-        differing = sorted(name for name in expected | found if expected.get(name) != found.get(name))
-        shown = ", ".join(f"{name}: {found.get(name)} for {expected.get(name)}" for name in differing[:3])
-        raise ValueError(f"the checkpoint is of another model: {len(differing)} tensors differ, e.g. {shown}")
+    if others := sorted(differing(expected, found)):
+        shown = ", ".join(f"{name}: {found.get(name)} for {expected.get(name)}" for name in others[:3])
+        raise ValueError(f"the checkpoint is of another model: {len(others)} tensors differ, e.g. {shown}")
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:

@@ -77,19 +77,17 @@ class StageSeal:
 
     def record(self) -> None:
         """Record the current buffers as the engine's."""
-        self._buffers = {name: _mark_of(buffer) for name, buffer in self._stage.named_buffers()}
+        self._buffers = self._buffers_now()
 
     def check(self) -> None:
         """Raise ValueError if a part of the stage was replaced, added, frozen or unfrozen, or a buffer changed."""
-        if (found := self._parameters_now()) != self._parameters:
-            differing = sorted(n for n in found | self._parameters if found.get(n) != self._parameters.get(n))
+        if others := sorted(differing(self._parameters, self._parameters_now())):
             raise ValueError(
-                f"parameters of stage {self._number}, such as {differing[0]}, were replaced, added, removed, frozen or "
+                f"parameters of stage {self._number}, such as {others[0]}, were replaced, added, removed, frozen or "
                 "unfrozen after the engine was made, which its optimizer does not know: change stages before they are "
                 "given to Engine(), or make a new engine with them"
             )
-        now = {name: _mark_of(buffer) for name, buffer in self._stage.named_buffers()}
-        if changed := [name for name in now | self._buffers if now.get(name) != self._buffers.get(name)]:
+        if changed := differing(self._buffers, self._buffers_now()):
             raise ValueError(
                 f"the buffer {changed[0]} of stage {self._number} was changed outside the engine, which keeps sets of "
                 'its own: change all sets, state["stages"][number]["buffers"], in the dict that engine.state_dict() '
@@ -98,6 +96,14 @@ class StageSeal:
 
     def _parameters_now(self) -> dict[str, tuple[int, bool]]:
         return {name: (id(each), each.requires_grad) for name, each in self._stage.named_parameters()}
+
+    def _buffers_now(self) -> dict[str, tuple[int, int]]:
+        return {name: _mark_of(buffer) for name, buffer in self._stage.named_buffers()}
+
+
+def differing(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    """Return the names that do not stand for the same in both, or stand in one only."""
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
 def _mark_of(tensor: Tensor) -> tuple[int, int]:

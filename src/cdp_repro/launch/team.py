@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import TypeVar
 
 import torch
@@ -20,6 +21,8 @@ from cdp_repro.launch.positions import Positions
 
 T = TypeVar("T")
 _CLOCK_TAG = 2
+_ONE_AT_A_TIME = Lock()
+"""Held by the team of several ranks in whose run this process is."""
 
 
 class Team:
@@ -121,15 +124,15 @@ class Team:
         if self._store is None:
             yield
             return
+        if not _ONE_AT_A_TIME.acquire(blocking=False):
+            raise RuntimeError(
+                "another engine of this process is in the middle of a run: exhaust or close its iterator first, as "
+                "ranks whose messages are of two runs at once may wait for each other for ever"
+            )
         try:
-            if _shared_store().add(f"running/{self.rank}", 1) > 1:
-                raise RuntimeError(
-                    "another engine of this process is in the middle of a run: exhaust or close its iterator first, as "
-                    "ranks whose messages are of two runs at once may wait for each other for ever"
-                )
             yield
         finally:
-            _shared_store().add(f"running/{self.rank}", -1)
+            _ONE_AT_A_TIME.release()
 
     @contextmanager
     def naming_stalled(self) -> Iterator[None]:
@@ -152,13 +155,8 @@ class Team:
 
         All ranks make the same teams in the same order, so each rank's own count gives the same number.
         """
-        shared = _shared_store()
+        shared = PrefixStore("cdp_repro", dist.distributed_c10d._get_default_store())
         return PrefixStore(f"team/{shared.add(f'teams/{self.rank}', 1)}", shared)
-
-
-def _shared_store() -> PrefixStore:
-    """Return the store of all teams of these processes."""
-    return PrefixStore("cdp_repro", dist.distributed_c10d._get_default_store())
 
 
 def _store_of_all() -> Store:

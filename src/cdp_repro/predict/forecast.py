@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ class Forecast:
     @property
     def activation_peak_bytes(self) -> int:
         """Largest sum over ranks of live activation bytes."""
-        return max(total.activation_bytes for total in self.totals)
+        return _peak(self.totals)
 
     @property
     def versions_kept(self) -> int:
@@ -189,27 +189,27 @@ def _comparison(plan: Plan) -> str:
             )
         )
     shown, state = table(rows), _state(plan)
-    parallel, chosen = (forecast.program.schedule for forecast in (plan.forecasts["dp"], plan.chosen))
+    programs = [forecast.program for forecast in (plan.forecasts["dp"], plan.chosen)]
+    parallel, chosen = (program.schedule for program in programs)
     if chosen.sizes.updates_each:
         more = f"a step of dp has {parallel.micro_batches} such micro-batches, one of {chosen.mode} "
         return f"{shown}\n{more}{chosen.micro_batches}\n{state}"
     if chosen.timeline.name != "cyclic":
         return f"{shown}\n{state}"
-    return f"{shown}\nequal stages would give {_of_equal_stages(parallel, chosen)}\n{state}"
+    return f"{shown}\nequal stages would give {_of_equal_stages(*programs)}\n{state}"
 
 
-def _of_equal_stages(parallel: Schedule, chosen: Schedule) -> str:
+def _of_equal_stages(parallel: Program, chosen: Program) -> str:
     """Return the ratio of activation peaks if all stages were equal: the closed form where it holds, else simulated."""
-    if chosen.stages == chosen.sizes.workers and chosen.spec.placement != "pipeline":
-        n = chosen.sizes.workers
+    schedule, n = chosen.schedule, chosen.schedule.sizes.workers
+    if schedule.stages == n and schedule.spec.placement != "pipeline":
         return f"(N+1)/2N = {(n + 1) / (2 * n):.3f} in paper order"
-    own, theirs = (_peak_of_equal_stages(each) for each in (chosen, parallel))
-    return f"{own / theirs:.3f} in slot order {chosen.spec.slot_order}"
+    equal = StageCosts.equal(schedule.stages)
+    own, theirs = (_peak(simulate_totals(each.schedule, equal, each.complete_run)) for each in (chosen, parallel))
+    return f"{own / theirs:.3f} in slot order {schedule.spec.slot_order}"
 
 
-def _peak_of_equal_stages(schedule: Schedule) -> int:
-    """Return the peak of activation bytes of stages that have 1 KiB each."""
-    totals = simulate_totals(schedule, StageCosts.equal(schedule.stages), Program(schedule).complete_run)
+def _peak(totals: Iterable[SlotTotals]) -> int:
     return max(total.activation_bytes for total in totals)
 
 

@@ -190,7 +190,7 @@ def _accurate(accuracy: Sequence[Comparison], standings: Sequence[Standing]) -> 
     judged = [each for each in standings if each.verdict and each.group.mode in _CLAIMED_MODES]
     if not ours and not judged:
         return Claim(3, text, UNKNOWN, "")
-    claimed = [each for each in ours if each.group.config["dataset.name"] in _CLAIMED_DATA]
+    claimed = [*filter(_is_claimed, ours)]
     verdict = _plain_verdict(claimed) if claimed else UNKNOWN
     brief = _briefly(claimed)
     because = []
@@ -200,20 +200,21 @@ def _accurate(accuracy: Sequence[Comparison], standings: Sequence[Standing]) -> 
                           for each in ours if each.difference)  # fmt: skip
         because = [f"Without a method, at the learning rate of data parallelism: {verdict}. Difference from data "
                    f"parallelism, 95 % interval, number of seeds: {shown}."]  # fmt: skip
-    if any(map(_is_claimed, judged)):  # a verdict on a learning rate is not one on the method
+    decisive = [*filter(_is_claimed, judged)]
+    if decisive:  # a verdict on a learning rate is not one on the method
         verdict = tuned_verdict(judged)
     if judged:
         shown = "; ".join(f"{each.study.network}: {each.text}" for each in judged)
         because = [f"With a learning rate and a method of its own, on fresh seeds: {shown}.", *because]
         told = [f"{each.group.mode} with {method_of(each.group.config)} {each.verdict}"
-                for each in judged if _is_claimed(each)]  # fmt: skip
+                for each in decisive]  # fmt: skip
         plainly = [f"without a method, at the rate of dp: {brief}"] if brief else []
         brief = "; ".join([*([f"tuned: {', '.join(told)}"] if told else []), *plainly])
-    groups = [each.group for each in claimed] + [each.group for each in judged if _is_claimed(each)]
+    runs = {*(_run_of(each.group) for each in claimed), *(_run_of(each.group) for each in decisive)}
     note = (
         "The claim names CIFAR-10 and ImageNet, for the authors' ResNets at full length; what was run of them: "
-        f"{', '.join(sorted({_run_of(group) for group in groups})) or 'nothing'}. An interval that contains 0 does not "
-        'prove equality; only "equivalent" does, up to its margin.'
+        f"{', '.join(sorted(runs)) or 'nothing'}. An interval that contains 0 does not prove equality; only "
+        '"equivalent" does, up to its margin.'
     )
     return Claim(3, text, verdict, " ".join([*because, note]), brief=brief)
 
@@ -240,8 +241,8 @@ def _run_of(group: Group) -> str:
     return f"{config['dataset.name']} with {config['model.name']} for {config['epochs']} epochs"
 
 
-def _is_claimed(standing: Standing) -> bool:
-    return standing.group.config["dataset.name"] in _CLAIMED_DATA
+def _is_claimed(each: Comparison | Standing) -> bool:
+    return each.group.config["dataset.name"] in _CLAIMED_DATA
 
 
 def _plain_verdict(claimed: Sequence[Comparison]) -> str:
