@@ -28,9 +28,11 @@ from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError, arguments_to_go_on
 from cdp_repro.schedule import Action
 from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
+from cdp_repro.training.divergence import DivergedError
 from cdp_repro.training.evaluate import Score
+from cdp_repro.training.resuming import refuse_foreign
 from cdp_repro.training.run import train
-from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer, refuse_foreign
+from cdp_repro.training.trainer import Interrupted, Trainer
 
 MODES = ("mode=dp", "mode=cdp_v1", "mode=cdp_v2", "mode=[[1,2,1,1],[1,1,3,1],[1,1,1,1],[2,1,1,0]]")
 

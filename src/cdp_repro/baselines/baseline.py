@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from cdp_repro.baselines.worker_stage import StageOptimizer, WorkerStage, fill, local, on_cpu, skeleton, write
+from cdp_repro.engine.arguments import refuse_shared_parameters
 from cdp_repro.engine.batches import MiniBatch, TensorMiniBatch
 from cdp_repro.engine.compute import LossFn
-from cdp_repro.engine.engine import refuse_shared_parameters
 from cdp_repro.engine.executor import StepResult
 from cdp_repro.engine.outputs import TestBatches, outputs_of
 from cdp_repro.engine.parameters import OptimizerFactory, average, check_buffers, check_same_tensors

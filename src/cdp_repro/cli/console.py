@@ -71,7 +71,8 @@ def _code_of(error: Exception) -> int | None:
     from cdp_repro.data import DatasetError
     from cdp_repro.models import ModelError
     from cdp_repro.training.checkpoint import CheckpointError
-    from cdp_repro.training.trainer import DivergedError, Interrupted
+    from cdp_repro.training.divergence import DivergedError
+    from cdp_repro.training.trainer import Interrupted
 
     if isinstance(error, (DatasetError, ModelError, CheckpointError)):
         return _refuse(error)

@@ -37,7 +37,9 @@ from cdp_repro.schedule import Program
 from cdp_repro.trace import Trace
 from cdp_repro.training.assembly import build_engine, load_data
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from cdp_repro.training.trainer import DivergedError, Interrupted, Trainer, refuse_foreign
+from cdp_repro.training.divergence import DivergedError
+from cdp_repro.training.resuming import refuse_foreign
+from cdp_repro.training.trainer import Interrupted, Trainer
 from cdp_repro.training.weights import start_from_file
 
 logger = logging.getLogger("cdp_repro")

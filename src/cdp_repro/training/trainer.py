@@ -17,7 +17,6 @@ import torch
 
 from cdp_repro.baselines.baseline import Baseline
 from cdp_repro.config import RunConfig
-from cdp_repro.config.keys import NEUTRAL_KEYS, PLACEMENT_KEYS, flat, settings_of
 from cdp_repro.config.numerics import parameter_dtype
 from cdp_repro.data import Dataset, DatasetError, MiniBatch, steps_per_epoch
 from cdp_repro.engine.engine import Engine
@@ -30,12 +29,10 @@ from cdp_repro.trace import Trace
 from cdp_repro.training.agreement import StopAgreement
 from cdp_repro.training.assembly import reading_rule
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from cdp_repro.training.divergence import DivergedError, advice_for, stage_that_is_not_finite
 from cdp_repro.training.evaluate import Score, score_of
 from cdp_repro.training.lookahead import Lookahead
-
-
-class DivergedError(RuntimeError):
-    """The loss is not finite."""
+from cdp_repro.training.resuming import is_moved, refuse_foreign
 
 
 class Interrupted(RuntimeError):  # noqa: N818 - not an error of the program
@@ -150,8 +147,7 @@ class Trainer:
 
     def _trace_again_if_moved(self, earlier: Mapping[str, Any]) -> None:
         """Replace the trace if the run goes on elsewhere: its messages and memory were those of another placement."""
-        theirs, ours = settings_of(earlier), settings_of(self._facts["config"])
-        if any(theirs.get(key) != ours.get(key) for key in (*PLACEMENT_KEYS, "program")):
+        if is_moved(earlier, self._facts["config"]):
             self.position.traced = {}
             self._engine.trace_again()
 
@@ -198,7 +194,9 @@ class Trainer:
                 if self._is_epoch_over:
                     self._end_epoch(progress)
         if not all(map(math.isfinite, self.position.evaluation.values())):
-            raise DivergedError(f"the last evaluation is not finite: {self.position.evaluation}. {self._advice()}")
+            raise DivergedError(
+                f"the last evaluation is not finite: {self.position.evaluation}. {advice_for(self._config)}"
+            )
 
     def _measure_parameters(self) -> None:
         """Note, on rank 0, the bytes of parameter versions, optimizers and last steps on the rank with most of each."""
@@ -308,12 +306,12 @@ class Trainer:
         The loss that shows it comes in a later step, and a run that resumed from here would only diverge again.
         """
         state = self._engine.state_dict()
-        stage = self._team.share(_stage_that_is_not_finite(state))
+        stage = self._team.share(stage_that_is_not_finite(state))
         self._save(self._checkpoints if stage is None else self._diverged, state)
         if stage is not None:
             raise DivergedError(
                 f"a parameter of stage {stage} is not finite after {self._engine.step} training steps; "
-                f"{self._saved_states()}. {self._advice()}"
+                f"{self._saved_states()}. {advice_for(self._config)}"
             )
 
     def _save(self, store: CheckpointStore, state: Mapping[str, Any]) -> None:
@@ -341,14 +339,7 @@ class Trainer:
         unmoved = "No update has been made yet: look at " + ("the data" if weights is None else f"the file {weights}")
         raise DivergedError(
             f"the loss of training step {step} is {loss} (workers: {losses}); {self._saved_states()}. "
-            f"{self._advice() if step else unmoved}"
-        )
-
-    def _advice(self) -> str:
-        """Return what a user can do about a run that diverges."""
-        optim, delay = self._config.optim, self._config.delay
-        return f"Try a smaller optim.lr than {optim.lr} or a longer optim.warmup_epochs than {optim.warmup_epochs}" + (
-            "" if delay.name == "none" else f", or another delay than {delay.name}"
+            f"{advice_for(self._config) if step else unmoved}"
         )
 
     def _stop_damaged(self) -> None:
@@ -399,34 +390,3 @@ class Trainer:
         if self._device.type == "cuda":
             summary["memory/cuda_allocator_peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
         return summary
-
-
-def _stage_that_is_not_finite(state: Mapping[str, Any]) -> int | None:
-    """Return the first stage of an engine's state that has a parameter that is not finite; None if none has."""
-    for number, stage in enumerate(state.get("stages", ())):
-        tensors = [each for version in stage["versions"].values() for each in version.values()]
-        if not all(each.isfinite().all() for each in tensors):
-            return number
-    return None
-
-
-def refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a checkpoint's configuration or data differ from the run's, as far as given."""
-    differing: list[str] = []
-    for part, by_key in (("config", settings_of), ("data", flat)):
-        kept = found.get(part, {})
-        if not isinstance(kept, Mapping):
-            raise CheckpointError(f"the checkpoint does not fit this run: its {part} is {kept!r}, no values by name")
-        if part in expected:
-            theirs, ours = by_key(kept), by_key(expected[part])
-            if part == "data" and "fingerprint" in ours and theirs.get("fingerprint") == ours["fingerprint"]:
-                continue  # perhaps under another name, such as that of a copied file
-            differing += [
-                f"{key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the run"
-                for key in sorted({*theirs, *ours})
-                if theirs.get(key) != ours.get(key) and key not in NEUTRAL_KEYS
-            ]
-    if differing:
-        raise CheckpointError(
-            "the checkpoint is of another run: " + "; ".join(differing) + ". Resume the run that it belongs to"
-        )

@@ -1,0 +1,57 @@
+"""Stages and functions that no engine can be made of: each is refused, with what works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+
+def check_stages(stages: Sequence[nn.Module]) -> None:
+    """Raise ValueError unless `stages` is a non-empty list of modules."""
+    if not isinstance(stages, (Sequence, nn.ModuleList)):
+        parts = (
+            f", or [*module] for a stage of each of its {len(stages)} parts"
+            if isinstance(stages, nn.Sequential)
+            else ""
+        )
+        raise ValueError(f"stages is a {type(stages).__name__}, not a list: give [module] for one stage{parts}")
+    if not stages:
+        raise ValueError("stages=[]: at least 1 stage is needed")
+    for number, stage in enumerate(stages):
+        if not isinstance(stage, nn.Module):
+            raise ValueError(
+                f"stage {number} is a {type(stage).__name__}, not a module: call it in the forward of an nn.Module of "
+                "its own, or of the stage before it"
+            )
+
+
+_FUNCTIONS = {
+    "loss_fn": "torch.nn.functional.cross_entropy",
+    "optimizer": "lambda parameters: torch.optim.SGD(parameters, lr=0.1), which makes one for each stage",
+    "delay": "ErrorFeedback of cdp_repro.engine.delay",
+    "learning_rate_factor": "lambda step: 0.1 ** (step // 1000)",
+    "autocast": 'lambda: torch.autocast("cpu", torch.bfloat16)',
+}
+"""An example for each argument that must be callable."""
+
+
+def check_functions(**given: object) -> None:
+    """Raise ValueError, with an example, for an argument of this name that cannot be called."""
+    for name, function in given.items():
+        if not callable(function):
+            raise ValueError(f"{name} is a {type(function).__name__}, not a function: give {_FUNCTIONS[name]}")
+
+
+def refuse_shared_parameters(stages: Sequence[nn.Module]) -> None:
+    """Raise ValueError if two stages share a parameter, or the memory of one."""
+    owner: dict[int, int] = {}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            place = 0 if is_lazy(parameter) else parameter.data_ptr()  # 0: it has no values yet, or none at all
+            if place and owner.setdefault(place, number) != number:
+                raise ValueError(
+                    f"stages {owner[place]} and {number} share the parameter {name}: "
+                    "each stage has versions of its own, so put both uses into one stage"
+                )

@@ -1,0 +1,29 @@
+"""A training whose numbers are no longer finite: how it is noticed, and what its user can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cdp_repro.config import RunConfig
+
+
+class DivergedError(RuntimeError):
+    """The loss is not finite."""
+
+
+def stage_that_is_not_finite(state: Mapping[str, Any]) -> int | None:
+    """Return the first stage of an engine's state that has a parameter that is not finite; None if none has."""
+    for number, stage in enumerate(state.get("stages", ())):
+        tensors = [each for version in stage["versions"].values() for each in version.values()]
+        if not all(each.isfinite().all() for each in tensors):
+            return number
+    return None
+
+
+def advice_for(config: RunConfig) -> str:
+    """Return what a user can do about a run that diverges."""
+    optim, delay = config.optim, config.delay
+    return f"Try a smaller optim.lr than {optim.lr} or a longer optim.warmup_epochs than {optim.warmup_epochs}" + (
+        "" if delay.name == "none" else f", or another delay than {delay.name}"
+    )

@@ -1,0 +1,37 @@
+"""What a checkpoint must have in common with the run that goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cdp_repro.config.keys import NEUTRAL_KEYS, PLACEMENT_KEYS, flat, settings_of
+from cdp_repro.training.checkpoint import CheckpointError
+
+
+def refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a checkpoint's configuration or data differ from the run's, as far as given."""
+    differing: list[str] = []
+    for part, by_key in (("config", settings_of), ("data", flat)):
+        kept = found.get(part, {})
+        if not isinstance(kept, Mapping):
+            raise CheckpointError(f"the checkpoint does not fit this run: its {part} is {kept!r}, no values by name")
+        if part in expected:
+            theirs, ours = by_key(kept), by_key(expected[part])
+            if part == "data" and "fingerprint" in ours and theirs.get("fingerprint") == ours["fingerprint"]:
+                continue  # perhaps under another name, such as that of a copied file
+            differing += [
+                f"{key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the run"
+                for key in sorted({*theirs, *ours})
+                if theirs.get(key) != ours.get(key) and key not in NEUTRAL_KEYS
+            ]
+    if differing:
+        raise CheckpointError(
+            "the checkpoint is of another run: " + "; ".join(differing) + ". Resume the run that it belongs to"
+        )
+
+
+def is_moved(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a run goes on elsewhere, by its two configurations: on another placement, or by another program."""
+    theirs, ours = settings_of(earlier), settings_of(now)
+    return any(theirs.get(key) != ours.get(key) for key in (*PLACEMENT_KEYS, "program"))
