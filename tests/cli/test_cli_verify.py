@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
+from contextlib import redirect_stdout
+from dataclasses import replace
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from cdp_repro.cli import plan as plan_command
 from cdp_repro.cli import verify as command
 from cdp_repro.training import equivalence as module
-from cdp_repro.training.equivalence import Comparison, Outcome
+from cdp_repro.training.equivalence import Comparison
 
 SMALL = ("dataset=digits", "model=mlp", "batch_size=12", "workers=2", "--steps=4")
 
@@ -63,7 +67,7 @@ def test_a_difference_is_told_by_stage(capsys, monkeypatch):
         outcome = function(alone, *arguments[1:])
         path = next(iter(outcome.stages[1]))
         wrong = dict(outcome.stages[1]) | {path: outcome.stages[1][path] * (1 + 1e-12)}
-        return Outcome(outcome.losses, [outcome.stages[0], wrong])
+        return replace(outcome, stages=[outcome.stages[0], wrong])
 
     monkeypatch.setattr(module, "launch", other)
     assert command.main([*SMALL, "placement=pipeline"]) == 1
@@ -115,3 +119,16 @@ def test_a_program_file_that_is_not_there_is_refused(tmp_path, capsys):
     assert "program= names no file: give one of cdp-plan --program=FILE" in capsys.readouterr().err
     assert command.main([f"program={tmp_path}/none"]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def _as_started_by_torchrun(arguments):
+    with redirect_stdout(io.StringIO()) as out:
+        return command.main(arguments), out.getvalue()
+
+
+def test_ranks_of_torchrun_and_srun_are_compared_too_and_rank_0_tells(tmp_path):
+    """Each rank runs the command; the single device is computed by rank 0 alone."""
+    arguments = [*SMALL, "placement=pipeline", "device=cpu"]
+    (code, said), *others = run_ranks(_as_started_by_torchrun, 2, arguments, folder=tmp_path, joins=True)
+    assert code == 0 and "in 2 processes against one device" in said and "they agree bitwise" in said
+    assert others == [(0, "")]

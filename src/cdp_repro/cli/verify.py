@@ -40,6 +40,8 @@ def _run(line: CommandLine) -> int:
     from cdp_repro.training.equivalence import verify  # here: torch takes seconds, and mistakes are reported before
 
     comparison = verify(config, steps)
+    if comparison is None:  # rank 0 of torchrun or srun tells
+        return 0
     write_out(_text(config, comparison))
     return 0 if comparison.agrees else 1
 

@@ -1,8 +1,8 @@
-"""The parts of a run, made from its configuration: the data set, and the engine or a library in its place."""
+"""The parts of a run, made from its configuration: data set, cut model, and the engine or a library in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cdp_repro.baselines import baseline_class
@@ -11,7 +11,9 @@ from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.numerics import autocast, delay_factory, loss_fn
 from cdp_repro.data import Dataset, load_dataset, steps_per_epoch
 from cdp_repro.engine.engine import Engine
-from cdp_repro.predict.cutting import CutModel
+from cdp_repro.launch.team import Team
+from cdp_repro.predict.cutting import CutModel, cut_model
+from cdp_repro.predict.remembered_cuts import remember
 from cdp_repro.schedule import Program, Schedule
 from cdp_repro.training.optim import learning_rate_factor, optimizer_factory
 
@@ -53,6 +55,15 @@ def load_data(config: RunConfig) -> Dataset:
             ]
         )
     return dataset
+
+
+def same_cut(config: RunConfig, team: Team, blocks_per_stage: Sequence[int] | None = None) -> CutModel:
+    """Cut the model on every rank as on rank 0: a cut by measured time may differ from the next."""
+    own = cut_model(config, blocks_per_stage) if team.rank == 0 else None
+    if own is not None and blocks_per_stage is None:
+        remember(config, own)
+    blocks = team.share(own.blocks_per_stage if own else None)
+    return own or cut_model(config, blocks)
 
 
 def reading_rule(schedule: Schedule, engine: Engine | Baseline) -> Callable[[int, int], bool]:

@@ -15,10 +15,11 @@ from torch import Tensor
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.numerics import parameter_dtype
 from cdp_repro.config.program_file import program_of
-from cdp_repro.launch import launch
+from cdp_repro.launch import is_rank_0, launch
 from cdp_repro.launch.process_group import process_group
-from cdp_repro.predict.cutting import cut_model
-from cdp_repro.training.assembly import build_engine, load_data, reading_rule
+from cdp_repro.launch.team import Team
+from cdp_repro.predict.cutting import CutModel, cut_model
+from cdp_repro.training.assembly import build_engine, load_data, reading_rule, same_cut
 from cdp_repro.training.weights import start_from_file
 
 LIBRARY_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4}
@@ -36,7 +37,8 @@ class Outcome:
     losses: list[list[float]]
     """By step and worker."""
     stages: list[dict[str, Tensor]]
-    """By stage: every version, optimizer state and buffer, by its path."""
+    """By stage: every version, optimizer state and buffer, by its path; complete on rank 0, which compares."""
+    blocks_per_stage: list[int]
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,11 @@ class Comparison:
         return max(self.losses, *self.stages) <= self.tolerance
 
 
-def verify(config: RunConfig, steps: int) -> Comparison:
+def verify(config: RunConfig, steps: int) -> Comparison | None:
     """Train `steps` steps on the placement of `config` and on one device, with a drain in the middle; compare.
 
-    On our engine, models that have dropout layers drop activations.
+    Under torchrun or srun every rank must call it; those other than rank 0, which compares, get None. On our engine,
+    models that have dropout layers drop activations.
 
     The tolerance is 0 for our own sums on CPUs. It is LIBRARY_TOLERANCE for baselines and collectives, and on GPUs,
     whose kernels may depend on other work.
@@ -80,9 +83,10 @@ def verify(config: RunConfig, steps: int) -> Comparison:
     alone = copy.deepcopy(config)
     alone.placement.name, alone.baseline, alone.collectives = "single_device", None, False
     alone.ranks = alone.servers = alone.program = None
-    blocks = cut_model(alone).blocks_per_stage  # once: a cut by time may differ from the next
-    expected = _train(alone, steps, blocks)
-    found = launch(_train, (config, steps, blocks), config.processes)
+    found = launch(_train_on_ranks, (config, steps), config.processes)
+    if not is_rank_0():
+        return None
+    expected = _train(alone, steps, cut_model(alone, found.blocks_per_stage))
     return Comparison(
         losses=_difference(*(torch.tensor(each.losses, dtype=torch.float64) for each in (found, expected))),
         stages=[_largest(mine, theirs) for mine, theirs in zip(found.stages, expected.stages, strict=True)],
@@ -101,10 +105,16 @@ def _with_dropout(config: RunConfig) -> RunConfig:
     return found
 
 
-def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcome:
-    with _one_thread(), process_group(config.torch_device, config.processes, config.timeout_seconds):
+def _train_on_ranks(config: RunConfig, steps: int) -> Outcome:
+    """Train on the ranks of the placement, of which this process is one."""
+    with process_group(config.torch_device, config.processes, config.timeout_seconds):
+        team = Team(config.processes, config.torch_device, f"placement {config.placement.name}")
+        return _train(config, steps, same_cut(config, team))
+
+
+def _train(config: RunConfig, steps: int, cut: CutModel) -> Outcome:
+    with _one_thread():
         dataset = load_data(config)
-        cut = cut_model(config, blocks_per_stage)
         start_from_file(config, cut.stages)
         program = program_of(config, cut.costs.gradient_bytes)
         engine = build_engine(config, cut, dataset.train_size, program)
@@ -123,7 +133,8 @@ def _train(config: RunConfig, steps: int, blocks_per_stage: list[int]) -> Outcom
                 )
                 losses += [result.losses for result in engine.run(batches)]
             stages = engine.state_dict().get("stages", [])
-        return Outcome(losses, [{path: tensor.cpu() for path, tensor in named_tensors(stage)} for stage in stages])
+        tensors = [{path: tensor.cpu() for path, tensor in named_tensors(stage)} for stage in stages]
+        return Outcome(losses, tensors, cut.blocks_per_stage)
 
 
 @contextmanager

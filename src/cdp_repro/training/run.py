@@ -30,12 +30,11 @@ from cdp_repro.observe.versions import code_hash, short, versions_since
 from cdp_repro.observe.wandb_mirror import WandbMirror, previous_run_id
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.cutting import CutModel, cut_model
-from cdp_repro.predict.remembered_cuts import remember
 from cdp_repro.predict.simulate import simulate_totals, version_bytes
 from cdp_repro.predict.training_state import predicted_parameter_bytes
 from cdp_repro.schedule import Program
 from cdp_repro.trace import Trace
-from cdp_repro.training.assembly import build_engine, load_data
+from cdp_repro.training.assembly import build_engine, load_data, same_cut
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from cdp_repro.training.divergence import DivergedError
 from cdp_repro.training.resuming import refuse_foreign
@@ -85,7 +84,7 @@ def train(
         if checkpoint is not None:
             refuse_foreign(checkpoint.meta, {"config": config.to_dict()})  # nothing is known of data and engine yet
         dataset = load_data(config)
-        cut = _same_cut(config, team, _earlier_cut(checkpoint))
+        cut = same_cut(config, team, _earlier_cut(checkpoint))
         program = program_of(config, cut.costs.gradient_bytes)
         weights = "" if checkpoint else start_from_file(config, cut.stages)
         settings = {**config.to_dict(), "run_dir": None}
@@ -130,15 +129,6 @@ def _earlier_cut(checkpoint: Checkpoint | None) -> list[int] | None:
             f"the checkpoint does not fit this run: expected numbers of blocks in blocks_per_stage, found {blocks!r}"
         )
     return blocks
-
-
-def _same_cut(config: RunConfig, team: Team, blocks_per_stage: Sequence[int] | None) -> CutModel:
-    """Cut the model on every rank as on rank 0, whatever each would measure."""
-    own = cut_model(config, blocks_per_stage) if team.rank == 0 else None
-    if own is not None and blocks_per_stage is None:
-        remember(config, own)
-    blocks = team.share(own.blocks_per_stage if own else None)
-    return own or cut_model(config, blocks)
 
 
 def _newest_checkpoint(directory: RunDirectory, restart: bool) -> Checkpoint | None:
