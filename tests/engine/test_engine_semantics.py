@@ -467,6 +467,20 @@ def test_state_of_another_model():
         engine.load_state_dict(state_of(stages=linears(2)))
 
 
+def test_state_of_another_precision_is_refused_rather_than_rounded():
+    engine = Engine(linears(), F.cross_entropy, sgd, "cdp_v1")
+    state = state_of()
+    finer = {name: tensor.double() for name, tensor in state["stages"][1]["versions"][2].items()}
+    state["stages"][1]["versions"][2] = finer
+    before = copy.deepcopy(engine.state_dict())
+    with pytest.raises(ValueError, match=r"weight is torch.float64, here torch.float32; convert the stages"):
+        engine.load_state_dict(state)
+    after = engine.state_dict()
+    assert after["step"] == before["step"] == 0
+    for one, other in zip(before["stages"], after["stages"], strict=True):
+        torch.testing.assert_close(one["versions"], other["versions"], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [

@@ -212,12 +212,18 @@ def check_buffers(mine: Mapping[str, Tensor], state: Sequence[Mapping[str, Tenso
 
 
 def check_same_tensors(mine: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if the names or shapes of two sets of tensors differ."""
+    """Raise ValueError if the names, shapes or types of two sets of tensors differ."""
     expected = {name: tuple(tensor.shape) for name, tensor in mine.items()}
     found = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
     if others := sorted(differing(expected, found)):
         shown = ", ".join(f"{name}: {found.get(name)} for {expected.get(name)}" for name in others[:3])
         raise ValueError(f"the checkpoint is of another model: {len(others)} tensors differ, e.g. {shown}")
+    for name, tensor in mine.items():
+        if loaded[name].dtype != tensor.dtype:
+            raise ValueError(
+                f"the checkpoint is of another precision: {name} is {loaded[name].dtype}, here {tensor.dtype}; convert "
+                f"the stages to {loaded[name].dtype} before they are given to the engine"
+            )
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
