@@ -24,6 +24,7 @@ from cdp_repro.report.activation_memory import SHOWN_WORKERS, Case, answer, case
 from cdp_repro.report.bounded_staleness import draw_regret, measured, regret_table
 from cdp_repro.report.claims import HOLDS, Claim, claim_table, claims, verdict_table
 from cdp_repro.report.cost_table import (
+    OF_STEPS,
     SIMULATED,
     Line,
     agreement_table,
@@ -198,6 +199,7 @@ class Report:
             "A number stands for closed form, simulation and execution alike; where only some know it, they are "
             "in brackets: c, s, e. Libraries are not traced, so that only what they hold is measured. The chain is the "
             "longest sequence of messages, between two slots, each of which waits for the one before. " + agree,
+            OF_STEPS,
             *([f"{missing} settings have not been run: python scripts/costs.py"] if missing else []),
         ]
 

@@ -15,6 +15,12 @@ from cdp_repro.studies.cost_settings import EXECUTED_WORKERS, SETTINGS
 
 SIMULATED = "simulated.json"
 """File of simulations that take too long to repeat with every report; each part has the versions that made it."""
+OF_STEPS = (
+    "Parameters are of training steps under way. Between two runs, as at an evaluation or a checkpoint, a rank holds "
+    "every version that the next steps read, which may be more: with replicated whole copies of two versions in "
+    "cdp_v1, with ampnet on N ranks N versions of its stage."
+)
+"""A note for tables with a column of parameters."""
 _SHORT = {
     "devices": "devices",
     "activation_bytes_per_device": "activations, device with most",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cdp_repro.observe.text import format_quantity
 from cdp_repro.predict.systems import System, simulated_system
+from cdp_repro.report.cost_table import OF_STEPS
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Group
 from cdp_repro.report.tables import Table
@@ -90,6 +91,7 @@ def systems_table(groups: Sequence[Group], study: Study) -> Table:
             else "Simulation gives every number that was executed."
         ),
         *([f"{missing} systems have not been run: python scripts/costs.py {study.name}"] if missing else []),
+        OF_STEPS,
     ]
     columns = ("mode", "placement", "ranks", *COLUMNS.values(), "mean staleness", "largest")
     return Table("systems", study.title, columns, rows, notes, provenance([group.rows[0] for group in groups]))
