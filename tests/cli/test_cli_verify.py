@@ -6,6 +6,7 @@ import io
 import os
 from contextlib import redirect_stdout
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -132,3 +133,18 @@ def test_ranks_of_torchrun_and_srun_are_compared_too_and_rank_0_tells(tmp_path):
     (code, said), *others = run_ranks(_as_started_by_torchrun, 2, arguments, folder=tmp_path, joins=True)
     assert code == 0 and "in 2 processes against one device" in said and "they agree bitwise" in said
     assert others == [(0, "")]
+
+
+OVER_NCCL = [
+    *product(
+        ("mode=dp", "mode=cdp_v1", "mode=cdp_v2"), ("placement=replicated", "placement=zero", "placement=pipeline")
+    ),
+    *product(("mode=dp",), ("placement=replicated", "placement=zero"), ("collectives=true",)),
+]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("what", OVER_NCCL, ids=" ".join)
+def test_ranks_agree_over_nccl(capsys, what):
+    assert command.main([*SMALL, *what, "device=cuda"]) == 0
+    assert "they agree within 1e-09" in capsys.readouterr().out
