@@ -20,3 +20,8 @@ TINY = (
 @pytest.fixture
 def tiny() -> tuple[str, ...]:
     return TINY
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the test that takes longest: at the end, the other processes would wait for it."""
+    items.sort(key=lambda item: not item.name.startswith("test_commands_run"))

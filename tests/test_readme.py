@@ -75,7 +75,6 @@ def run_once(command, folder):
     return readme.run(f"cat {output} | {reader or 'cat'}", folder)
 
 
-@pytest.mark.xdist_group("readme")
 def test_commands_run_and_print_what_the_documents_show(folder):
     for command, shown in COMMANDS:  # in order: some go on from runs of others
         done = run_once(command, folder)

@@ -38,12 +38,10 @@ def results(tmp_path):
     return tmp_path / "results"
 
 
-@pytest.mark.xdist_group("report")
 def test_what_is_committed_is_what_the_rows_give(committed):
     assert stale(committed) == []
 
 
-@pytest.mark.xdist_group("report")
 def test_the_page_is_small_and_holds_every_table_and_figure(committed):
     text = committed[ROOT / "results" / "report.html"].decode()
     assert len(text) < 3_000_000
@@ -59,7 +57,6 @@ def test_the_page_is_small_and_holds_every_table_and_figure(committed):
     assert text.count('<details class="evidence">') >= 4 and "N = 3" in text
 
 
-@pytest.mark.xdist_group("report")
 def test_nothing_committed_speaks_of_this_machine(committed):
     for path, content in committed.items():
         if path.suffix in (".md", ".csv", ".tex", ".html"):
