@@ -36,7 +36,7 @@ GRID = (0.05, 0.1, 0.2, 0.4)
 SMALL = replace(
     CIFAR10, base="dataset=digits epochs=2", settings=SETTINGS, grid=GRID, seeds=(0, 1, 2),
     finalists=dict.fromkeys(SETTINGS, GRID), rates=dict.fromkeys(SETTINGS, 0.2), best=SETTINGS[1:3],
-    larger=replace(CIFAR10.larger, settings=SETTINGS[3:4]),
+    judged_before=(), larger=replace(CIFAR10.larger, settings=SETTINGS[3:4]),
 )  # fmt: skip
 STATE = {"memory/optimizer_bytes_per_device": 2**20, "memory/delay_bytes_per_device": 2**21}
 BEST_AT_02 = (1.2, 1.0, 0.9, 1.1)
@@ -283,6 +283,21 @@ def test_verdicts_come_from_fresh_seeds_alone_and_the_other_table_chooses(world)
     assert [each.verdict for each in world.standings("delay")] == [""] * 3
 
 
+def test_a_setting_that_was_judged_before_stays_beside_the_one_that_is_better_now(monkeypatch):
+    world = World(monkeypatch, replace(SMALL, judged_before=SETTINGS[3:4]))
+    judged = {(each.group.mode, each.optimizer): each.verdict for each in world.judge(0, 1.0, 0, 0)}
+    assert judged == {
+        ("cdp_v1", "sgd nesterov"): "worse", ("cdp_v1", "sgd"): "equivalent", ("cdp_v2", "sgd"): "equivalent"
+    }  # fmt: skip
+    advised = advice(world.standings("verdict"), [], {})
+    assert "nesterov=true" not in advised and advised.count("Within 0.3 points") == 2, "the best of each mode"
+    said = "one more chance to seem equivalent"
+    assert said in " ".join(world.table("verdict").notes)
+    once = World(monkeypatch)
+    once.judge(0, 0)
+    assert said not in " ".join(once.table("verdict").notes)
+
+
 def test_a_larger_network_runs_the_best_at_the_same_rates_and_gives_no_verdict(world):
     study = world.studies["larger"]
     assert [(cell.settings["model.name"], cell.settings["optim.lr"], cell.seeds) for cell in study.cells] == [
@@ -449,6 +464,7 @@ def test_a_text_study_is_judged_by_nats_of_which_fewer_are_better(monkeypatch):
     benchmark = replace(
         TEXT, settings=settings, grid=grid, finalists=dict.fromkeys(settings, grid),
         rates=dict.fromkeys(settings, 2e-3), best=(settings[1], settings[3]),
+        judged_before=(),
     )  # fmt: skip
     world = World(monkeypatch, benchmark)
     study = world.studies["verdict"]

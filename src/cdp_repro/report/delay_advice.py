@@ -24,14 +24,17 @@ _BEGINNINGS = {
 
 
 def advice(standings: Sequence[Standing], tunings: Sequence[Study], groups: Mapping[str, Sequence[Group]]) -> str:
-    """Return the paragraph: the verdicts on fresh seeds; for networks without one, the best of each mode so far.
+    """Return the paragraph: the best verdict of each mode on fresh seeds; for networks without one, the best so far.
 
-    That is the best of the study that chooses or, before it has begun, of the tuning. Of the `tunings` of a network,
+    So far means in the study that chooses or, before it has begun, of the tuning. Of the `tunings` of a network,
     the runs of full length count, if they have begun. `groups` are those of all studies by name.
     """
-    judged = sorted((each for each in standings if each.verdict), key=lambda each: [*_BEGINNINGS].index(each.verdict))
-    done = {each.study.network for each in judged}
-    said = [*map(_judged, judged)]
+    judged: dict[tuple[str, str], Standing] = {}
+    for each in sorted(standings, key=_by_verdict):
+        if each.verdict:
+            judged.setdefault((each.study.network, each.group.mode), each)
+    done = {network for network, _ in judged}
+    said = [*map(_judged, judged.values())]
     last = {study.network: study for study in sorted(tunings, key=_is_finals)}
     for network, study in last.items():
         if network not in done:
@@ -40,6 +43,10 @@ def advice(standings: Sequence[Standing], tunings: Sequence[Study], groups: Mapp
             so_far = _chosen(best) if best else _tuned(study, groups)
             said.append(f"{network} has no verdict on fresh seeds yet; {so_far}.")
     return " ".join(said) or "Not measured yet."
+
+
+def _by_verdict(each: Standing) -> int:
+    return [*_BEGINNINGS].index(each.verdict) if each.verdict else len(_BEGINNINGS)
 
 
 def _judged(each: Standing) -> str:
