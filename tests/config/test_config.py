@@ -160,6 +160,7 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (["partition=flop"], "did you mean 'flops'?"),
         (["slot_order=backwards"], "slot_order"),
         (["mode=matrix"], "mode.staleness has no value yet: give one, e.g. mode='[[1,1],[1,0]]' workers=2"),
+        (["dataset=installed"], "dataset.name has no value yet: give one, e.g. dataset.name=my_data"),
         (["model=timm"], "model.name has no value yet: give one, e.g. model.name=resnet50"),
         (
             ["mode=dp", "mode.staleness=[[1]]"],

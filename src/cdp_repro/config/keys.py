@@ -51,6 +51,7 @@ RUN_KEYS = frozenset(NEUTRAL_KEYS) - {*PLACEMENT_KEYS} | {"seed"}
 
 EXAMPLES = {
     "mode.staleness": "mode='[[1,1],[1,0]]' workers=2",
+    "dataset.name": "dataset.name=my_data",  # only dataset=installed leaves it out
     "dataset.root": "dataset=cifar10 dataset.root=data",
     "model.name": "model.name=resnet50",
     "model.weights": "model.weights=weights.safetensors",
