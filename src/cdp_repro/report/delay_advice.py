@@ -29,10 +29,10 @@ def advice(standings: Sequence[Standing], tunings: Sequence[Study], groups: Mapp
     So far means in the study that chooses or, before it has begun, of the tuning. Of the `tunings` of a network,
     the runs of full length count, if they have begun. `groups` are those of all studies by name.
     """
+    found = sorted((each for each in standings if each.verdict), key=lambda each: [*_BEGINNINGS].index(each.verdict))
     judged: dict[tuple[str, str], Standing] = {}
-    for each in sorted(standings, key=_by_verdict):
-        if each.verdict:
-            judged.setdefault((each.study.network, each.group.mode), each)
+    for each in found:
+        judged.setdefault((each.study.network, each.group.mode), each)
     done = {network for network, _ in judged}
     said = [*map(_judged, judged.values())]
     last = {study.network: study for study in sorted(tunings, key=_is_finals)}
@@ -43,10 +43,6 @@ def advice(standings: Sequence[Standing], tunings: Sequence[Study], groups: Mapp
             so_far = _chosen(best) if best else _tuned(study, groups)
             said.append(f"{network} has no verdict on fresh seeds yet; {so_far}.")
     return " ".join(said) or "Not measured yet."
-
-
-def _by_verdict(each: Standing) -> int:
-    return [*_BEGINNINGS].index(each.verdict) if each.verdict else len(_BEGINNINGS)
 
 
 def _judged(each: Standing) -> str:

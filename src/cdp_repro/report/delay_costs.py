@@ -181,10 +181,6 @@ def _notes(study: Study) -> list[str]:
         )
     else:
         rule = "No verdict: the seeds are few, and the learning rates are those that suit the smaller network."
-    again = (
-        "Of a mode with several settings, the last was tried after the others had been judged, on the same seeds: each "
-        "attempt is one more chance to seem equivalent."
-    )
     mixed = (
         "Accumulation cuts the same mini-batch into smaller micro-batches, over which BatchNorm takes its statistics: "
         "such a difference is not of the delay alone."
@@ -198,14 +194,22 @@ def _notes(study: Study) -> list[str]:
         OF_TWO_VERSIONS,
         *([mixed] if any(_has_other_statistics(cell) for cell in study.cells) else []),
         rule,
-        *([again] if study.margin is not None and _tries_a_mode_again(study) else []),
+        *(_tried_again(study) if study.margin is not None else []),
     ]
 
 
-def _tries_a_mode_again(study: Study) -> bool:
-    """Return whether a delayed mode has several settings."""
-    modes = [label_of_mode(cell.settings) for cell in study.cells if cell.settings["mode.name"] != "dp"]
-    return len({*modes}) < len(modes)
+def _tried_again(study: Study) -> list[str]:
+    """Return a sentence for each mode of which a study judges several settings; the last is the newest."""
+    methods: dict[str, list[str]] = {}
+    for cell in study.cells:
+        if cell.settings["mode.name"] != "dp":
+            methods.setdefault(label_of_mode(cell.settings), []).append(method_of(cell.settings))
+    return [
+        f"{mode} with {newest} was tried after {' and '.join(before)} had been judged, on the same seeds: each attempt "
+        "is one more chance to seem equivalent."
+        for mode, (*before, newest) in methods.items()
+        if before
+    ]
 
 
 def _has_other_statistics(cell: Cell) -> bool:

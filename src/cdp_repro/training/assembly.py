@@ -57,6 +57,12 @@ def load_data(config: RunConfig) -> Dataset:
     return dataset
 
 
+def team_of(config: RunConfig) -> Team:
+    """Return the ranks of a run, of which this process is one; raise ValueError if there are not so many."""
+    wanted_by = f"baseline {config.baseline}" if config.baseline else str(config.spec())
+    return Team(config.processes, config.torch_device, wanted_by)
+
+
 def same_cut(config: RunConfig, team: Team, blocks_per_stage: Sequence[int] | None = None) -> CutModel:
     """Cut the model on every rank as on rank 0: a cut by measured time may differ from the next."""
     own = cut_model(config, blocks_per_stage) if team.rank == 0 else None

@@ -17,9 +17,8 @@ from cdp_repro.config.numerics import parameter_dtype
 from cdp_repro.config.program_file import program_of
 from cdp_repro.launch import is_rank_0, launch
 from cdp_repro.launch.process_group import process_group
-from cdp_repro.launch.team import Team
 from cdp_repro.predict.cutting import CutModel, cut_model
-from cdp_repro.training.assembly import build_engine, load_data, reading_rule, same_cut
+from cdp_repro.training.assembly import build_engine, load_data, reading_rule, same_cut, team_of
 from cdp_repro.training.weights import start_from_file
 
 LIBRARY_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4}
@@ -108,8 +107,7 @@ def _with_dropout(config: RunConfig) -> RunConfig:
 def _train_on_ranks(config: RunConfig, steps: int) -> Outcome:
     """Train on the ranks of the placement, of which this process is one."""
     with process_group(config.torch_device, config.processes, config.timeout_seconds):
-        team = Team(config.processes, config.torch_device, f"placement {config.placement.name}")
-        return _train(config, steps, same_cut(config, team))
+        return _train(config, steps, same_cut(config, team_of(config)))
 
 
 def _train(config: RunConfig, steps: int, cut: CutModel) -> Outcome:

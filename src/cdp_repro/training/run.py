@@ -21,7 +21,6 @@ from cdp_repro.data import Dataset, DatasetError
 from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.launch.process_group import process_group, refuse_differing
 from cdp_repro.launch.signals import StopRequest
-from cdp_repro.launch.team import Team
 from cdp_repro.observe.metrics import MetricsLog
 from cdp_repro.observe.run_directory import RunDirectory, arguments_to_go_on
 from cdp_repro.observe.text import mode_text
@@ -34,7 +33,7 @@ from cdp_repro.predict.simulate import simulate_totals, version_bytes
 from cdp_repro.predict.training_state import predicted_parameter_bytes
 from cdp_repro.schedule import Program
 from cdp_repro.trace import Trace
-from cdp_repro.training.assembly import build_engine, load_data, same_cut
+from cdp_repro.training.assembly import build_engine, load_data, same_cut, team_of
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from cdp_repro.training.divergence import DivergedError
 from cdp_repro.training.resuming import refuse_foreign
@@ -66,7 +65,7 @@ def train(
     else:
         keep_freed_memory()
     with process_group(device, processes, config.timeout_seconds), ExitStack() as stack:
-        team = Team(processes, device, f"baseline {config.baseline}" if config.baseline else str(config.spec()))
+        team = team_of(config)
         stack.enter_context(team.naming_stalled())
         directory, checkpoint, finished = None, None, None
         if resume and team.rank == 0:
