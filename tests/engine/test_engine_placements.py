@@ -303,9 +303,10 @@ def left_over(kind, mode, placement, settings):
         for _ in engine.run(part):
             pass
     mailbox, values = engine._executor.mailbox, engine._executor.values
+    outgoing = mailbox._delivery._outgoing
     under_way = sum(isinstance(content, Pending) for content in values.values())
     too_many = values.keys() - set(engine.schedule.held_after(engine.step)[engine.rank])
-    return kept_bytes(mailbox._outgoing), *map(len, (mailbox._leaving, mailbox._arriving, too_many)), under_way
+    return kept_bytes(outgoing), *map(len, (mailbox._leaving, mailbox._arriving, too_many)), under_way
 
 
 @pytest.mark.parametrize(
@@ -322,7 +323,7 @@ def most_kept(mode, placement, steps):
     engine = make_engine("linear", mode, placement, 2, 2)
     batches = make_batches("linear", 2)
     kept = [
-        (kept_bytes(engine._executor.mailbox._outgoing), kept_bytes(engine._executor._losses._outgoing))
+        (kept_bytes(engine._executor.mailbox._delivery._outgoing), kept_bytes(engine._executor._losses._outgoing))
         for _ in engine.run(batches[step % len(batches)] for step in range(steps))
     ]
     dist.barrier()

@@ -15,10 +15,11 @@ from cdp_repro.engine.batches import Feed, MiniBatch, SlicedMiniBatch, TensorMin
 from cdp_repro.engine.clipping import clipping
 from cdp_repro.engine.compute import Autocast, LossFn, Network
 from cdp_repro.engine.delay import DelayFactory, Uncorrected
+from cdp_repro.engine.delivery import needs_batches
 from cdp_repro.engine.ending import Ending
 from cdp_repro.engine.executor import Executor, StepResult
 from cdp_repro.engine.holdings import Holdings
-from cdp_repro.engine.mailbox import Mailbox, connect
+from cdp_repro.engine.mailbox import Mailbox
 from cdp_repro.engine.messages import layouts_of
 from cdp_repro.engine.outputs import TestBatches, outputs_of, pipelined_outputs
 from cdp_repro.engine.parameters import OptimizerFactory
@@ -137,7 +138,7 @@ class Engine:
         self._traced_steps = max(3, program.steady_step + 1) if traced_steps is None else traced_steps
         self._tracer = Tracer(self.schedule, self.team, self._traced_steps)
         self._executor = Executor(
-            RankProgram(program, self.rank),
+            RankProgram(program, self.rank, needs_batches(self.team.device)),
             self._holdings,
             self._network.compute(),
             self._tracer,
@@ -197,9 +198,7 @@ class Engine:
             self._holdings.open_seals()
             layouts = layouts_of(self._network, first.inputs(0), first.targets(0))
             with self.team.positions.noting("connecting"):
-                groups = connect(self._program, self.team.device)
-            shards, kept_slots = self._holdings.shards, self.schedule.kept_slots
-            self._executor.mailbox = Mailbox(layouts, shards, groups, self.team.device, kept_slots)
+                self._executor.mailbox = Mailbox(layouts, self._holdings.shards, self._program, self.team.device)
         self._holdings.drop_others()
 
     def _results(self, feed: Feed) -> Iterator[StepResult]:
@@ -220,7 +219,7 @@ class Engine:
                 for result in self._executor.execute(slot, feed):
                     self.step = result.step + 1
                     yield result
-            self._executor.finish()
+            yield from self._executor.finish()
         except (Exception, KeyboardInterrupt) as error:
             self._undrained = f"it failed in step {self.step}: {error!r}; load a checkpoint into a new engine"
             self.team.positions.give_up(error)

@@ -6,7 +6,8 @@ values that it writes, and drops those that it frees.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -96,8 +97,9 @@ class Executor:
         self._finishing = program.finishing
         self._done: Counter[int] = Counter()
         """By training step: number of actions run of the kind whose last one finishes the step on this rank."""
-        self._finished: list[int] = []
-        """Training steps finished in the current slot."""
+        self._finished: deque[tuple[int, int]] = deque()
+        """Training steps finished on this rank, each with the slot in which the last loss of it is computed."""
+        self._losses_late = 0 if team.rank else program.losses_late
         self._handlers = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -118,29 +120,37 @@ class Executor:
                 "inference_mode() before the next step, and undo set_grad_enabled(False)"
             )
         self._team.positions.enter("slot", slot)
-        self._feed = feed
+        self._feed, self._slot = feed, slot.number
         doing: object = f"waiting, in slot {slot.number}, for a rank that has not yet taken what was sent"
-        results: list[StepResult] = []
         try:
             if self.mailbox is not None:
-                self.mailbox.let_go()
+                self.mailbox.begin(slot)
             for action in slot.actions:
                 doing = action
                 self._run(action)
+            doing = f"waiting, after slot {slot.number}, for the losses of a training step"
             # not earlier: rank 0 waits for losses of other ranks, which may wait for messages of this slot
-            for step in self._finished:
-                doing = f"waiting for the losses of training step {step}"
-                results.append(StepResult(step, self._losses.mean_losses(step)))
+            return self._results(slot.number)
         except Exception as error:
             what = f"running {doing.label} in slot {slot.number}" if isinstance(doing, Action) else doing
             self._team.positions.note(error, what)
             raise
-        self._finished.clear()
+
+    def _results(self, slot: float) -> list[StepResult]:
+        """Return the finished steps of which all losses are computed by a slot; on rank 0, wait for the losses."""
+        results = []
+        while self._finished and self._finished[0][1] <= slot:
+            step, _ = self._finished.popleft()
+            results.append(StepResult(step, self._losses.mean_losses(step)))
         return results
 
-    def finish(self) -> None:
-        """End a run: take in pending values for the next one, and wait until everything has been sent."""
+    def finish(self) -> list[StepResult]:
+        """End a run: take in pending values for the next one, and wait until everything has been sent.
+
+        Returns the steps whose losses other ranks have computed since this rank's last slot.
+        """
         with self._team.positions.noting("draining"):
+            results = self._results(math.inf)
             for value in self.values:
                 self._read(value)
             if self._clipping is not None:
@@ -148,6 +158,7 @@ class Executor:
             if self.mailbox is not None:
                 self.mailbox.flush()
             self._losses.flush()
+        return results
 
     def _run(self, action: Action) -> None:
         traced = self._tracer.active
@@ -300,7 +311,7 @@ class Executor:
         if self._done[step] == self._finishing[1]:
             del self._done[step]
             self._feed.release(step)
-            self._finished.append(step)
+            self._finished.append((step, self._slot + self._losses_late))
 
     def _send(self, action: Action) -> None:
         assert self.mailbox is not None and action.value is not None

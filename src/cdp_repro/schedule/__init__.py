@@ -12,7 +12,7 @@ A `Schedule` is the choice of a timeline, a rule and a placement; its `Program` 
     summation/      ways to sum gradients, one per file
     generate        the passes in order: a run, written out
     check, meaning  what must hold of every run
-    transport       edges, communicators, and NCCL's order
+    transport       edges, batches, and NCCL's order
     program         fill, period and drain; the actions of one rank
     program_text    a program as a file
     forward_only    the path of an evaluation through the ranks

@@ -183,6 +183,10 @@ def send(value: Value, source: int, destination: int, read: Value | None = None)
     )
 
 
+Batch = tuple[Action, ...]
+"""SENDs, of a rank and to it, whose messages the rank exchanges at once."""
+
+
 class Slot(NamedTuple):
     """One time slot: its number and its actions, in an order in which one process could run them all.
 
@@ -192,6 +196,8 @@ class Slot(NamedTuple):
 
     number: int
     actions: tuple[Action, ...]
+    batches: tuple[Batch, ...] = ()
+    """For one rank on NCCL: its messages that are sent in this slot, in its order."""
 
     def __str__(self) -> str:
         return f"{self.number}: {' '.join(action.label for action in self.actions)}"

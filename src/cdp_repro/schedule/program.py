@@ -30,14 +30,11 @@ from cdp_repro.schedule.garbage import without_collection
 from cdp_repro.schedule.generate import generate
 from cdp_repro.schedule.roles import Roles
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.transport import Communicator, Edge, blocked_on_nccl, directions, edges, merged
+from cdp_repro.schedule.transport import Edge, batches, blocked_on_nccl, edges
 
 MAX_STEPS = 12
 """Training steps, beyond twice the largest staleness, within which the pattern must repeat. PipeDream's repeats after
 twice its staleness: its pipeline has both to fill and to empty."""
-
-MOST_REPLAYED = 200_000
-"""Actions to replay, edges times those of a run, for which the search for communicators takes about 2 s."""
 
 Piece = Sequence[Slot]
 Upcoming = Callable[[], bool]
@@ -76,38 +73,19 @@ class Program:
             self._check_given(run)
         self.run_from(0)
         if self.is_given:
-            _ = self.communicators  # for a program made by the passes, this check can wait until NCCL is used
+            self.check_on_nccl()  # a program made by the passes never hangs
 
     @cached_property
     def edges(self) -> list[Edge]:
         """The directed edges over which ranks send, in all runs, whatever their length."""
         return edges(chain.from_iterable(slots for _, slots in self.samples()), self.roles.after(1))
 
-    @cached_property
-    def communicators(self) -> tuple[Communicator, ...]:
-        """The communicators that these edges need on NCCL: one for each direction if that cannot hang, else `merged`.
-
-        Each edge has its own where ranks take turns, because a run does not show an order in all of its roles, and
-        where the search would take minutes.
-
-        Raises:
-            ScheduleError: the program hangs with one for each edge, too; a program made by the passes never does.
-        """
-        samples = [slots for _, slots in self.samples()]
-        shared, alone = directions(self.edges), tuple((edge,) for edge in self.edges)
-
-        def hang(communicators: Sequence[Communicator]) -> bool:
-            return any(blocked_on_nccl(slots, communicators) for slots in samples)
-
-        if not hang(shared):
-            return shared
-        for slots in samples:
-            stuck = blocked_on_nccl(slots, alone)
+    def check_on_nccl(self) -> None:
+        """Raise ScheduleError if the program would hang on NCCL; only one that mixes messages and collectives can."""
+        for _, slots in self.samples():
+            stuck = blocked_on_nccl(slots)
             if stuck is not None:
                 raise ScheduleError(f"rank {stuck.rank}, {stuck.label}: it would wait for ever on NCCL", action=stuck)
-        actions = sum(len(slot.actions) for slots in samples for slot in slots)
-        is_quick = len(self.edges) * actions <= MOST_REPLAYED
-        return merged(self.edges, hang) if is_quick and self.roles.are_fixed else alone
 
     def samples(self) -> Iterator[tuple[int, list[Slot]]]:
         """Yield runs, each with its first step, that together show all edges and orders of messages and sums.
@@ -195,9 +173,11 @@ class Program:
             return piece
         later, (micro_batches, versions) = self.roles.after(steps), self.schedule.ahead(steps)
         slots = ahead * self.schedule.slots_per_step
-        return [
-            Slot(s.number + slots, tuple([a.shifted(micro_batches, versions, later) for a in s.actions])) for s in piece
-        ]
+
+        def moved(actions: Iterable[Action]) -> tuple[Action, ...]:
+            return tuple([action.shifted(micro_batches, versions, later) for action in actions])
+
+        return [Slot(s.number + slots, moved(s.actions), tuple(map(moved, s.batches))) for s in piece]
 
     @without_collection()
     def _made(self, first_step: int) -> Run:
@@ -277,8 +257,10 @@ def begins(schedule: Schedule) -> Callable[[int], int]:
 class RankProgram:
     """The program of one rank: only its own actions, so a step costs the same for any number of ranks."""
 
-    def __init__(self, program: Program, rank: int) -> None:
+    def __init__(self, program: Program, rank: int, in_batches: bool = False) -> None:
+        """`in_batches`: slots have the batches in which the rank exchanges messages."""
         self.rank = rank
+        self._in_batches = in_batches
         self.schedule = program.schedule
         self._program = program
         self._cycle = program.roles.cycle(rank)
@@ -300,8 +282,28 @@ class RankProgram:
         giving = [action.op for slot in own for action in slot.actions if action.op.gives_gradients]
         return giving[0] if giving else Op.BACKWARD, len(giving)
 
+    @property
+    def losses_late(self) -> int:
+        """Slots from the one in which this rank finishes a training step to the last in which another computes a loss.
+
+        Only a rank that holds no stage can finish first, as a worker of `parameter_server`: an update needs all losses.
+        """
+        op, _ = self.finishing
+        if op is Op.UPDATE:
+            return 0
+        sizes, last_stage = self.schedule.sizes, self.schedule.stages - 1
+        own, computed = dict[int, int](), dict[int, int]()
+        for slot in self._program.complete_run:
+            for action in slot.actions:
+                step = action.micro_batch // sizes.micro_batches
+                if action.rank == self.rank and action.op is op:
+                    own[step] = slot.number
+                if action.op is Op.FORWARD and action.stage == last_stage:
+                    computed[step] = slot.number
+        return max(0, *(computed[step] - own[step] for step in own))
+
     def replay(self, first_step: int, upcoming: Upcoming) -> Iterator[Slot]:
-        """Yield the slots of a run from `first_step` in which the rank acts."""
+        """Yield the slots of a run from `first_step` in which the rank acts, or exchanges a batch."""
         (run, start), first_slot = self._program.run_from(first_step), self.next_slot
         for piece, ahead in self._program.pieces(run, upcoming):
             role = self._cycle[(-start - ahead) % len(self._cycle)]
@@ -311,7 +313,7 @@ class RankProgram:
                 self.next_slot = first_slot + piece[-1].number + 1 + ahead * self.schedule.slots_per_step
 
     def _picked(self, piece: Piece) -> dict[int, list[Slot]]:
-        """Return, by role, the slots of a piece with the actions of each role that the rank plays; cached."""
+        """Return, by role, the slots of a piece with what each role that the rank plays does in them; cached."""
         if id(piece) not in self._own:  # one walk for all roles: there can be as many as ranks
             picked: dict[int, list[Slot]] = {role: [] for role in self._cycle}
             for slot in piece:
@@ -319,7 +321,9 @@ class RankProgram:
                 for action in slot.actions:
                     if action.rank in picked:
                         own.setdefault(action.rank, []).append(action)
-                for role, actions in own.items():
-                    picked[role].append(Slot(slot.number, tuple(actions)))
+                exchanged = batches(slot) if self._in_batches else {}
+                for role, slots in picked.items():
+                    if role in own or role in exchanged:
+                        slots.append(Slot(slot.number, tuple(own.get(role, ())), tuple(exchanged.get(role, ()))))
             self._own[id(piece)] = picked
         return self._own[id(piece)]

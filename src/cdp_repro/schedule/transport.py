@@ -1,26 +1,21 @@
-"""Transport: the edges of a program, communicators that carry them, and whether NCCL could hang.
+"""Transport: the edges of a program, the batches in which ranks exchange messages on NCCL, and whether it could hang.
 
-NCCL's order: the messages of a rank on one communicator run one after the other, in the order in which they were
-issued. Each starts only when the compute issued before it is done. A message runs when both of its ends can start.
-Compute waits for the messages that it reads. gloo has no such order, so a program that runs on gloo may hang on NCCL.
-With one communicator per direction, programs hang that add sums around a ring of three or more ranks: data parallelism
-by ordered messages with three or more workers (replicas counted), and other modes with three or more replicas. So does
-`chimera` with four or more ranks. Most of these need two or three of another kind: around a ring of four ranks, every
-other edge. With one per edge, no program that `check` accepts can hang.
+On NCCL a message occupies both of its GPUs until both have come to it, and nothing that is issued later is sure to run
+before that. So NCCL's order is replayed as if each rank ran one thing after the other, in the order of issue, its
+messages too. gloo has no such order: there, a rank may send first and receive later what another rank sends first.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 
-from cdp_repro.schedule.actions import Action, Op, Slot
+from cdp_repro.schedule.actions import Action, Batch, Op, Slot
+from cdp_repro.schedule.values import Value
 
 Edge = tuple[int, int]
 """Source and destination."""
-Communicator = tuple[Edge, ...]
-"""The edges whose messages the communicator carries."""
 
 
 def edges(slots: Iterable[Slot], later: Callable[[int], int] | None = None) -> list[Edge]:
@@ -38,63 +33,92 @@ def edges(slots: Iterable[Slot], later: Callable[[int], int] | None = None) -> l
     return sorted(found)
 
 
-def directions(used: Sequence[Edge]) -> tuple[Communicator, ...]:
-    """Return two communicators: all edges to higher ranks, and all to lower ones."""
+def directions(used: Sequence[Edge]) -> tuple[tuple[Edge, ...], ...]:
+    """Return the edges to higher ranks, and those to lower ones, without empty groups."""
     ways = (tuple(edge for edge in used if (edge[0] < edge[1]) is rises) for rises in (True, False))
     return tuple(filter(None, ways))
 
 
-def merged(used: Sequence[Edge], hang: Callable[[Sequence[Communicator]], bool]) -> tuple[Communicator, ...]:
-    """Return communicators of which no two could be one: each edge joins the first one with which nothing hangs.
+def batches(slot: Slot) -> dict[int, list[Batch]]:
+    """Return, by rank, the messages that are sent in a slot, in the batches in which the rank exchanges them.
 
-    `hang` tells whether a program hangs with some communicators. With more sharing there are only more waits, so what
-    hangs once hangs with every later edge, too.
+    A batch has the messages of one level. The level of a message is the number of things that its sender does before it
+    in the slot, or more, if the sender reads a message of the slot before: then it is above the level of that one. So a
+    rank that has sent all it sends up to a level waits for nothing above it, and no two ranks wait for each other.
+
+    `slot` has the actions of all ranks, in an order in which one process could run them.
     """
-    found: list[Communicator] = []
-    for number, edge in enumerate(used):
-        alone = [(later,) for later in used[number + 1 :]]
-        for place, communicator in enumerate(found):
-            tried = [*found[:place], (*communicator, edge), *found[place + 1 :]]
-            if not hang([*tried, *alone]):
-                found = tried
-                break
-        else:
-            found.append((edge,))
-    return tuple(found)
+    level: Counter[int] = Counter()
+    """By rank: of a message that it would send now."""
+    level_of: dict[tuple[int, Value | None], int] = {}
+    """By destination and value."""
+    found: defaultdict[int, defaultdict[int, list[Action]]] = defaultdict(lambda: defaultdict(list))
+    for action in slot.actions:
+        rank = action.rank
+        read = (level_of[rank, value] + 1 for value in action.reads if (rank, value) in level_of)
+        level[rank] = max(level[rank], *read, 0)
+        if action.op is Op.SEND:
+            level_of[action.peer, action.value] = level[rank]
+            for end in (rank, action.peer):
+                found[end][level[rank]].append(action)
+        elif action.op is not Op.RECEIVE:
+            level[rank] += 1
+    return {rank: [tuple(levels[each]) for each in sorted(levels)] for rank, levels in found.items()}
 
 
-def blocked_on_nccl(slots: Iterable[Slot], shared: Sequence[Communicator]) -> Action | None:
+def blocked_on_nccl(slots: Iterable[Slot]) -> Action | None:
     """Return an action of a checked run that would wait for ever on NCCL, as part of a cycle of waits; else None.
 
-    Receives are posted where they stand in the program, as in the executor.
+    A rank begins something when what it issued before has ended. A batch ends when all its messages have begun at their
+    other ends, and a collective when all ranks have begun it.
     """
-    communicator_of: dict[Hashable, object] = {edge: each for each in shared for edge in each} | {None: "all ranks"}
     waits: TopologicalSorter[Hashable] = TopologicalSorter()
     action_of: dict[Hashable, Action] = {}
-    issued: Counter[Hashable] = Counter()
-    last: dict[Hashable, Hashable] = {}
-    """Last issued: by rank its compute, by rank and communicator a message, by rank and value the message with it."""
-
-    def issue(action: Action, node: Hashable, *before: Hashable) -> None:
-        waits.add(node, *(last[each] for each in before if each in last))
-        action_of[node] = action
-
-    for slot in slots:
-        for action in slot.actions:
-            op, rank, edge = action.op, action.rank, action.edge
-            if op is not Op.RECEIVE:  # a send copies its value first, which is compute, too
-                issued[rank] += 1
-                compute = rank, issued[rank]
-                issue(action, compute, rank, *((rank, value) for value in action.reads))
-                last[rank] = compute
-            if edge is not None or op is Op.COLLECTIVE:
-                issued[rank, op, edge] += 1
-                message, queue = (edge, issued[rank, op, edge]), (rank, communicator_of[edge])
-                issue(action, message, rank, queue)
-                last[queue] = message
-                last |= dict.fromkeys(((rank, value) for value in action.writes), message)
+    issued: Counter[int] = Counter()
+    come_to: Counter[Hashable] = Counter()
+    meetings: defaultdict[Hashable, list[tuple[int, int]]] = defaultdict(list)
+    """For each message and each collective: the things, by rank and number, with which ranks come to it."""
+    for rank, things in _issued(slots):
+        issued[rank] += 1
+        begin = rank, issued[rank]
+        waits.add(begin, (rank, issued[rank] - 1, "end"))
+        waits.add((*begin, "end"), begin)
+        for action in things:
+            action_of[begin] = action_of[(*begin, "end")] = action
+            if action.op in (Op.SEND, Op.COLLECTIVE):
+                met = action if action.op is Op.SEND else Op.COLLECTIVE  # all ranks join collectives in one order
+                come_to[rank, met] += 1  # the same set of buffers travels again and again
+                meetings[met, come_to[rank, met]].append(begin)
+    for meeting in meetings.values():
+        for begin in meeting:
+            waits.add((*begin, "end"), *meeting)
     try:
         waits.prepare()
     except CycleError as error:
-        return action_of[error.args[1][0]]
+        return next(action_of[node] for node in error.args[1] if node in action_of)
     return None
+
+
+def ready(due: deque[Batch], is_here: Callable[[Action], bool]) -> Iterator[Batch]:
+    """Take batches from `due`, in order, as long as `is_here` holds for each message: made, or of another rank."""
+    while due and all(map(is_here, due[0])):
+        yield due.popleft()
+
+
+def _issued(slots: Iterable[Slot]) -> Iterator[tuple[int, Batch]]:
+    """Yield what ranks issue, for each rank in its order: batches, and actions that are no messages."""
+    for slot in slots:
+        due = {rank: deque(found) for rank, found in batches(slot).items()}
+        made: set[Action] = set()
+        for rank in due:
+            yield from ((rank, batch) for batch in _ready_on(rank, due, made))
+        for action in slot.actions:
+            if action.op is Op.SEND:
+                made.add(action)
+                yield from ((action.rank, batch) for batch in _ready_on(action.rank, due, made))
+            elif action.op is not Op.RECEIVE:
+                yield action.rank, (action,)
+
+
+def _ready_on(rank: int, due: Mapping[int, deque[Batch]], made: Set[Action]) -> Iterator[Batch]:
+    return ready(due[rank], lambda message: message.rank != rank or message in made)

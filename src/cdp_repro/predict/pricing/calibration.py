@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cdp_repro.config import RunConfig
 from cdp_repro.config.numerics import autocast, loss_fn
 from cdp_repro.engine.compute import Network
-from cdp_repro.engine.mailbox import new_groups
+from cdp_repro.engine.delivery import groups_of_directions
 from cdp_repro.launch import launch
 from cdp_repro.launch.process_group import process_group
 from cdp_repro.predict.cutting import CutModel, sample
@@ -68,7 +68,7 @@ def time_messages(rounds: int) -> dict[str, float]:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     with process_group(device, 2, timeout_seconds=60):
-        groups = new_groups([((0, 1),), ((1, 0),)], device)
+        groups = groups_of_directions([(0, 1), (1, 0)])
         small, large = (torch.zeros(size // 4) for size in (_SMALL, _LARGE))
         half = torch.zeros(_LARGE // 8)
         return {

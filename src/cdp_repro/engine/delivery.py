@@ -1,0 +1,171 @@
+"""When a rank's messages start: each where it stands in the program, or many at once, as NCCL needs them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cdp_repro.engine.transfers import Outgoing, Transfer
+from cdp_repro.schedule import Program, Value
+from cdp_repro.schedule.actions import Batch
+from cdp_repro.schedule.transport import Edge, directions, ready
+
+Landing = Callable[[Value], tuple[Tensor, Tensor]]
+"""Value -> the buffer of the whole value, and the part of it that the message fills."""
+
+
+class Delivery(Protocol):
+    """Starts the messages of one rank. A message without bytes is not sent."""
+
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """Begin a slot in which the rank exchanges `batches`."""
+
+    def send(self, value: Value, peer: int, buffer: Tensor) -> None:
+        """Send a value, or a part of one; the buffer is not written any more."""
+
+    def receive(self, value: Value, peer: int) -> Callable[[], Tensor]:
+        """Get ready for a value; return the function that waits for it and returns the buffer of the whole value."""
+
+    def flush(self) -> None:
+        """Wait until everything has been sent."""
+
+
+class AtOnce:
+    """Each message starts where it stands in the program: gloo runs any number of them at a time.
+
+    Edges in one direction share a group of all ranks. This is safe because gloo does not order the messages of
+    different pairs. With one group, both directions together would only get the bandwidth of one.
+    """
+
+    def __init__(self, program: Program, landing: Landing) -> None:
+        """A sent buffer is kept for `Schedule.kept_slots` slots; the receiver must have come to the message by then."""
+        self._landing = landing
+        self._groups = groups_of_directions(program.edges)
+        self._rank = dist.get_rank()
+        self._kept_slots = program.schedule.kept_slots
+        self._slot = 0
+        self._outgoing = Outgoing()
+
+    def begin(self, batches: Sequence[Batch]) -> None:  # noqa: ARG002 - messages are not in batches
+        """Let go of buffers whose send began more than `kept_slots` slots ago.
+
+        Only slots in which this rank acts count, so that it never lets go too early.
+        This only blocks if another rank is that far behind. It cannot cause a deadlock: no receive stands more than
+        `kept_slots` slots after its send, so the rank furthest behind waits for receives that all ranks have posted.
+        """
+        self._slot += 1
+        self._outgoing.let_go(before=self._slot - self._kept_slots)
+
+    def send(self, value: Value, peer: int, buffer: Tensor) -> None:  # noqa: ARG002 - one edge keeps its order
+        """See `Delivery.send`."""
+        if len(buffer):
+            work = dist.isend(buffer, peer, group=self._groups[self._rank, peer])
+            self._outgoing.append(Transfer.started(buffer, work), self._slot)
+
+    def receive(self, value: Value, peer: int) -> Callable[[], Tensor]:
+        """See `Delivery.receive`."""
+        whole, buffer = self._landing(value)
+        works = [dist.irecv(buffer, peer, group=self._groups[peer, self._rank])] if len(buffer) else []
+        return Transfer.started(whole, *works).wait
+
+    def flush(self) -> None:
+        """See `Delivery.flush`."""
+        self._outgoing.flush()
+
+
+class InBatches:
+    """Messages start in the batches of `transport.batches`, each as soon as all that the rank sends in it is there.
+
+    On a GPU, a message occupies a kernel until its other end runs, too. CUDA does not promise that two kernels ever run
+    at the same time, whatever their streams, and may wait for all kernels before it loads a new one. So nothing here
+    needs that: even if each rank ran one thing after the other, no two ranks would wait for each other. Where kernels
+    do run side by side, messages overlap with compute.
+    """
+
+    def __init__(self, device: torch.device, landing: Landing) -> None:
+        """All ranks must call it together."""
+        self._landing = landing
+        self._rank = dist.get_rank()
+        self._due: deque[Batch] = deque()
+        self._packed: dict[tuple[Value | None, int], Tensor] = {}
+        """What waits for its batch, by value and destination."""
+        self._landed: dict[tuple[Value, int], Transfer] = {}
+        """What a batch has brought, or will bring, and nothing has read, by value and source."""
+        self._under_way: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+        """Batches with the buffers that must live until they are complete."""
+        dist.all_reduce(torch.zeros(1, device=device))  # makes the communicator, if it does not exist
+
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """Take note of the batches of a slot; let go of the buffers of complete ones."""
+        while self._under_way and all(work.is_completed() for work in self._under_way[0][0]):
+            self._under_way.popleft()
+        self._due.extend(batches)
+        self._start_ready()
+
+    def send(self, value: Value, peer: int, buffer: Tensor) -> None:
+        """See `Delivery.send`."""
+        self._packed[value, peer] = buffer
+        self._start_ready()
+
+    def receive(self, value: Value, peer: int) -> Callable[[], Tensor]:
+        """See `Delivery.receive`; the batch of the message may have started before, or start later."""
+        return lambda: self._landed.pop((value, peer)).wait()
+
+    def flush(self) -> None:
+        """See `Delivery.flush`."""
+        assert not self._due, "each batch starts in its slot"
+        for works, _ in self._under_way:
+            for work in works:
+                work.wait()
+        self._under_way.clear()
+
+    def _start_ready(self) -> None:
+        for batch in ready(self._due, lambda each: each.rank != self._rank or (each.value, each.peer) in self._packed):
+            self._start(batch)
+
+    def _start(self, batch: Batch) -> None:
+        operations, buffers, arriving = [], [], {}
+        for action in batch:
+            assert action.value is not None
+            if action.rank == self._rank:
+                buffer = self._packed.pop((action.value, action.peer))
+                operation = partial(dist.P2POp, dist.isend, buffer, action.peer)
+            else:
+                arriving[action.value, action.rank], buffer = self._landing(action.value)
+                operation = partial(dist.P2POp, dist.irecv, buffer, action.rank)
+            if len(buffer):
+                operations.append(operation())
+                buffers.append(buffer)
+        assert not arriving.keys() & self._landed.keys(), "a value is read before it comes again"
+        works = dist.batch_isend_irecv(operations) if operations else []
+        self._landed |= {key: Transfer(works, whole) for key, whole in arriving.items()}
+        self._under_way.append((works, buffers))
+
+
+def delivery(program: Program, device: torch.device, landing: Landing) -> Delivery:
+    """Return the delivery of a program's messages between `device`s; all ranks must call it together."""
+    return InBatches(device, landing) if needs_batches(device) else AtOnce(program, landing)
+
+
+def needs_batches(device: torch.device) -> bool:
+    """Whether messages between such devices must be in batches: by NCCL."""
+    return device.type == "cuda"
+
+
+def groups_of_directions(edges: Iterable[Edge]) -> Mapping[Edge, dist.ProcessGroup]:
+    """Make a gloo group of all ranks for each direction; return the group of each edge; all ranks call it together."""
+    world = dist.group.WORLD
+    assert world is not None, "the engine has checked that there is one"
+    timeout = world._get_backend(torch.device("cpu")).options._timeout  # the default of a new group is 30 minutes
+    found: dict[Edge, dist.ProcessGroup] = {}
+    for way in directions(sorted(edges)):
+        group = dist.new_group(timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+        found |= dict.fromkeys(way, group)
+    return found
