@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import contextmanager
 from unittest import mock
 
@@ -10,8 +11,9 @@ import torch
 from ranks import run_ranks
 from test_engine_placements import PLACEMENTS, UNEVEN, flat, make_batches, make_engine, rule, same, train
 
-from cdp_repro.engine.delivery import AtOnce, InBatches
-from cdp_repro.schedule import Schedule
+from cdp_repro.engine.delivery import AtOnce, InBatches, needs_batches
+from cdp_repro.schedule import Program, Schedule
+from cdp_repro.schedule.program_text import read_program, write_program
 
 
 @contextmanager
@@ -21,7 +23,7 @@ def one_thing_at_a_time():
 
     def start_and_wait(delivery, batch):
         start(delivery, batch)
-        works, _ = delivery._under_way[-1]
+        _, works, _ = delivery._under_way[-1]
         while works:  # gloo would wait for ever for what has ended already
             works.pop().wait()
 
@@ -34,16 +36,18 @@ def one_thing_at_a_time():
 
 
 def train_in_batches(*arguments):
+    *arguments, settings = arguments
+    given = {name: read_program(text) for name, text in settings.items() if name == "program"}
     with one_thing_at_a_time():
-        return train(*arguments)
+        return train(*arguments, settings | given)
 
 
 def check(tmp_path, kind, mode, placement, n, s, r=1, **settings):
-    ranks = Schedule.build(rule(mode, n, s), n, s, placement, replicas=r, **settings).ranks
-    outcomes = run_ranks(
-        train_in_batches, ranks, kind, mode, placement, n, s, r, settings, folder=tmp_path, patience=30
-    )
-    alone = {name: value for name, value in settings.items() if name not in ("servers", "ranks")}
+    chosen = {name: value for name, value in settings.items() if name != "program"}
+    ranks = Schedule.build(rule(mode, n, s), n, s, placement, replicas=r, **chosen).ranks
+    arguments = kind, mode, placement, n, s, r, settings
+    outcomes = run_ranks(train_in_batches, ranks, *arguments, folder=tmp_path, patience=30)
+    alone = {name: value for name, value in settings.items() if name not in ("servers", "ranks", "program")}
     losses, model, _, reads, state = train(kind, mode, "single_device", n, s, r, alone)
     assert outcomes[0][0] == losses
     for _, theirs, *_ in outcomes:
@@ -81,18 +85,94 @@ def test_gradients_that_leave_in_parts_do_so(tmp_path):
     check(tmp_path, UNEVEN, "cdp_v2", "replicated", 2, 4)
 
 
-def keep_nothing():
-    """What the delivery of a rank still holds after a run, and what is the largest number of batches under way."""
+def most_under_way(steps):
+    """The most batches under way after any training step, and what the delivery still holds after the run."""
     with one_thing_at_a_time():
         engine = make_engine("linear", "cdp_v2", "pipeline", 2, 2)
-        list(engine.run(make_batches("linear", 2) * 4))
-        delivery = engine._executor.mailbox._delivery
-        assert isinstance(delivery, InBatches)
-        return len(delivery._due), len(delivery._packed), len(delivery._landed), len(delivery._under_way)
+        batches = make_batches("linear", 2)
+        most = 0
+        for _ in engine.run(batches[step % len(batches)] for step in range(steps)):
+            delivery = engine._executor.mailbox._delivery
+            assert isinstance(delivery, InBatches)
+            most = max(most, len(delivery._under_way))
+        return most, len(delivery._due) + len(delivery._packed) + len(delivery._landed)
 
 
-def test_a_run_ends_with_no_batch_under_way(tmp_path):
-    assert run_ranks(keep_nothing, 2, folder=tmp_path) == [(0, 0, 0, 0)] * 2
+def test_buffers_of_complete_batches_are_let_go_and_none_is_left(tmp_path):
+    few, many = (run_ranks(most_under_way, 2, steps, folder=tmp_path) for steps in (6, 24))
+    assert few == many
+    assert max(most for most, _ in many) > 0 and all(left == 0 for _, left in many)
+
+
+class Work:
+    """A message of NCCL that is complete only after so many looks, and then says why it failed, if it did."""
+
+    def __init__(self, looks, error=None):
+        self.looks, self.error = looks, error
+
+    def is_completed(self):
+        self.looks -= 1
+        return self.looks < 0
+
+    def wait(self):
+        if self.error:
+            raise self.error
+
+
+def a_delivery():
+    """One that has started nothing, of a rank whose buffers are kept for 6 slots."""
+    found = InBatches.__new__(InBatches)
+    found._rank, found._slot, found._kept_slots = 0, 0, 6
+    found._due, found._under_way, found._packed, found._landed = deque(), deque(), {}, {}
+    return found
+
+
+def test_a_rank_waits_for_batches_of_long_ago_only():
+    delivery, slow = a_delivery(), Work(looks=20)
+    delivery._under_way.append((0, [slow], []))
+    for _ in range(6):
+        delivery.begin(())
+    assert slow.looks == 14 and len(delivery._under_way) == 1, "one look a slot"
+    delivery.begin(())
+    assert slow.looks < 0 and not delivery._under_way
+
+
+def test_an_error_of_a_batch_without_receives_is_raised():
+    delivery = a_delivery()
+    delivery._under_way.append((0, [Work(0, RuntimeError("NCCL error"))], []))
+    with pytest.raises(RuntimeError, match="NCCL error"):
+        delivery.begin(())
+
+
+def clip_and_leave(clip_norm):
+    """Clip by the norm over all stages, leave after two of five steps, and go on."""
+    engine = make_engine("linear", "cdp_v1", "pipeline", 3, 3, clip_norm=clip_norm)
+    batches, losses = make_batches("linear", 3), []
+    for result in engine.run(batches[:4]):
+        losses.append(result.losses)
+        if result.step == 1:
+            break
+    losses += [result.losses for result in engine.run(batches[engine.step :])]
+    return losses, engine.step, flat(engine.state_dict())
+
+
+def clip_and_leave_in_batches(clip_norm):
+    with one_thing_at_a_time():
+        return clip_and_leave(clip_norm)
+
+
+def test_norms_of_all_stages_and_a_run_that_is_left_early_hang_no_rank(tmp_path):
+    found, expected = (
+        run_ranks(function, 3, 0.1, folder=tmp_path, patience=20)
+        for function in (clip_and_leave_in_batches, clip_and_leave)
+    )
+    assert found[0][:2] == expected[0][:2]
+    same(found[0][2], expected[0][2])
+
+
+def test_a_program_of_a_file_runs_in_batches(tmp_path):
+    program = write_program(Program(Schedule.build("dp", 3, placement="replicated")))
+    check(tmp_path, "linear", "dp", "replicated", 3, 3, program=program)
 
 
 def delivery_on_the_cpu():
@@ -106,6 +186,4 @@ def test_on_gloo_messages_start_at_once(tmp_path):
 
 
 def test_a_device_decides_whether_batches_are_needed():
-    from cdp_repro.engine.delivery import needs_batches
-
     assert [needs_batches(torch.device(name)) for name in ("cpu", "cuda", "cuda:1")] == [False, True, True]

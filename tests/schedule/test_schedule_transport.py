@@ -163,6 +163,23 @@ def test_nor_any_that_the_check_lets_through(schedule, data):
     assert blocked_on_nccl(accepted) is None
 
 
+@pytest.mark.parametrize(
+    ("mode", "placement", "n"), [("dp", "replicated", 3), ("dp", "model_parallel", 4), ("cdp_v2", "zero", 3)]
+)
+def test_a_program_of_a_file_has_the_batches_of_the_one_that_was_written(mode, placement, n):
+    """A file lists the actions rank by rank; the check finds an order in which one process could run them."""
+    made = Program(Schedule.build(mode, n, placement=placement))
+    read = read_program(write_program(made))
+    for first, steps in itertools.product(range(2), (1, 2, 5)):
+        slots = read.slots(steps, first)
+        assert runs_one_thing_at_a_time(issued(slots))
+        exchanged = [{rank: [{*batch} for batch in each] for rank, each in batches(slot).items()} for slot in slots]
+        assert exchanged == [
+            {rank: [{*batch} for batch in each] for rank, each in batches(slot).items()}
+            for slot in made.slots(steps, first)
+        ]
+
+
 def in_one_batch(slot):
     """All messages of a slot that a rank has, without regard to what it reads before it sends."""
     found = defaultdict(list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,8 @@ from cdp_repro.engine.transfers import Outgoing, Transfer
 from cdp_repro.schedule import Program, Value
 from cdp_repro.schedule.actions import Batch
 from cdp_repro.schedule.transport import Edge, directions, ready
+
+_POLL_SECONDS = 1e-4
 
 Landing = Callable[[Value], tuple[Tensor, Tensor]]
 """Value -> the buffer of the whole value, and the part of it that the message fills."""
@@ -88,23 +91,32 @@ class InBatches:
     do run side by side, messages overlap with compute.
     """
 
-    def __init__(self, device: torch.device, landing: Landing) -> None:
+    def __init__(self, program: Program, device: torch.device, landing: Landing) -> None:
         """All ranks must call it together."""
         self._landing = landing
         self._rank = dist.get_rank()
+        self._kept_slots = program.schedule.kept_slots
+        self._slot = 0
         self._due: deque[Batch] = deque()
         self._packed: dict[tuple[Value | None, int], Tensor] = {}
         """What waits for its batch, by value and destination."""
         self._landed: dict[tuple[Value, int], Transfer] = {}
         """What a batch has brought, or will bring, and nothing has read, by value and source."""
-        self._under_way: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
-        """Batches with the buffers that must live until they are complete."""
+        self._under_way: deque[tuple[int, list[dist.Work], list[Tensor]]] = deque()
+        """Batches, each with the slot in which it started and the buffers that must live until it is complete."""
         dist.all_reduce(torch.zeros(1, device=device))  # makes the communicator, if it does not exist
 
     def begin(self, batches: Sequence[Batch]) -> None:
-        """Take note of the batches of a slot; let go of the buffers of complete ones."""
-        while self._under_way and all(work.is_completed() for work in self._under_way[0][0]):
-            self._under_way.popleft()
+        """Take note of the batches of a slot; let go of the buffers of complete ones.
+
+        Waits for batches of more than `kept_slots` slots ago, so that no rank is further ahead than on gloo. It only
+        waits for ranks that far behind, which wait for nothing of this rank that has not started.
+        """
+        self._slot += 1
+        while self._under_way and (self._is_complete() or self._under_way[0][0] < self._slot - self._kept_slots):
+            while not self._is_complete():
+                time.sleep(_POLL_SECONDS)
+            self._let_go()
         self._due.extend(batches)
         self._start_ready()
 
@@ -120,10 +132,18 @@ class InBatches:
     def flush(self) -> None:
         """See `Delivery.flush`."""
         assert not self._due, "each batch starts in its slot"
-        for works, _ in self._under_way:
-            for work in works:
-                work.wait()
-        self._under_way.clear()
+        while self._under_way:
+            self._let_go()
+
+    def _is_complete(self) -> bool:
+        """Whether the oldest batch under way is complete."""
+        return all(work.is_completed() for work in self._under_way[0][1])
+
+    def _let_go(self) -> None:
+        """Let go of the oldest batch under way."""
+        _, works, _ = self._under_way.popleft()
+        for work in works:
+            work.wait()  # a failed one counts as complete; this raises its error
 
     def _start_ready(self) -> None:
         for batch in ready(self._due, lambda each: each.rank != self._rank or (each.value, each.peer) in self._packed):
@@ -145,12 +165,12 @@ class InBatches:
         assert not arriving.keys() & self._landed.keys(), "a value is read before it comes again"
         works = dist.batch_isend_irecv(operations) if operations else []
         self._landed |= {key: Transfer(works, whole) for key, whole in arriving.items()}
-        self._under_way.append((works, buffers))
+        self._under_way.append((self._slot, works, buffers))
 
 
 def delivery(program: Program, device: torch.device, landing: Landing) -> Delivery:
     """Return the delivery of a program's messages between `device`s; all ranks must call it together."""
-    return InBatches(device, landing) if needs_batches(device) else AtOnce(program, landing)
+    return InBatches(program, device, landing) if needs_batches(device) else AtOnce(program, landing)
 
 
 def needs_batches(device: torch.device) -> bool:

@@ -219,7 +219,9 @@ class Engine:
                 for result in self._executor.execute(slot, feed):
                     self.step = result.step + 1
                     yield result
-            yield from self._executor.finish()
+            for result in self._executor.finish():
+                self.step = result.step + 1
+                yield result
         except (Exception, KeyboardInterrupt) as error:
             self._undrained = f"it failed in step {self.step}: {error!r}; load a checkpoint into a new engine"
             self.team.positions.give_up(error)

@@ -57,18 +57,22 @@ def pipelined_outputs(
 
 
 def _begin_send(tensors: Sequence[Tensor], peer: int, team: Team) -> list[tuple[Tensor, dist.Work | None]]:
-    """Begin to send tensors, preceded by a description of them; return what `control_messages.begin_send` does."""
-    sent = [tensor.contiguous() for tensor in tensors]
+    """Begin to send tensors, preceded by a description of them; return what `control_messages.begin_send` does.
+
+    They go from CPU to CPU: on NCCL, single messages of ranks that send to each other would wait for each other.
+    """
+    sent = [tensor.cpu().contiguous() for tensor in tensors]
     looks = [control_messages.looks_of(tensor) for tensor in sent]
     described = control_messages.begin_send(looks, peer, team.control)
-    return described + [(tensor, dist.isend(tensor, peer)) for tensor in sent]
+    return described + [(tensor, dist.isend(tensor, peer, group=team.control)) for tensor in sent]
 
 
 def _receive(peer: int, team: Team) -> list[Tensor]:
     tensors = []
     for looks in control_messages.receive(peer, team.control):
-        tensors.append(control_messages.empty(looks, team.device))
-        dist.recv(tensors[-1], peer)
+        tensor = control_messages.empty(looks)
+        dist.recv(tensor, peer, group=team.control)
+        tensors.append(tensor.to(team.device))
     return tensors
 
 

@@ -205,15 +205,22 @@ class Program:
         raise ScheduleError(f"{self.schedule}: none of the first {steps} training steps ends in the state it began in")
 
     def _check_given(self, run: Run) -> None:
-        """Check a run from a file, with each of its drains, and check that its period can repeat for ever."""
-        repeating = len(run.fill)
+        """Check a run from a file, with each of its drains, and check that its period can repeat for ever.
+
+        Its slots then have their actions in an order in which one process could run them.
+        """
+        repeating, begin = len(run.fill), self.begin
+        drains: dict[int, Piece] = {}
         for steps in range(1, repeating + 2):
             slots = [*self._written_out(run, range(steps))]
             try:
-                states = self._checked(slots, run.first_step, steps).states
+                checker = self._checked(slots, run.first_step, steps)
             except ScheduleError as error:
                 piece = self._piece_at(run, steps, error.slot)
                 raise ScheduleError(str(error), error.slot, error.action, piece) from None
+            drains[steps] = checker.checked[begin(steps) :]
+        states, pieces = checker.states, [checker.checked[begin(k) : begin(k + 1)] for k in range(repeating + 1)]
+        run.fill, run.period, run.drains = pieces[:repeating], pieces[repeating], drains
         if not self._repeats(states[repeating], states[repeating + 1]):
             raise ScheduleError(
                 f"the period of the run from step {run.first_step} does not end as it begins, one training step later: "
@@ -300,7 +307,7 @@ class RankProgram:
                     own[step] = slot.number
                 if action.op is Op.FORWARD and action.stage == last_stage:
                     computed[step] = slot.number
-        return max(0, *(computed[step] - own[step] for step in own))
+        return max([0, *(computed[step] - end for step, end in own.items())])
 
     def replay(self, first_step: int, upcoming: Upcoming) -> Iterator[Slot]:
         """Yield the slots of a run from `first_step` in which the rank acts, or exchanges a batch."""
