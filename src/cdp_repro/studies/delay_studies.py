@@ -157,6 +157,7 @@ CIFAR10 = Benchmark(
         "mode=dp",
         "mode=dp optim.nesterov=true",
         *(f"{mode} {method}".strip() for mode in _MODES for method in ("", "optim.nesterov=true", *_METHODS)),
+        "mode=cdp_v1 optim.nesterov=true delay=prediction",
         "mode=cdp_v2 accumulate=2",
         "mode=cdp_v2 accumulate=4",
         "mode=cdp_v1 delay=compensation",  # a control
@@ -172,6 +173,7 @@ CIFAR10 = Benchmark(
         "mode=cdp_v1 optim.nesterov=true": (0.2, 0.4, 0.1),
         "mode=cdp_v1 delay=error_feedback": (0.2, 0.4, 0.1),
         "mode=cdp_v1 delay=prediction": (0.2, 0.4, 0.1),
+        "mode=cdp_v1 optim.nesterov=true delay=prediction": (0.4, 0.2, 0.1),
         "mode=cdp_v2": (0.2, 0.4, 0.1),
         "mode=cdp_v2 optim.nesterov=true": (0.4, 0.8, 0.2, 0.1),
         "mode=cdp_v2 delay=error_feedback": (0.4, 0.8, 0.2),
@@ -187,6 +189,7 @@ CIFAR10 = Benchmark(
         "mode=cdp_v1 optim.nesterov=true": 0.2,
         "mode=cdp_v1 delay=error_feedback": 0.2,
         "mode=cdp_v1 delay=prediction": 0.2,
+        "mode=cdp_v1 optim.nesterov=true delay=prediction": 0.2,
         "mode=cdp_v2": 0.2,
         "mode=cdp_v2 optim.nesterov=true": 0.2,
         "mode=cdp_v2 delay=error_feedback": 0.4,
@@ -195,7 +198,8 @@ CIFAR10 = Benchmark(
         "mode=cdp_v2 accumulate=4": 0.2,
         "mode=cdp_v1 delay=compensation": 0.2,
     },
-    best=("mode=cdp_v1 optim.nesterov=true", "mode=cdp_v2 optim.nesterov=true"),
+    best=("mode=cdp_v1 optim.nesterov=true delay=prediction", "mode=cdp_v2 optim.nesterov=true"),
+    judged_before=("mode=cdp_v1 optim.nesterov=true",),
     larger=Larger("CIFAR-10, resnet20", "model=resnet20 epochs=30", ("mode=cdp_v2",), (0, 1, 2)),
 )
 
