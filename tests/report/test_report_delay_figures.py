@@ -17,7 +17,7 @@ from cdp_repro.studies.delay_studies import CIFAR10, TUNING_SEED
 SETTINGS = ("mode=dp", "mode=cdp_v1", "mode=cdp_v1 delay=prediction", "mode=cdp_v2")
 SMALL = replace(
     CIFAR10, base="dataset=digits epochs=2", settings=SETTINGS, grid=(0.1, 0.2, 0.4, 0.8), seeds=(0, 1, 2),
-    finalists={}, rates=dict.fromkeys(SETTINGS, 0.2), best=SETTINGS[2:],
+    finalists={}, rates=dict.fromkeys(SETTINGS, 0.2), best=SETTINGS[2:], judged_before=(),
 )  # fmt: skip
 TUNING, DELAY, VERDICT, _ = SMALL.studies()
 LOSSES = {
