@@ -20,7 +20,7 @@ from cdp_repro.engine.compute import Version
 from cdp_repro.engine.delay import DELAYS, Compensation, ErrorFeedback, Prediction, Uncorrected
 from cdp_repro.engine.memory import ActivationMeter
 from cdp_repro.predict.training_state import copied_bytes
-from cdp_repro.schedule import Schedule
+from cdp_repro.schedule import Program, Schedule
 
 STEPS = 12
 MATRIX = [[3, 1, 0], [1, 2, 0], [2, 0, 0]]
@@ -208,7 +208,7 @@ def test_copies_take_the_bytes_that_the_program_says(monkeypatch, mode, choices)
     engine = make_engine(mode, delay=Prediction, **choices)
     trained(engine, make_batches(8))
     sizes = [sum(p.nbytes for p in stage.parameters() if p.requires_grad) for stage in make_stages()]
-    assert most[0] == copied_bytes(engine._program, sizes)
+    assert most[0] == copied_bytes(Program(engine.schedule), sizes)
     assert (most[0] > 0) == (mode != "dp") and not meter.live_bytes
 
 

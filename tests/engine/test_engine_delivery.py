@@ -28,7 +28,6 @@ def one_thing_at_a_time():
             works.pop().wait()
 
     with (
-        mock.patch("cdp_repro.engine.delivery.needs_batches", lambda device: True),
         mock.patch("cdp_repro.engine.engine.needs_batches", lambda device: True),
         mock.patch.object(InBatches, "_start", start_and_wait),
     ):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdp_repro.engine.transfers import Outgoing, Transfer
-from cdp_repro.schedule import Program, Value
+from cdp_repro.schedule import RankProgram, Value
 from cdp_repro.schedule.actions import Batch
 from cdp_repro.schedule.transport import Edge, directions, ready
 
@@ -46,11 +45,11 @@ class AtOnce:
     different pairs. With one group, both directions together would only get the bandwidth of one.
     """
 
-    def __init__(self, program: Program, landing: Landing) -> None:
+    def __init__(self, program: RankProgram, landing: Landing) -> None:
         """A sent buffer is kept for `Schedule.kept_slots` slots; the receiver must have come to the message by then."""
         self._landing = landing
         self._groups = groups_of_directions(program.edges)
-        self._rank = dist.get_rank()
+        self._rank = program.rank
         self._kept_slots = program.schedule.kept_slots
         self._slot = 0
         self._outgoing = Outgoing()
@@ -91,10 +90,10 @@ class InBatches:
     do run side by side, messages overlap with compute.
     """
 
-    def __init__(self, program: Program, device: torch.device, landing: Landing) -> None:
+    def __init__(self, program: RankProgram, device: torch.device, landing: Landing) -> None:
         """All ranks must call it together."""
         self._landing = landing
-        self._rank = dist.get_rank()
+        self._rank = program.rank
         self._kept_slots = program.schedule.kept_slots
         self._slot = 0
         self._due: deque[Batch] = deque()
@@ -150,27 +149,27 @@ class InBatches:
             self._start(batch)
 
     def _start(self, batch: Batch) -> None:
-        operations, buffers, arriving = [], [], {}
+        operations, arriving = [], {}
+        start: Callable[..., dist.Work | None]
         for action in batch:
             assert action.value is not None
             if action.rank == self._rank:
-                buffer = self._packed.pop((action.value, action.peer))
-                operation = partial(dist.P2POp, dist.isend, buffer, action.peer)
+                start, peer = dist.isend, action.peer
+                buffer = self._packed.pop((action.value, peer))
             else:
-                arriving[action.value, action.rank], buffer = self._landing(action.value)
-                operation = partial(dist.P2POp, dist.irecv, buffer, action.rank)
+                start, peer = dist.irecv, action.rank
+                arriving[action.value, peer], buffer = self._landing(action.value)
             if len(buffer):
-                operations.append(operation())
-                buffers.append(buffer)
+                operations.append(dist.P2POp(start, buffer, peer))
         assert not arriving.keys() & self._landed.keys(), "a value is read before it comes again"
         works = dist.batch_isend_irecv(operations) if operations else []
         self._landed |= {key: Transfer(works, whole) for key, whole in arriving.items()}
-        self._under_way.append((self._slot, works, buffers))
+        self._under_way.append((self._slot, works, [operation.tensor for operation in operations]))
 
 
-def delivery(program: Program, device: torch.device, landing: Landing) -> Delivery:
-    """Return the delivery of a program's messages between `device`s; all ranks must call it together."""
-    return InBatches(program, device, landing) if needs_batches(device) else AtOnce(program, landing)
+def delivery(program: RankProgram, device: torch.device, landing: Landing) -> Delivery:
+    """Return the delivery of a rank's messages between `device`s; all ranks must call it together."""
+    return InBatches(program, device, landing) if program.in_batches else AtOnce(program, landing)
 
 
 def needs_batches(device: torch.device) -> bool:
@@ -178,13 +177,13 @@ def needs_batches(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def groups_of_directions(edges: Iterable[Edge]) -> Mapping[Edge, dist.ProcessGroup]:
+def groups_of_directions(edges: Sequence[Edge]) -> Mapping[Edge, dist.ProcessGroup]:
     """Make a gloo group of all ranks for each direction; return the group of each edge; all ranks call it together."""
     world = dist.group.WORLD
     assert world is not None, "the engine has checked that there is one"
     timeout = world._get_backend(torch.device("cpu")).options._timeout  # the default of a new group is 30 minutes
     found: dict[Edge, dist.ProcessGroup] = {}
-    for way in directions(sorted(edges)):
+    for way in directions(edges):
         group = dist.new_group(timeout=timeout)
         assert isinstance(group, dist.ProcessGroup), "every rank is a member"
         found |= dict.fromkeys(way, group)

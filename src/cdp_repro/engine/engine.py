@@ -147,7 +147,6 @@ class Engine:
             learning_rate_factor,
             self.schedule.rule.stashes,
         )
-        self._program = program
         self._runs = 0
         self._undrained: str | None = None
         self.step = 0
@@ -197,8 +196,9 @@ class Engine:
             # an earlier run without a step may have closed them, and fake copies also read gradients
             self._holdings.open_seals()
             layouts = layouts_of(self._network, first.inputs(0), first.targets(0))
+            shards = self._holdings.shards
             with self.team.positions.noting("connecting"):
-                self._executor.mailbox = Mailbox(layouts, self._holdings.shards, self._program, self.team.device)
+                self._executor.mailbox = Mailbox(layouts, shards, self._executor.program, self.team.device)
         self._holdings.drop_others()
 
     def _results(self, feed: Feed) -> Iterator[StepResult]:

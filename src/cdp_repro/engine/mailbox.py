@@ -18,7 +18,7 @@ from cdp_repro.engine.delivery import delivery
 from cdp_repro.engine.messages import VALUE, VERSION, Layout, Layouts, numbered
 from cdp_repro.engine.shards import Shards, Views
 from cdp_repro.engine.transfers import Transfer
-from cdp_repro.schedule import Program, Slot, Value
+from cdp_repro.schedule import RankProgram, Slot, Value
 from cdp_repro.schedule.parts import part_of
 from cdp_repro.schedule.values import BUFFERS, INPUT, LENT, OUTPUT_GRADIENT
 
@@ -37,7 +37,7 @@ class Pending:
 class Mailbox:
     """One rank's sends and receives. Between two ranks, messages arrive in the order in which they were sent."""
 
-    def __init__(self, layouts: Layouts, shards: Sequence[Shards], program: Program, device: torch.device) -> None:
+    def __init__(self, layouts: Layouts, shards: Sequence[Shards], program: RankProgram, device: torch.device) -> None:
         """`shards` has one entry per stage if stages are sharded. All ranks must call it together."""
         self._layouts, self._shards, self._device = layouts, shards, device
         self._leaving: dict[Value, tuple[Tensor, set[int]]] = {}

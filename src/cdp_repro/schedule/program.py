@@ -265,9 +265,9 @@ class RankProgram:
     """The program of one rank: only its own actions, so a step costs the same for any number of ranks."""
 
     def __init__(self, program: Program, rank: int, in_batches: bool = False) -> None:
-        """`in_batches`: slots have the batches in which the rank exchanges messages."""
+        """`in_batches`: the rank exchanges messages in batches, which its slots have."""
         self.rank = rank
-        self._in_batches = in_batches
+        self.in_batches = in_batches
         self.schedule = program.schedule
         self._program = program
         self._cycle = program.roles.cycle(rank)
@@ -275,6 +275,11 @@ class RankProgram:
         """By the identity of a piece, and by role: the slots that have actions."""
         self.next_slot = 0
         """The slot in which the next run begins. Slots count on from run to run, the same on all ranks."""
+
+    @property
+    def edges(self) -> list[Edge]:
+        """Those of all ranks."""
+        return self._program.edges
 
     @property
     def finishing(self) -> tuple[Op, int]:
@@ -328,7 +333,7 @@ class RankProgram:
                 for action in slot.actions:
                     if action.rank in picked:
                         own.setdefault(action.rank, []).append(action)
-                exchanged = batches(slot) if self._in_batches else {}
+                exchanged = batches(slot) if self.in_batches else {}
                 for role, slots in picked.items():
                     if role in own or role in exchanged:
                         slots.append(Slot(slot.number, tuple(own.get(role, ())), tuple(exchanged.get(role, ()))))
