@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from ranks import run_ranks
-from test_engine_placements import PLACEMENTS, UNEVEN, flat, make_batches, make_engine, rule, same, train
+from test_engine_placements import PLACEMENTS, STEPS, UNEVEN, flat, make_batches, make_engine, rule, same, train
 
 from cdp_repro.engine.delivery import AtOnce, InBatches, needs_batches
 from cdp_repro.schedule import Program, Schedule
@@ -186,3 +186,14 @@ def test_on_gloo_messages_start_at_once(tmp_path):
 
 def test_a_device_decides_whether_batches_are_needed():
     assert [needs_batches(torch.device(name)) for name in ("cpu", "cuda", "cuda:1")] == [False, True, True]
+
+
+def steps_seen():
+    """For each result, the step that it is of and the one at which the engine stands."""
+    engine = make_engine("linear", "cdp_v1", "parameter_server", 4, 4)
+    return [(result.step, engine.step) for result in engine.run(make_batches("linear", 4))]
+
+
+def test_a_result_that_waited_for_losses_comes_when_its_step_is_done(tmp_path):
+    for seen in run_ranks(steps_seen, 5, folder=tmp_path):
+        assert seen == [(step, step + 1) for step in range(STEPS)]
