@@ -303,7 +303,7 @@ def test_a_larger_network_runs_the_best_at_the_same_rates_and_gives_no_verdict(w
     assert [(cell.settings["model.name"], cell.settings["optim.lr"], cell.seeds) for cell in study.cells] == [
         ("resnet20", 0.2, (0, 1, 2))
     ] * 5
-    assert [cell.overrides[2:-3] for cell in study.cells] == [
+    assert [cell.overrides[2:-4] for cell in study.cells] == [
         tuple(SETTINGS[number].split()) for number in (0, 4, 3, 1, 2)
     ], "data parallelism with each optimizer first"
     world.have(
