@@ -36,7 +36,7 @@ from cdp_repro.observe.run_directory import CONFIG, arguments_to_go_on
 from cdp_repro.observe.versions import versions
 from cdp_repro.report.evidence import origin
 from cdp_repro.training.checkpoint import CheckpointStore
-from cdp_repro.training.equivalence import named_tensors
+from cdp_repro.training.comparing import named_tensors
 
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCUMENT = ROOT / "results" / "kill.json", ROOT / "docs" / "faults.md"

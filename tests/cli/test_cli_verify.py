@@ -15,7 +15,7 @@ from ranks import run_ranks
 from cdp_repro.cli import plan as plan_command
 from cdp_repro.cli import verify as command
 from cdp_repro.config.compose import compose_config
-from cdp_repro.training import equivalence as module
+from cdp_repro.training import comparing, equivalence
 from cdp_repro.training.equivalence import Comparison
 
 SMALL = ("dataset=digits", "model=mlp", "batch_size=12", "workers=2", "--steps=4")
@@ -62,16 +62,21 @@ def test_one_device_is_not_compared_with_itself(capsys):
 
 
 def test_a_difference_is_told_by_stage(capsys, monkeypatch):
-    def other(function, arguments, processes):
+    def in_this_process(function, arguments, processes, *_):
         assert processes == 2
-        alone = module.copy.deepcopy(arguments[0])
+        return function(*arguments)
+
+    def other(config, steps):
+        alone = comparing.copy.deepcopy(config)
         alone.placement.name = "single_device"
-        outcome = function(alone, *arguments[1:])
+        outcome = on_ranks(alone, steps)
         path = next(iter(outcome.stages[1]))
         wrong = dict(outcome.stages[1]) | {path: outcome.stages[1][path] * (1 + 1e-12)}
         return replace(outcome, stages=[outcome.stages[0], wrong])
 
-    monkeypatch.setattr(module, "launch", other)
+    on_ranks = comparing._train_on_ranks
+    monkeypatch.setattr(equivalence, "launch", in_this_process)
+    monkeypatch.setattr(comparing, "_train_on_ranks", other)
     assert command.main([*SMALL, "placement=pipeline"]) == 1
     out = capsys.readouterr().out
     assert "stage 0   0.0e+00" in out
@@ -81,7 +86,7 @@ def test_a_difference_is_told_by_stage(capsys, monkeypatch):
 
 def test_what_is_not_finite_never_agrees():
     assert not Comparison(float("inf"), [0.0], 2, 4, 0.0).agrees
-    assert module._difference(torch.tensor([float("nan")]), torch.tensor([1.0])) == float("inf")
+    assert comparing._difference(torch.tensor([float("nan")]), torch.tensor([1.0])) == float("inf")
 
 
 @pytest.mark.parametrize("steps", ["1", "x", ""])

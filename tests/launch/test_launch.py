@@ -91,6 +91,17 @@ def test_what_ranks_need_is_imported_before_they_are_forked():
     assert launch(workers.already_imported, ["colorsys"], 2) == (False, False)
 
 
+def test_the_process_that_starts_ranks_imports_no_torch():
+    """It has nothing to compute: torch would only delay its ranks by seconds."""
+    code = (
+        "import sys; from cdp_repro.launch import launch; import launch_workers as workers\n"
+        "print(launch(workers.add, [10], 2)['total'], 'torch' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["21", "False"]
+
+
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="asks the kernel of Linux")
 def test_the_store_listens_on_this_machine_only():
     assert launch(workers.addresses_of_the_store, [], 2) == ["0100007F"], "127.0.0.1, and nothing else"

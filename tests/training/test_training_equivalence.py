@@ -7,31 +7,38 @@ import math
 import torch
 
 from cdp_repro.config.compose import compose_config
-from cdp_repro.training import equivalence
-from cdp_repro.training.equivalence import Outcome, verify
+from cdp_repro.predict.cutting import cut_model
+from cdp_repro.training import comparing
+from cdp_repro.training.comparing import Outcome, compare
 
 
-def test_threads_of_one_device_change_nothing(monkeypatch):
-    """Kernels cut sums by threads, and ranks have fewer of them than one device."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_threads_change_nothing():
+    """Kernels cut sums by threads, and a rank may have fewer of them than one device."""
     config = compose_config(["dataset=digits", "model=mlp", "model.hidden=17", "workers=2", "batch_size=14",
-                             "placement=replicated", "precision=fp64", "device=cpu"])  # fmt: skip
+                             "precision=fp64", "device=cpu"])  # fmt: skip
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    found = []
     try:
-        assert verify(config, steps=2).agrees
-        assert torch.get_num_threads() == 2
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(comparing._train(config, 2, cut_model(config)))
+            assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+    one, two = found
+    assert one.losses == two.losses
+    for mine, theirs in zip(one.stages, two.stages, strict=True):
+        assert all(torch.equal(mine[path], theirs[path]) for path in mine | theirs)
 
 
 def test_losses_are_compared_in_double_precision_and_infinities_never_agree(monkeypatch):
     config = compose_config(["dataset=digits", "model=mlp", "workers=2", "batch_size=14", "placement=replicated"])
 
     def losses(found, expected):
-        monkeypatch.setattr(equivalence, "_train", lambda *_: Outcome([[expected]], [{}], [3, 4]))
-        monkeypatch.setattr(equivalence, "launch", lambda *_: Outcome([[found]], [{}], [3, 4]))
-        return verify(config, steps=2)
+        cut = cut_model(config)
+        monkeypatch.setattr(comparing, "_train", lambda *_: Outcome([[expected]], [{}], cut))
+        monkeypatch.setattr(comparing, "_train_on_ranks", lambda *_: Outcome([[found]], [{}], cut))
+        return compare(config, steps=2)
 
     assert losses(1.0, 1.0).agrees
     assert losses(1.0 + 2**-40, 1.0).losses == 2**-40

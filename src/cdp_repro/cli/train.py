@@ -41,6 +41,7 @@ from cdp_repro.schedule import PLACEMENT_SIZES
 from cdp_repro.studies.cells import Cell, cells_of, write_list
 from cdp_repro.studies.start_cells import array_script, queue, refuse_without_sbatch, train_here
 from cdp_repro.studies.sweep_status import sweep_text
+from cdp_repro.training.rank_imports import rank_imports
 
 USAGE = """usage: cdp-train [option ...] [key=value ...]
        cdp-train --multirun [--dry-run] [launcher=local|slurm launcher.key=value ...] key=value,value ...
@@ -86,7 +87,7 @@ def _single(overrides: Sequence[str], source: Source) -> int:
         _restarts(overrides),
     )
     try:
-        summary = launch(_train_rank, arguments, config.processes, config.grace_seconds, ["cdp_repro.training.run"])
+        summary = launch(_train_rank, arguments, config.processes, config.grace_seconds, rank_imports(config))
     except (RankFailedError, StalledError) as error:
         if (run_dir / CONFIG).exists():
             error.add_note(_how_to_go_on(run_dir))

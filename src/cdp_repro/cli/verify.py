@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 from cdp_repro.cli.command_line import Command, CommandLine
 from cdp_repro.cli.console import console_logging
@@ -11,9 +10,7 @@ from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.program_file import with_header_of_program
-
-if TYPE_CHECKING:
-    from cdp_repro.training.equivalence import Comparison
+from cdp_repro.training.equivalence import Comparison, verify
 
 USAGE = """usage: cdp-verify [--steps=8] [key=value ...]
 
@@ -37,8 +34,6 @@ def _run(line: CommandLine) -> int:
             ["placement=single_device would be compared with itself: give a placement of several ranks, such as "
              "placement=replicated, or baseline=ddp mode=dp, or program=FILE"]
         )  # fmt: skip
-    from cdp_repro.training.equivalence import verify  # here: torch takes seconds, and mistakes are reported before
-
     comparison = verify(config, steps)
     if comparison is None:  # rank 0 of torchrun or srun tells
         return 0

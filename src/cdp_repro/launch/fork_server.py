@@ -1,10 +1,11 @@
 """Starts ranks by forking a process that has imported what all of them need.
 
 Importing torch and its dependencies takes seconds of CPU time: with more ranks than cores, that would be most of a
-short run. So one process does the imports, in the environment of the ranks, and forks them. It starts no threads and
-computes nothing, so it leaves them nothing that a fork breaks. The `forkserver` of `multiprocessing` does the same, but
-a Python process has only one: later ranks would inherit the environment, the standard streams and the blocked signals
-of the first.
+short run. So one process does the imports, in the environment of the ranks, and forks them. Until then it starts no
+threads and computes nothing, so it leaves them nothing that a fork breaks. Then it has the store at which they meet, so
+that the process that starts it needs no torch. The `forkserver` of `multiprocessing` forks as well, but a Python
+process has only one: later ranks would inherit the environment, the standard streams and the blocked signals of the
+first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +46,7 @@ class ForkedRanks:
         variables: Environment variables for all ranks.
         own_variables: Environment variables by rank.
         imports: The modules to import before the ranks are forked, besides that of `target`.
+        listener: Listens at the port of the store; closed here.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class ForkedRanks:
         variables: Mapping[str, str],
         own_variables: Sequence[Mapping[str, str]],
         imports: Sequence[str],
+        listener: socket.socket,
     ) -> None:
         self.exit_codes: dict[int, int] = {}
         self.numbers = range(len(own_variables))
@@ -61,9 +65,9 @@ class ForkedRanks:
         with environment({"PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}):  # on locks that killed ranks leave
             resource_tracker.ensure_running()  # else `start` would do it, and unblock the signals
         self._server: BaseProcess = get_context("spawn").Process(
-            target=_serve, args=(target, arguments, own_variables, imports, theirs)
+            target=_serve, args=(target, arguments, own_variables, imports, listener, theirs)
         )
-        with environment({**variables, **_OF_FORKS}), _blocked_signals():
+        with environment({**variables, **_OF_FORKS}), _blocked_signals(), listener:
             self._server.start()
         theirs.close()
 
@@ -113,9 +117,10 @@ def _serve(
     arguments: Sequence[Any],
     own_variables: Sequence[Mapping[str, str]],
     imports: Sequence[str],
+    listener: socket.socket,
     news: Connection,
 ) -> None:
-    """Import, fork the ranks, send their process ids, and then the exit code of each: {rank: code}.
+    """Import, fork the ranks, send their process ids, serve the store, and send the exit code of each: {rank: code}.
 
     Signals stay blocked: they are for the ranks, which unblock them when they are ready. Otherwise Ctrl-C would show a
     traceback from the middle of an import.
@@ -130,11 +135,21 @@ def _serve(
         ranks[number] = context.Process(target=_be_rank, args=(target, number, arguments, own))
         ranks[number].start()
     news.send([rank.pid for rank in ranks.values()])
+    store = _serve_store(listener)
     while ranks:
         wait([rank.sentinel for rank in ranks.values()])
         ended = {number: rank.exitcode for number, rank in ranks.items() if rank.exitcode is not None}
         news.send(ended)
         ranks = {number: rank for number, rank in ranks.items() if number not in ended}
+    del store  # until here: the ranks meet there
+
+
+def _serve_store(listener: socket.socket) -> object:
+    """Return the store that listens there, as long as it is referred to; its threads start after the forks."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here: what the ranks import is their affair
+
+    port, number = listener.getsockname()[1], listener.detach()
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=number)
 
 
 def _be_rank(target: Callable[..., None], number: int, arguments: Sequence[Any], own: Mapping[str, str]) -> None:

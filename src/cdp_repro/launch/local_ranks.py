@@ -4,8 +4,8 @@ torch's `elastic_launch` is the library for this, but it has three faults (torch
 it kills a stopped process, whatever its `shutdown_timeout` says. It answers the first SIGTERM by ending itself, so that
 what the ranks return or raise after their checkpoint is lost. It carries no exception over. `torch.multiprocessing`
 shares the first fault and keeps only the text of a traceback. So the ranks are plain `multiprocessing` processes, which
-`fork_server` starts. The rendezvous is torch's own: a store in this process, at a port that the kernel chose, so that
-runs do not race for it.
+`fork_server` starts. The rendezvous is torch's own: a store in that server, at a port that the kernel chose for this
+process, so that runs do not race for it. No torch is imported here, unless ranks stall.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cdp_repro.launch.environment import usable_cores
 from cdp_repro.launch.failures import Failure, StalledError, error_to_raise
@@ -26,6 +26,9 @@ from cdp_repro.launch.fork_server import ForkedRanks
 from cdp_repro.launch.in_rank import failure_path, run_rank, value_path
 from cdp_repro.launch.positions import Positions
 from cdp_repro.launch.signals import StopRequest
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _POLL_SECONDS = 0.1
 
@@ -38,25 +41,23 @@ def launch_here(
     imports: Sequence[str],
 ) -> Any:
     """Start the ranks and wait for all of them; return the value of rank 0, or raise the first failure."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here: what the ranks import is their affair
-
-    server = socket.create_server(("127.0.0.1", 0))  # the store's own socket would listen on all interfaces
-    port = server.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+    listener = socket.create_server(("127.0.0.1", 0))  # the store's own socket would listen on all interfaces
+    port = listener.getsockname()[1]
     stalled: StalledError | None = None
     with temporary_folder() as folder:
         with StopRequest() as stop:
             ranks = ForkedRanks(
                 run_rank,
                 (function, arguments, folder),
-                _variables(processes, store.port),
+                _variables(processes, port),
                 [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)],
                 imports,
+                listener,
             )
             try:
                 failures, late = _watch(ranks, folder, stop, grace_seconds)
                 if late and stop.signal is not None:
-                    stalled = _stalled(late, stop.signal, grace_seconds, Positions(store, processes, None))
+                    stalled = _stalled(late, stop.signal, grace_seconds, Positions(_store_at(port), processes, None))
             finally:
                 ranks.end()
         if not failures and not late:
@@ -70,6 +71,13 @@ def launch_here(
     raise error_to_raise(first, failures)
 
 
+def _store_at(port: int) -> Store:
+    """Return the store of the ranks, to read where they stand."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here: most runs of ranks never ask
+
+    return TCPStore("127.0.0.1", port)
+
+
 def _variables(processes: int, port: int) -> dict[str, str]:
     """Return the variables that torchrun sets, except for a rank's own numbers."""
     return {
@@ -77,7 +85,7 @@ def _variables(processes: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is in this process; rank 0 is a client as well
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is in their server; rank 0 is a client as well
         "TORCHELASTIC_RESTART_COUNT": "0",
         # else ranks whose starter is killed print hundreds of lines of C++ before they end: its store is gone
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),

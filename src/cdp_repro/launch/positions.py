@@ -20,7 +20,7 @@ _LOST_SECONDS = 0.5
 """The same for a rank whose connection broke: the kernel tells all ranks at once."""
 _POLL_SECONDS = 0.05
 _ITS_PLACE = "rank 0, or what started it, has ended, or its host or the network to it is down"
-"""Why the store is gone, with several hosts. On one host it is in the launching process, and ranks end with that."""
+"""Why the store is gone, with several hosts. On one host it is in the ranks' server, and they end with that."""
 
 
 class Positions:

@@ -5,6 +5,8 @@ section 4.2); the stem for small images is the one of the CDP authors' CIFAR-10 
 
 In place: torchvision's residual blocks and stems end in an in-place ReLU, on a tensor that the block made itself. They
 all start with a convolution, and the head with a pooling, so no block ever writes to its input.
+
+torchvision takes as long to import as torch, so it is only imported where it is needed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from collections import OrderedDict
 from typing import cast
 
 from torch import nn
-from torchvision.models import resnet as torchvision_resnet
 
 from cdp_repro.models.spec import ModelError, ModelSpec
 
@@ -26,6 +27,8 @@ def build_torchvision_resnet(spec: ModelSpec, name: str) -> nn.Sequential:
 
     For images up to 64 px per side, a 3x3 convolution with stride 1 and no max-pool replaces torchvision's stem.
     """
+    from torchvision.models import resnet as torchvision_resnet
+
     _refuse_dropout(spec, name)
     model = getattr(torchvision_resnet, name)(weights=None, num_classes=spec.classes)
     channels, *sides = spec.input_shape
@@ -80,6 +83,8 @@ def _chain(stem: nn.Module, groups: list[list[nn.Module]], classifier: nn.Module
 
 def _basic_block(inputs: int, outputs: int) -> nn.Module:
     """Return a basic block that halves the image and projects the shortcut where the number of channels changes."""
+    from torchvision.models.resnet import BasicBlock
+
     stride, projection = 1, None
     if inputs != outputs:
         stride = 2
@@ -87,7 +92,7 @@ def _basic_block(inputs: int, outputs: int) -> nn.Module:
             _convolution(inputs, outputs, kernel=1, stride=stride),
             nn.BatchNorm2d(outputs),
         )
-    block = torchvision_resnet.BasicBlock(inputs, outputs, stride, projection)
+    block = BasicBlock(inputs, outputs, stride, projection)
     _initialise(block.conv1)
     _initialise(block.conv2)
     return cast(nn.Module, block)

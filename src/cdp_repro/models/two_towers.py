@@ -11,7 +11,6 @@ from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock
 
 from cdp_repro.models.chain import Branched
 from cdp_repro.models.spec import ModelError, ModelSpec
@@ -24,6 +23,8 @@ def build_two_towers(spec: ModelSpec) -> Branched:
     Raises:
         ModelError: `spec` is not for images.
     """
+    from torchvision.models.resnet import BasicBlock  # here: it takes seconds
+
     if len(spec.input_shape) != 3:
         raise ModelError(f"two_towers reads images, not sequences of {spec.input_shape[0]} tokens: use model=gpt")
     depth, width = spec.depth, spec.width

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 
 import torch
@@ -51,17 +51,20 @@ def cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None = None) 
         raise ConfigError([said]) from error
 
 
+def cut_alike(config: RunConfig, known: StageCut) -> CutModel:
+    """Build the model of the configuration and cut it as `known`, which another rank has measured."""
+    model = _typed_model(config)
+    stages = tuple(cut(model, _ranges(known.blocks_per_stage), config.sources or ()))
+    return CutModel(**{field.name: getattr(known, field.name) for field in fields(StageCut)}, stages=stages)
+
+
 def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None) -> CutModel:
-    model = model_of(config)
-    model.to(dtype=parameter_dtype(config))
-    if config.channels_last:
-        model.to(memory_format=torch.channels_last)
+    model = _typed_model(config)
     costs = _block_costs(config, model)
     if blocks_per_stage is None:
         ranges = partition_branches(costs, segments(model), config.stage_count)
     else:
-        ends = list(accumulate(blocks_per_stage))
-        ranges = [range(end - size, end) for end, size in zip(ends, blocks_per_stage, strict=True)]
+        ranges = _ranges(blocks_per_stage)
     sources = config.sources or ()
     stages = tuple(cut(model, ranges, sources))
     trained = [[parameter for parameter in stage.parameters() if parameter.requires_grad] for stage in stages]
@@ -78,6 +81,20 @@ def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None) -> Cut
         trained_bytes=tuple(sum(each.nbytes for each in stage) for stage in trained),
         hidden_bytes=tuple(sum(each.nbytes for each in stage if each in hidden) for stage in trained),
     )
+
+
+def _typed_model(config: RunConfig) -> nn.Sequential:
+    """Return the model with numbers of the type, and in the layout, that the configuration asks for."""
+    model = model_of(config)
+    model.to(dtype=parameter_dtype(config))
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)
+    return model
+
+
+def _ranges(blocks_per_stage: Sequence[int]) -> list[range]:
+    ends = accumulate(blocks_per_stage)
+    return [range(end - size, end) for end, size in zip(ends, blocks_per_stage, strict=True)]
 
 
 def model_of(config: RunConfig) -> nn.Sequential:

@@ -13,7 +13,7 @@ import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 from cdp_repro.config import RunConfig
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.versions import code_hash
-from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.schedule.by_name import is_entered
 from cdp_repro.schedule.garbage import without_collection
@@ -41,7 +40,7 @@ def stage_cut(config: RunConfig) -> StageCut:
     path = _path_of(config)
     if path is not None:
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # none yet, or a damaged one
-            return _from_json(path.read_text())
+            return StageCut.from_dict(json.loads(path.read_text()))
     with without_collection():
         from cdp_repro.predict.cutting import cut_model  # here: torch takes seconds
 
@@ -54,13 +53,13 @@ def remember(config: RunConfig, measured: StageCut) -> StageCut:
 
     If no file can be written, nothing is kept and the next plan measures again.
     """
-    found = StageCut(**{field.name: getattr(measured, field.name) for field in fields(StageCut)})
+    numbers = measured.to_dict()
     path = _path_of(config)
     if path is not None:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, json.dumps(asdict(found)).encode())
-    return found
+            replace_file(path, json.dumps(numbers).encode())
+    return StageCut.from_dict(numbers)
 
 
 def _path_of(config: RunConfig) -> Path | None:
@@ -106,10 +105,3 @@ def _version(library: str) -> str:
         return version(library)
     except PackageNotFoundError:
         return "none"
-
-
-def _from_json(text: str) -> StageCut:
-    found = json.loads(text)
-    costs = StageCosts(**{name: tuple(values) for name, values in found.pop("costs").items()})
-    names = tuple(map(tuple, found.pop("block_names")))
-    return StageCut(names, costs, **{name: tuple(values) for name, values in found.items()})

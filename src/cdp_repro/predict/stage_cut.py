@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.partition import imbalance
@@ -21,6 +23,18 @@ class StageCut:
     """Bytes of the parameters that an optimizer updates."""
     hidden_bytes: tuple[int, ...]
     """The part of `trained_bytes` in `hidden_matrices`, which `optim=muon` treats in its own way."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the names and numbers as plain data, for a file or for other ranks."""
+        return {field.name: getattr(self, field.name) for field in fields(StageCut)} | {"costs": asdict(self.costs)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> StageCut:
+        """Return the cut of which `to_dict` has made `data`."""
+        costs = StageCosts(**{name: tuple(values) for name, values in data["costs"].items()})
+        names = tuple(map(tuple, data["block_names"]))
+        others = {name: tuple(data[name]) for name in ("balanced", "trained_bytes", "hidden_bytes")}
+        return StageCut(names, costs, **others)
 
     @property
     def blocks_per_stage(self) -> list[int]:

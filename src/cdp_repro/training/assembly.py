@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cdp_repro.baselines import baseline_class
-from cdp_repro.baselines.baseline import Baseline
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.numerics import autocast, delay_factory, loss_fn
 from cdp_repro.data import Dataset, load_dataset, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.launch.team import Team
-from cdp_repro.predict.cutting import CutModel, cut_model
+from cdp_repro.predict.cutting import CutModel, cut_alike, cut_model
 from cdp_repro.predict.remembered_cuts import remember
+from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.schedule import Program, Schedule
 from cdp_repro.training.optim import learning_rate_factor, optimizer_factory
+
+if TYPE_CHECKING:
+    from cdp_repro.baselines.baseline import Baseline
 
 
 def load_data(config: RunConfig) -> Dataset:
@@ -64,17 +67,17 @@ def team_of(config: RunConfig) -> Team:
 
 
 def same_cut(config: RunConfig, team: Team, blocks_per_stage: Sequence[int] | None = None) -> CutModel:
-    """Cut the model on every rank as on rank 0: a cut by measured time may differ from the next."""
+    """Cut the model on every rank as on rank 0, which alone measures it: two measurements of time may differ."""
     own = cut_model(config, blocks_per_stage) if team.rank == 0 else None
     if own is not None and blocks_per_stage is None:
         remember(config, own)
-    blocks = team.share(own.blocks_per_stage if own else None)
-    return own or cut_model(config, blocks)
+    shared = team.share(own.to_dict() if own else {})
+    return own or cut_alike(config, StageCut.from_dict(shared))
 
 
 def reading_rule(schedule: Schedule, engine: Engine | Baseline) -> Callable[[int, int], bool]:
     """Return (step, part of its samples) -> whether this rank reads it, running a stage that takes the data."""
-    if isinstance(engine, Baseline):
+    if not isinstance(engine, Engine):
         return lambda _, micro_batch: engine.reads_inputs(micro_batch)
     rank_of, sizes = schedule.placement.rank_of, schedule.sizes
     first = [stage for stage, read in enumerate(sizes.sources) if not read]

@@ -1,43 +1,15 @@
-"""Equivalence of a placement with one device: trains a few steps on both and compares every tensor."""
+"""Equivalence of a placement with one device: what a comparison of a few training steps finds.
+
+No torch is imported here: the ranks train and compare, and their starter only needs to know what they found.
+"""
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from cdp_repro.config import ConfigError, RunConfig
-from cdp_repro.config.numerics import parameter_dtype
-from cdp_repro.config.program_file import program_of
-from cdp_repro.launch import is_rank_0, launch
-from cdp_repro.launch.process_group import process_group
-from cdp_repro.predict.cutting import CutModel, cut_model
-from cdp_repro.training.assembly import build_engine, load_data, reading_rule, same_cut, team_of
-from cdp_repro.training.weights import start_from_file
-
-LIBRARY_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4}
-"""By precision, the tolerance where a library adds gradients in an order of its own: difference over the largest value.
-In bf16 the difference of a few steps comes near the values themselves, so that no tolerance would tell of a fault."""
-
-DROPOUT = 0.1
-"""Probability for a model that has dropout layers and is verified without a probability of its own."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Losses and state after a few training steps."""
-
-    losses: list[list[float]]
-    """By step and worker."""
-    stages: list[dict[str, Tensor]]
-    """By stage: every version, optimizer state and buffer, by its path; complete on rank 0, which compares."""
-    blocks_per_stage: list[int]
+from cdp_repro.config import RunConfig
+from cdp_repro.launch import launch
+from cdp_repro.training.rank_imports import rank_imports
 
 
 @dataclass(frozen=True)
@@ -65,109 +37,19 @@ def verify(config: RunConfig, steps: int) -> Comparison | None:
     Under torchrun or srun every rank must call it; those other than rank 0, which compares, get None. On our engine,
     models that have dropout layers drop activations.
 
-    The tolerance is 0 for our own sums on CPUs. It is LIBRARY_TOLERANCE for baselines and collectives, and on GPUs,
+    The tolerance is 0 for our own sums on CPUs. It is that of the precision for baselines and collectives, and on GPUs,
     whose kernels may depend on other work.
 
     Raises:
         ConfigError: there is no tolerance for the precision.
     """
-    by_library = config.baseline is not None or config.collectives
-    is_exact = not by_library and config.torch_device.type == "cpu"
-    if not is_exact and config.precision not in LIBRARY_TOLERANCE:
-        raise ConfigError([
-            f"precision={config.precision} rounds so much that sums in another order end far apart: it compares only "
-            f"our own sums on CPUs; use precision={' or '.join(LIBRARY_TOLERANCE)}"
-        ])  # fmt: skip
-    config = _with_dropout(config)
-    alone = copy.deepcopy(config)
-    alone.placement.name, alone.baseline, alone.collectives = "single_device", None, False
-    alone.ranks = alone.servers = alone.program = None
-    found = launch(_train_on_ranks, (config, steps), config.processes)
-    if not is_rank_0():
-        return None
-    expected = _train(alone, steps, cut_model(alone, found.blocks_per_stage))
-    return Comparison(
-        losses=_difference(*(torch.tensor(each.losses, dtype=torch.float64) for each in (found, expected))),
-        stages=[_largest(mine, theirs) for mine, theirs in zip(found.stages, expected.stages, strict=True)],
-        ranks=config.processes,
-        steps=steps,
-        tolerance=0.0 if is_exact else LIBRARY_TOLERANCE[config.precision],
-        dropout=config.model.dropout,
+    found: Comparison | None = launch(
+        _compare, (config, steps), config.processes, config.grace_seconds, rank_imports(config)
     )
-
-
-def _with_dropout(config: RunConfig) -> RunConfig:
-    """Return the configuration with dropout, if the model has it: its draws reveal ranks that are out of step."""
-    found = copy.deepcopy(config)
-    if found.model.dropout == 0 and found.baseline is None and not found.model.name.startswith("resnet"):
-        found.model.dropout = DROPOUT
     return found
 
 
-def _train_on_ranks(config: RunConfig, steps: int) -> Outcome:
-    """Train on the ranks of the placement, of which this process is one."""
-    with process_group(config.torch_device, config.processes, config.timeout_seconds):
-        return _train(config, steps, same_cut(config, team_of(config)))
+def _compare(config: RunConfig, steps: int) -> Comparison | None:
+    from cdp_repro.training.comparing import compare  # here: torch takes seconds
 
-
-def _train(config: RunConfig, steps: int, cut: CutModel) -> Outcome:
-    with _one_thread():
-        dataset = load_data(config)
-        start_from_file(config, cut.stages)
-        program = program_of(config, cut.costs.gradient_bytes)
-        engine = build_engine(config, cut, dataset.train_size, program)
-        losses: list[list[float]] = []
-        with engine.team.naming_stalled():
-            for part in (range(steps // 2), range(steps // 2, steps)):
-                batches = dataset.train_batches(
-                    part,
-                    batch_size=config.batch_size,
-                    parts=config.sample_parts,
-                    seed=config.seed,
-                    device=config.torch_device,
-                    dtype=parameter_dtype(config),
-                    channels_last=config.channels_last,
-                    is_read=reading_rule(program.schedule, engine),
-                )
-                losses += [result.losses for result in engine.run(batches)]
-            stages = engine.state_dict().get("stages", [])
-        tensors = [{path: tensor.cpu() for path, tensor in named_tensors(stage)} for stage in stages]
-        return Outcome(losses, tensors, cut.blocks_per_stage)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute with one thread: kernels cut their sums by threads, and a rank has fewer threads than one device."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of nested state with its path."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from named_tensors(part, f"{path}/{key}")
-    elif isinstance(value, (list, tuple)):
-        for key, part in enumerate(value):
-            yield from named_tensors(part, f"{path}/{key}")
-
-
-def _largest(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    if mine.keys() != theirs.keys():
-        raise RuntimeError(f"the states hold different tensors: {sorted(mine.keys() ^ theirs.keys())[:3]}")
-    return max((_difference(mine[path], theirs[path]) for path in mine), default=0.0)
-
-
-def _difference(mine: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference over the largest value; infinite if a value is not finite."""
-    if mine.numel() == 0:
-        return 0.0
-    difference = (mine.double() - theirs.double()).abs().max().item()
-    scale = theirs.double().abs().max().item() or 1.0
-    return difference / scale if math.isfinite(difference / scale) else math.inf
+    return compare(config, steps)

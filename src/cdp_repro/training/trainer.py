@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cdp_repro.baselines.baseline import Baseline
 from cdp_repro.config import RunConfig
 from cdp_repro.config.numerics import parameter_dtype
 from cdp_repro.data import Dataset, DatasetError, MiniBatch, steps_per_epoch
@@ -33,6 +32,9 @@ from cdp_repro.training.divergence import DivergedError, advice_for, stage_that_
 from cdp_repro.training.evaluate import Score, score_of
 from cdp_repro.training.lookahead import Lookahead
 from cdp_repro.training.resuming import is_moved, refuse_foreign
+
+if TYPE_CHECKING:
+    from cdp_repro.baselines.baseline import Baseline
 
 
 class Interrupted(RuntimeError):  # noqa: N818 - not an error of the program
