@@ -20,7 +20,7 @@ def _evidence(rows: Sequence[Row]) -> str:
     """Return data, seeds, hardware, versions and commits of runs."""
     summaries = [row.summary for row in rows]
     return (
-        f"{len(rows)} runs; data: {_all(s['dataset/description'] for s in summaries)}; "
+        f"{len(rows)} run{'s' if len(rows) > 1 else ''}; data: {_all(s['dataset/description'] for s in summaries)}; "
         f"seeds {_numbers(row.seed for row in rows)}; {_all(s['hardware'] for s in summaries)}; "
         f"torch {_all(s['version/torch'] for s in summaries)}, Python {_all(s['version/python'] for s in summaries)}; "
         f"commit {_all(short(s['version/git_commit']) for s in summaries)}."
