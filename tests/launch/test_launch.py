@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from cdp_repro.launch import LaunchError, RankFailedError, launch
+from cdp_repro.launch.fork_server import ForkedRanks
 from cdp_repro.launch.process_group import _limit_silence_of_the_store, process_group, refuse_differing
 
 STARTERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -100,6 +101,21 @@ def test_the_process_that_starts_ranks_imports_no_torch():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["21", "False"]
+
+
+def test_ranks_end_if_their_store_cannot_be_served(capfd):
+    """Else they would wait for it, and the process that has forked them for them."""
+    no_port, other = socket.socketpair()
+    with other:
+        ranks = ForkedRanks(workers.wait_for_ever, [], {}, [{}, {}], [], no_port)
+        try:
+            deadline = time.monotonic() + 60
+            while ranks.running and time.monotonic() < deadline:
+                ranks.wait(1.0)
+            assert ranks.exit_codes == {0: 1, 1: 1}
+        finally:
+            ranks.end()
+    assert "IndexError" in capfd.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="asks the kernel of Linux")

@@ -21,11 +21,14 @@ from contextlib import contextmanager
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cdp_repro.launch.environment import environment
 from cdp_repro.launch.in_rank import end_with_starter
 from cdp_repro.launch.signals import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _KILL_SECONDS = 5.0
 """How long to wait for killed ranks: a driver that does not let go of one would make the wait endless."""
@@ -131,25 +134,30 @@ def _serve(
     # On macOS, libraries that torch links to break in a fork.
     context = get_context("fork") if sys.platform == "linux" else get_context("spawn")
     ranks: dict[int, BaseProcess] = {}
-    for number, own in enumerate(own_variables):
-        ranks[number] = context.Process(target=_be_rank, args=(target, number, arguments, own))
-        ranks[number].start()
-    news.send([rank.pid for rank in ranks.values()])
-    store = _serve_store(listener)
-    while ranks:
-        wait([rank.sentinel for rank in ranks.values()])
-        ended = {number: rank.exitcode for number, rank in ranks.items() if rank.exitcode is not None}
-        news.send(ended)
-        ranks = {number: rank for number, rank in ranks.items() if number not in ended}
-    del store  # until here: the ranks meet there
+    try:
+        for number, own in enumerate(own_variables):
+            ranks[number] = context.Process(target=_be_rank, args=(target, number, arguments, own))
+            ranks[number].start()
+        news.send([rank.pid for rank in ranks.values()])
+        store = store_at(listener.getsockname()[1], listener.detach())  # after the forks: it starts threads
+        while ranks:
+            wait([rank.sentinel for rank in ranks.values()])
+            ended = {number: rank.exitcode for number, rank in ranks.items() if rank.exitcode is not None}
+            news.send(ended)
+            ranks = {number: rank for number, rank in ranks.items() if number not in ended}
+        del store  # until here: the ranks meet there
+    finally:
+        for rank in ranks.values():  # after an error: this process would wait for them, and they for the store
+            rank.kill()
 
 
-def _serve_store(listener: socket.socket) -> object:
-    """Return the store that listens there, as long as it is referred to; its threads start after the forks."""
+def store_at(port: int, listening: int | None = None) -> Store:
+    """Return a client of the store at a port of this machine, or the store, given the descriptor that listens there."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here: what the ranks import is their affair
 
-    port, number = listener.getsockname()[1], listener.detach()
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=number)
+    is_master = listening is not None
+    store: Store = TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False, master_listen_fd=listening)
+    return store
 
 
 def _be_rank(target: Callable[..., None], number: int, arguments: Sequence[Any], own: Mapping[str, str]) -> None:

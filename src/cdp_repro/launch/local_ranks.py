@@ -17,18 +17,15 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cdp_repro.launch.environment import usable_cores
 from cdp_repro.launch.failures import Failure, StalledError, error_to_raise
 from cdp_repro.launch.folders import temporary_folder
-from cdp_repro.launch.fork_server import ForkedRanks
+from cdp_repro.launch.fork_server import ForkedRanks, store_at
 from cdp_repro.launch.in_rank import failure_path, run_rank, value_path
 from cdp_repro.launch.positions import Positions
 from cdp_repro.launch.signals import StopRequest
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _POLL_SECONDS = 0.1
 
@@ -57,7 +54,7 @@ def launch_here(
             try:
                 failures, late = _watch(ranks, folder, stop, grace_seconds)
                 if late and stop.signal is not None:
-                    stalled = _stalled(late, stop.signal, grace_seconds, Positions(_store_at(port), processes, None))
+                    stalled = _stalled(late, stop.signal, grace_seconds, Positions(store_at(port), processes, None))
             finally:
                 ranks.end()
         if not failures and not late:
@@ -69,13 +66,6 @@ def launch_here(
     if first.signal is not None and first.signal == stop.signal:
         signal.raise_signal(first.signal)  # meant for this process, it ended the ranks: so it ends this one, too
     raise error_to_raise(first, failures)
-
-
-def _store_at(port: int) -> Store:
-    """Return the store of the ranks, to read where they stand."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here: most runs of ranks never ask
-
-    return TCPStore("127.0.0.1", port)
 
 
 def _variables(processes: int, port: int) -> dict[str, str]:

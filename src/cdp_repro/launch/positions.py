@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cdp_repro.launch.failures import StalledError, is_timeout
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed.distributed_c10d import Store
 
 _PREFIX = "cdp_repro/position"
 _TIMED_OUT_SECONDS = 5.0
