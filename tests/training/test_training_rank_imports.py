@@ -11,7 +11,7 @@ from cdp_repro.config.compose import compose_config
 from cdp_repro.launch import launch
 from cdp_repro.training.rank_imports import rank_imports
 
-HEAVY = {"torch", "torch._dynamo", "sympy", "torchvision", "timm", "sklearn"}
+HEAVY = {"torch", "torch._dynamo", "sympy", "torchvision", "timm", "sklearn", "torch.distributed.tensor"}
 """Packages that take from half a second to two."""
 
 
@@ -31,10 +31,13 @@ def _imported_by_a_rank(config):
         (["dataset=synthetic", "dataset.image_size=8", "model=two_towers", "stages=6"], {"torchvision"}),
         (["dataset=synthetic", "model=vit_tiny_patch16_224", "dataset.image_size=32"], {"timm"}),
         (["dataset=text", "model=gpt", "optim=adamw"], set()),
+        (["dataset=digits", "model=mlp", "mode=dp", "baseline=fsdp2"], {"torch.distributed.tensor"}),
     ],
 )
 def test_a_rank_imports_nothing_large_once_it_is_forked(overrides, needed):
-    small = ["workers=2", "batch_size=4", "placement=replicated", "wandb=disabled", "device=cpu"]
+    small = ["workers=2", "batch_size=4", "wandb=disabled", "device=cpu"]
+    if not any("baseline=" in each for each in overrides):
+        small.append("placement=replicated")
     config = compose_config([*overrides, *small])
     before, after = launch(_imported_by_a_rank, [config], 2, imports=rank_imports(config))
     assert before == after
