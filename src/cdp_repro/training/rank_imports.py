@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cdp_repro.baselines import BASELINES
 from cdp_repro.config import RunConfig
 from cdp_repro.schedule.by_name import is_entered
 
@@ -15,12 +14,10 @@ def rank_imports(config: RunConfig) -> list[str]:
     """Return the modules that take every rank of a run a noticeable time to import."""
     dataset, model = config.dataset.name, config.model.name
     of_model = _OF_MODELS.get(model, "torchvision.models" if model.startswith("resnet") else "timm")
-    compiler = "torch._dynamo"  # torch's optimizers and fake tensors import it when they are first used
-    found = ["cdp_repro.training.run", compiler]
+    # torch's optimizers and fake tensors import its compiler when they are first used; it imports what baselines need
+    found = ["cdp_repro.training.run", "torch._dynamo"]
     if dataset in _WITH_LIBRARIES:
         found.append(f"cdp_repro.data.{dataset}")
     if of_model is not None and not is_entered("models", model):
         found.append(of_model)
-    if config.baseline is not None:
-        found.append(f"cdp_repro.baselines.{BASELINES[config.baseline][0]}")
     return found
