@@ -89,6 +89,15 @@ def test_what_is_not_finite_never_agrees():
     assert comparing._difference(torch.tensor([float("nan")]), torch.tensor([1.0])) == float("inf")
 
 
+def test_what_has_no_effect_is_told(capsys, caplog, monkeypatch):
+    monkeypatch.setattr(command, "verify", lambda *_: Comparison(0.0, [0.0], 2, 4, 0.0))
+    assert command.main([*SMALL, "placement=pipeline", "cluster.latency_seconds=1", "pipeline_schedule=gpipe"]) == 0
+    assert caplog.messages == [
+        "warning: price=true and cluster.* have no effect on a training: give them to cdp-plan",
+        "warning: pipeline_schedule=gpipe has no effect but with mode=dp placement=pipeline",
+    ]
+
+
 @pytest.mark.parametrize("steps", ["1", "x", ""])
 def test_steps_that_make_no_sense(capsys, steps):
     assert command.main([f"--steps={steps}"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from cdp_repro.cli.command_line import Command, CommandLine
@@ -9,8 +10,12 @@ from cdp_repro.cli.console import console_logging
 from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
+from cdp_repro.config.loading import without_effect_on_steps
 from cdp_repro.config.program_file import with_header_of_program
+from cdp_repro.launch import is_rank_0
 from cdp_repro.training.equivalence import Comparison, verify
+
+logger = logging.getLogger("cdp_repro")
 
 USAGE = """usage: cdp-verify [--steps=8] [key=value ...]
 
@@ -34,6 +39,9 @@ def _run(line: CommandLine) -> int:
             ["placement=single_device would be compared with itself: give a placement of several ranks, such as "
              "placement=replicated, or baseline=ddp mode=dp, or program=FILE"]
         )  # fmt: skip
+    if is_rank_0():
+        for sentence in without_effect_on_steps(config):
+            logger.warning("warning: %s", sentence)
     comparison = verify(config, steps)
     if comparison is None:  # rank 0 of torchrun or srun tells
         return 0

@@ -55,8 +55,6 @@ def _finds_cuda() -> bool:
 def without_effect(config: RunConfig) -> list[str]:
     """Return a sentence for each setting that has no effect in this run, or not the effect that its name promises."""
     found = [*_of_learning_rate(config)]
-    if config.price or config.cluster != ClusterConfig():
-        found.append("price=true and cluster.* have no effect on a training: give them to cdp-plan")
     if config.dataset.classes == 1:
         found.append("dataset.classes=1 leaves nothing to learn: every prediction is right")
     if config.evaluate_every_epochs > config.epochs:
@@ -64,13 +62,21 @@ def without_effect(config: RunConfig) -> list[str]:
             f"evaluate_every_epochs={config.evaluate_every_epochs} is not reached in epochs={config.epochs}: only the "
             "last is evaluated"
         )
-    if config.collectives and config.processes == 1:
-        found.append("collectives=true has no effect on one rank")
     if config.baseline is not None and config.traced_steps:
         found.append(
             f"traced_steps={config.traced_steps} has no effect with baseline={config.baseline}, whose actions are not "
             "recorded"
         )
+    return [*found, *without_effect_on_steps(config)]
+
+
+def without_effect_on_steps(config: RunConfig) -> list[str]:
+    """Return a sentence for each setting that changes nothing in what the training steps compute, or how."""
+    found = []
+    if config.price or config.cluster != ClusterConfig():
+        found.append("price=true and cluster.* have no effect on a training: give them to cdp-plan")
+    if config.collectives and config.processes == 1:
+        found.append("collectives=true has no effect on one rank")
     spec = config.spec()
     unchosen = replace(spec, pipeline_schedule=RunConfig.pipeline_schedule)
     if spec != unchosen and spec.chosen_mode.timeline == unchosen.chosen_mode.timeline:
