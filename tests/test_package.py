@@ -17,7 +17,7 @@ def test_the_wheel_trains_in_an_empty_folder(tmp_path):
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
-    files = [path for path in (ROOT / "src").rglob("*") if path.suffix in (".yaml", ".html", ".css", ".js")]
+    files = [path for path in (ROOT / "src").rglob("*") if path.suffix in (".yaml", ".html", ".css", ".js", ".typed")]
     assert files and {str(path.relative_to(ROOT / "src")) for path in files} <= packed
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", wheel]
     subprocess.run(install, check=True, capture_output=True)

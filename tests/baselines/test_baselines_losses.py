@@ -276,7 +276,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers(seen, name):
             assert f"{n + 1} stages do not fit {n} ranks" in mine["one stage more"]
         assert f"the versions [{HALF - 1}, {HALF}]" in mine["refused mode"]
         assert "of the optimizer SGD, this run has AdamW" in mine["refused optimizer"]
-        assert f"of {n - 1} workers, this run has {n}" in mine["refused workers"]
+        assert f"has {n - 1} sets of buffers, this run has {n}" in mine["refused workers"]
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])

@@ -502,7 +502,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage, said):
 
 def test_state_of_another_number_of_workers():
     state = state_of("dp", workers=1)
-    with pytest.raises(ValueError, match=r"1 workers, this run has 3"):
+    with pytest.raises(ValueError, match=r"1 sets of buffers, this run has 3"):
         Engine(linears(), F.cross_entropy, sgd, "dp").load_state_dict(state)
 
 

@@ -38,7 +38,9 @@ def refused(schedule, slots, steps=STEPS):
         checked(schedule, slots_of(slots), steps)
     message = str(refusal.value)
     assert re.search(r"^slot +\d", message, re.MULTILINE), message
-    assert all(re.search(rf"^worker {lane}\b", message, re.MULTILINE) for lane in range(schedule.sizes.lanes))
+    rows = schedule.timeline.lanes.names
+    assert len(rows) == schedule.sizes.lanes
+    assert all(re.search(rf"^{row}\b", message, re.MULTILINE) for row in rows)
     return message
 
 

@@ -70,10 +70,11 @@ def test_grid_narrower_than_a_column_still_prints_every_slot():
     assert [line.split()[-1] for line in text.splitlines() if line.startswith("slot")] == ["0", "1", "2", "3"]
 
 
-def test_replicas_have_rows_of_their_own():
-    rows = text_grid(Program(Schedule.build("dp", 1, 2, replicas=2)).slots(1), Lanes(2)).splitlines()
+def test_replicas_have_rows_of_their_own_that_are_not_called_workers():
+    program = Program(Schedule.build("dp", 1, 2, replicas=2))
+    rows = text_grid(program.slots(1), program.schedule.timeline.lanes).splitlines()
     assert [row.split() for row in rows[1:3]] == [
-        ["worker", str(lane), "F0v0", "F1v0", "B1v0", "B0v0"] for lane in (0, 1)
+        ["lane", str(lane), "F0v0", "F1v0", "B1v0", "B0v0"] for lane in (0, 1)
     ]
 
 

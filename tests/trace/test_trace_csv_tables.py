@@ -10,7 +10,7 @@ import pytest
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import simulate, version_bytes
 from cdp_repro.schedule import Op, Program, Schedule
-from cdp_repro.trace import step_and_lane, write_actions_csv, write_comms_csv, write_memory_csv
+from cdp_repro.trace import step_and_worker, write_actions_csv, write_comms_csv, write_memory_csv
 
 MODES = {"dp": "dp", "cdp_v1": "cdp_v1", "cdp_v2": "cdp_v2", "matrix": [[3, 2], [1, 1]]}
 
@@ -52,7 +52,15 @@ def test_with_accumulation_steps_and_workers_are_told_apart():
         m = int(text.split("@")[0].split("m")[1])
         assert (step, worker) == (m // 6, m % 2)
     actions = [action for record in trace.records for action in record.actions if action.op.is_compute]
-    assert [step_and_lane(action, trace) for action in actions] == [(step, worker) for step, worker, _ in computes]
+    assert [step_and_worker(action, trace) for action in actions] == [(step, worker) for step, worker, _ in computes]
+
+
+def test_replicas_are_on_the_same_worker():
+    """N = R = 2: worker 1 computes micro-batches 2 and 3 of a step at once."""
+    trace = simulate(Program(Schedule.build("cdp_v1", 2, replicas=2)), StageCosts.equal(2), 2)
+    rows = [row for row in rows_of(write_actions_csv, trace) if row["worker"]]
+    found = {int(row["action"].split("@")[0].split("m")[1]) % 4: int(row["worker"]) for row in rows}
+    assert found == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
 def test_an_update_is_of_the_step_whose_push_it_is():

@@ -13,7 +13,8 @@ from cdp_repro.engine.compute import Gradients
 from cdp_repro.engine.transfers import Outgoing, Transfer
 from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Program, Schedule, Value
-from cdp_repro.schedule.norms import clips_globally, completed_step, knows_norms_in_time, refusal, teller
+from cdp_repro.schedule.meaning import made_from
+from cdp_repro.schedule.norms import clips_globally, knows_norms_in_time, refusal, teller
 
 _EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`: keeps a norm of 0 from dividing by zero."""
@@ -31,12 +32,12 @@ class Clipping:
     def __init__(self, limit: float) -> None:
         self._limit = limit
 
-    def clipped(self, step: int, gradients: Gradients) -> Gradients:
-        """Return copies of a stage's mean gradients in a training step, by name, times min(1, limit / norm)."""
-        factor = (self._limit / (self._norm(step, gradients) + _EPSILON)).clamp(max=1)
+    def clipped(self, version: int, gradients: Gradients) -> Gradients:
+        """Return copies of the mean gradient that makes a stage's `version`, by name, times min(1, limit / norm)."""
+        factor = (self._limit / (self._norm(version, gradients) + _EPSILON)).clamp(max=1)
         return {name: gradient * factor.to(gradient) for name, gradient in gradients.items()}
 
-    def _norm(self, step: int, gradients: Gradients) -> Tensor:  # noqa: ARG002 - of a stage, whatever the step
+    def _norm(self, version: int, gradients: Gradients) -> Tensor:  # noqa: ARG002 - of a stage, whatever the version
         return _squares(gradients).sqrt()
 
     def enter(self, total: Value, gradients: Gradients) -> None:
@@ -59,33 +60,33 @@ class GlobalClipping(Clipping):
         super().__init__(limit)
         self._schedule, self._team = schedule, team
         self._squares: dict[int, dict[int, Tensor]] = {}
-        """Squared norms by update and stage, on the CPU in float64."""
+        """Squared norms, by the version made of the gradients and by stage, on the CPU in float64."""
         self._updating = {r for stage in range(schedule.stages) for r in schedule.placement.holders(stage)}
         """Ranks that need the norm; others would never receive it."""
         self._outgoing = Outgoing()
         self._lag = schedule.max_lead * schedule.sizes.updates
-        """Number of updates by which one rank can be ahead of another."""
+        """Number of versions by which one rank can be ahead of another."""
 
     def enter(self, total: Value, gradients: Gradients) -> None:
         """See `Clipping.enter`; tell the others if the sum is complete and this rank is its teller."""
-        step = completed_step(total, self._schedule)
-        if step is None or teller(self._schedule, step, total.stage) != self._team.rank:
+        version = made_from(self._schedule, total)
+        if version is None or teller(self._schedule, version, total.stage) != self._team.rank:
             return
         square = _squares(gradients).to("cpu", torch.float64).reshape(1)
-        self._squares.setdefault(step, {})[total.stage] = square
-        self._outgoing.let_go(before=step - self._lag)
+        self._squares.setdefault(version, {})[total.stage] = square
+        self._outgoing.let_go(before=version - self._lag)
         for rank in self._updating - {self._team.rank}:
             sent = dist.isend(square, rank, group=self._team.control, tag=_FIRST_TAG + total.stage)
-            self._outgoing.append(Transfer.started(square, sent), step)
+            self._outgoing.append(Transfer.started(square, sent), version)
 
-    def _norm(self, step: int, gradients: Gradients) -> Tensor:  # noqa: ARG002 - of all stages
-        squares = self._squares.setdefault(step, {})
+    def _norm(self, version: int, gradients: Gradients) -> Tensor:  # noqa: ARG002 - of all stages
+        squares = self._squares.setdefault(version, {})
         for stage in range(self._schedule.stages):
             if stage not in squares:
                 squares[stage] = torch.empty(1, dtype=torch.float64)
-                source = teller(self._schedule, step, stage)
+                source = teller(self._schedule, version, stage)
                 dist.recv(squares[stage], source, group=self._team.control, tag=_FIRST_TAG + stage)
-        self._squares.pop(step - 2 * self._lag, None)
+        self._squares.pop(version - 2 * self._lag, None)
         return torch.cat([squares[stage] for stage in range(self._schedule.stages)]).sum().sqrt()
 
     def flush(self) -> None:

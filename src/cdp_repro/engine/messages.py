@@ -97,7 +97,7 @@ VALUE = "value"
 """The name of the only tensor in a message of activations or of their gradient."""
 
 Layouts = Sequence[Mapping[str, Layout]]
-"""For each stage, the layouts of its values by kind; INPUT is the input of the next stage: this stage's output."""
+"""For each stage, the layouts of its values by kind; INPUT is what the reader of its output gets."""
 
 VERSION = ".version"
 """The name of the tensor with the version number that travels with lent parameters; no parameter can have this name."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdp_repro.engine.compute import Autocast, Network
@@ -38,42 +37,24 @@ def pipelined_outputs(
 
     The stages of this rank stand between those of the ranks before and after it. A batch is read on the rank of its
     first hop, and its targets travel with it. A rank begins a batch when the rank before has sent it; meanwhile that
-    rank continues with the next batch. No parameter is sent.
+    rank continues with the next batch. No parameter is sent. Batches go from CPU to CPU: on NCCL, single messages of
+    ranks that send to each other would wait for each other.
     """
     outgoing, tasks = Outgoing(), order(schedule, team.rank, count)
     own = iter(batches([batch for batch, place in tasks if place == 0]))
     for number, (batch, place) in enumerate(tasks):
         hops = path(schedule, batch)
-        values, targets = next(own) if place == 0 else _receive(hops[place - 1].rank, team)
+        values, targets = next(own) if place == 0 else control_messages.receive(hops[place - 1].rank, team.control)
+        values, targets = values.to(team.device), targets.to(team.device)
         for stage in hops[place].stages:
             values = _forward(network.stages[stage], values, network.autocast)
         if place + 1 < len(hops):
             outgoing.let_go(before=number - _MOST_ON_THEIR_WAY)
-            for buffer, work in _begin_send((values, targets), hops[place + 1].rank, team):
+            for buffer, work in control_messages.begin_send((values, targets), hops[place + 1].rank, team.control):
                 outgoing.append(Transfer.started(buffer, work), number)
         else:
             yield values, targets
     outgoing.flush()
-
-
-def _begin_send(tensors: Sequence[Tensor], peer: int, team: Team) -> list[tuple[Tensor, dist.Work | None]]:
-    """Begin to send tensors, preceded by a description of them; return what `control_messages.begin_send` does.
-
-    They go from CPU to CPU: on NCCL, single messages of ranks that send to each other would wait for each other.
-    """
-    sent = [tensor.cpu().contiguous() for tensor in tensors]
-    looks = [control_messages.looks_of(tensor) for tensor in sent]
-    described = control_messages.begin_send(looks, peer, team.control)
-    return described + [(tensor, dist.isend(tensor, peer, group=team.control)) for tensor in sent]
-
-
-def _receive(peer: int, team: Team) -> list[Tensor]:
-    tensors = []
-    for looks in control_messages.receive(peer, team.control):
-        tensor = control_messages.empty(looks)
-        dist.recv(tensor, peer, group=team.control)
-        tensors.append(tensor.to(team.device))
-    return tensors
 
 
 def _forward(module: nn.Module, inputs: Tensor, autocast: Autocast) -> Tensor:

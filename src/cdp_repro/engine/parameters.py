@@ -98,7 +98,7 @@ class StageState:
         self._refuse_other_rates()
         self.seal.check()
         if self._clipping is not None:
-            gradients = self._clipping.clipped(version.number, gradients)  # copies
+            gradients = self._clipping.clipped(version.number + 1, gradients)  # copies
         elif not gradients_are_ours:
             gradients = {name: gradient.clone() for name, gradient in gradients.items()}
         for name, parameter in self._parameters.items():
@@ -206,7 +206,7 @@ def average(sets: Sequence[Mapping[str, Tensor]]) -> Buffers:
 def check_buffers(mine: Mapping[str, Tensor], state: Sequence[Mapping[str, Tensor]], sets: int) -> None:
     """Raise ValueError unless `state` has `sets` sets of buffers like `mine`."""
     if len(state) != sets:
-        raise ValueError(f"the checkpoint is of {len(state)} workers, this run has {sets}")
+        raise ValueError(f"the checkpoint has {len(state)} sets of buffers, this run has {sets}")
     for theirs in state:
         check_same_tensors(mine, theirs)
 

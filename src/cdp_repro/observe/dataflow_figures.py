@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from cdp_repro.observe.figures import WORKER_COLOURS
+from cdp_repro.observe.figures import COLOURS
 from cdp_repro.schedule import Action, Op, Program, Slot, Value
 from cdp_repro.schedule.values import GRADIENTS, INPUT, OUTPUT_GRADIENT, PARAMETERS
 
@@ -239,7 +239,7 @@ def _figure(heights: Sequence[int], shown: range) -> tuple[Figure, list[Axes]]:
 
 def _cell(axis: Axes, slot: int, action: Action, is_followed: bool) -> None:
     """Draw a forward or backward, in colour if it is followed."""
-    fill, ink = (WORKER_COLOURS[0], "white") if is_followed else (_GREY, "black")
+    fill, ink = (COLOURS[0], "white") if is_followed else (_GREY, "black")
     axis.add_patch(Rectangle((slot + 0.04, action.rank + 0.2), 0.92, 0.6, facecolor=fill, edgecolor="none"))
     axis.text(slot + 0.5, action.rank + 0.5, action.label, fontsize=6.5, ha="center", va="center", color=ink)
 
@@ -256,7 +256,7 @@ def _bars(axis: Axes, rows: _Rows, shown: range, colour: Callable[[Value], int])
     """Draw a bar for each life, with the name of its value at its beginning or, if later, that of the picture."""
     for life in rows.lives:
         begin, end, bottom = max(life.begin, shown.start), min(life.end, shown.stop), rows.bottom(life)
-        fill = WORKER_COLOURS[colour(life.value) % len(WORKER_COLOURS)]
+        fill = COLOURS[colour(life.value) % len(COLOURS)]
         box = Rectangle((begin, bottom + 0.06), end - begin, 0.88, facecolor=fill, edgecolor=_LINE, alpha=0.45)
         axis.add_patch(box)
         axis.text(begin + 0.06, bottom + 0.7, str(life.value), fontsize=7, va="center")

@@ -15,11 +15,11 @@ from cdp_repro.observe.text import byte_unit
 from cdp_repro.schedule import Action, Op, Slot
 from cdp_repro.schedule.lanes import Lanes
 
-WORKER_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-"""Okabe and Ito's palette, which colour-blind readers can tell apart; repeated beyond eight workers."""
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+"""Okabe and Ito's palette, which colour-blind readers can tell apart; repeated beyond eight lanes."""
 
-_LABELLED_WORKERS = 16
-"""Up to this many workers, the cells of a timeline are large enough for arrows and versions."""
+_LABELLED_LANES = 16
+"""Up to this many lanes, the cells of a timeline are large enough for arrows and versions."""
 
 _CURVE_STYLES = (("#555555", "--"), ("#0072B2", "-"), ("#D55E00", "-."), ("#009E73", ":"))
 
@@ -28,14 +28,14 @@ _PRICE_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
 
 
 def timeline_figure(timelines: Mapping[str, Sequence[Slot]], lanes: Mapping[str, Lanes], stages: int) -> Figure:
-    """Draw each timeline as in the paper's figure 1: time by stage, a colour a worker, up = forward, down = backward.
+    """Draw each timeline as in the paper's figure 1: time by stage, a colour a lane, up = forward, down = backward.
 
-    The small number in a cell is the parameter version. A cell that several workers share is divided among them.
-    `lanes` gives, by the same titles, the worker of each micro-batch.
+    The small number in a cell is the parameter version. A cell that several lanes share is divided among them.
+    `lanes` gives, by the same titles, the lane of each micro-batch.
     """
-    workers = max(each.number for each in lanes.values())
+    names = max((each.names for each in lanes.values()), key=len)
     slots = max(len(slots) for slots in timelines.values())
-    cell = 0.36 if workers <= _LABELLED_WORKERS else 0.12
+    cell = 0.36 if len(names) <= _LABELLED_LANES else 0.12
     figure = Figure(figsize=(1.5 + cell * slots, 1.1 + len(timelines) * (0.75 + cell * stages)), layout="constrained")
     axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (title, timeline) in zip(axes, timelines.items(), strict=True):
@@ -46,22 +46,20 @@ def timeline_figure(timelines: Mapping[str, Sequence[Slot]], lanes: Mapping[str,
         axis.tick_params(length=0)
     ticks = range(0, slots, max(1, slots // 16))
     axes[-1].set_xticks([slot + 0.5 for slot in ticks], [str(slot) for slot in ticks])
-    legend = "  (↑ forward, ↓ backward; number: parameter version read)" if workers <= _LABELLED_WORKERS else ""
+    legend = "  (↑ forward, ↓ backward; number: parameter version read)" if len(names) <= _LABELLED_LANES else ""
     axes[-1].set_xlabel(f"time slot{legend}")
-    if workers <= len(WORKER_COLOURS):
-        handles = [
-            Rectangle((0, 0), 1, 1, color=_colour(worker), label=f"worker {worker}") for worker in range(workers)
-        ]
-        figure.legend(handles=handles, loc="outside lower center", ncols=workers, frameon=False)
+    if len(names) <= len(COLOURS):
+        handles = [Rectangle((0, 0), 1, 1, color=_colour(lane), label=name) for lane, name in enumerate(names)]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(names), frameon=False)
     return figure
 
 
 def _draw_timeline(axis: Axes, timeline: Sequence[Slot], lanes: Lanes) -> None:
-    """Draw a cell for every forward and backward; workers on the same stage share its cell from top to bottom.
+    """Draw a cell for every forward and backward; lanes on the same stage share its cell from top to bottom.
 
-    With workers on clocks of their own, a cell is as wide as the slots it takes, and each worker has its own line.
+    With workers on clocks of their own, a cell is as wide as the slots it takes, and each lane has its own line.
     """
-    cells: dict[int, list[Rectangle]] = {worker: [] for worker in range(lanes.number)}
+    cells: dict[int, list[Rectangle]] = {lane: [] for lane in range(lanes.number)}
     for slot in timeline:
         by_stage: dict[int, list[tuple[int, Action]]] = {}
         for action in slot.actions:
@@ -69,14 +67,14 @@ def _draw_timeline(axis: Axes, timeline: Sequence[Slot], lanes: Lanes) -> None:
                 by_stage.setdefault(action.stage, []).append((lanes.lane_of(action.micro_batch), action))
         for stage, users in by_stage.items():
             height = 1 / (lanes.number if lanes.durations else len(users))
-            for place, (worker, action) in enumerate(users):
-                bottom = stage + 1 - ((worker if lanes.durations else place) + 1) * height
+            for place, (lane, action) in enumerate(users):
+                bottom = stage + 1 - ((lane if lanes.durations else place) + 1) * height
                 taken = lanes.busy(slot.number, action)
-                cells[worker].append(Rectangle((taken.start, bottom), len(taken), height))
-                if lanes.number <= _LABELLED_WORKERS:
+                cells[lane].append(Rectangle((taken.start, bottom), len(taken), height))
+                if lanes.number <= _LABELLED_LANES:
                     _label(axis, action, taken.start + len(taken) / 2, bottom + height / 2, height)
-    for worker, rectangles in cells.items():
-        axis.add_collection(PatchCollection(rectangles, facecolor=_colour(worker), edgecolor="white", linewidth=0.8))
+    for lane, rectangles in cells.items():
+        axis.add_collection(PatchCollection(rectangles, facecolor=_colour(lane), edgecolor="white", linewidth=0.8))
 
 
 def _label(axis: Axes, action: Action, x: float, y: float, height: float) -> None:
@@ -86,8 +84,8 @@ def _label(axis: Axes, action: Action, x: float, y: float, height: float) -> Non
     axis.text(x, y, text, ha="center", va="center", fontsize=size)
 
 
-def _colour(worker: int) -> str:
-    return WORKER_COLOURS[worker % len(WORKER_COLOURS)]
+def _colour(lane: int) -> str:
+    return COLOURS[lane % len(COLOURS)]
 
 
 def memory_figure(curves: Mapping[str, Mapping[int, int]], title: str) -> Figure:

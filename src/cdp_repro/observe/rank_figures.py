@@ -10,7 +10,7 @@ from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from cdp_repro.observe.figures import WORKER_COLOURS
+from cdp_repro.observe.figures import COLOURS
 from cdp_repro.schedule import Op, Slot
 
 _KINDS = _FORWARD, _BACKWARD, _APART = ("forward", 1.0), ("backward", 0.55), ("gradients of weights, apart", 0.25)
@@ -33,7 +33,7 @@ def rank_timelines(timelines: Mapping[str, Sequence[Slot]], ranks: int) -> Figur
         axis.tick_params(length=0, labelsize="x-small")
     axes[-1].set_xlabel("time slot", fontsize="small")
     figure.legend(
-        handles=[Patch(color=WORKER_COLOURS[0], alpha=alpha, label=name) for name, alpha in _KINDS],
+        handles=[Patch(color=COLOURS[0], alpha=alpha, label=name) for name, alpha in _KINDS],
         loc="outside lower center", ncols=3, frameon=False, fontsize="small",
     )  # fmt: skip
     return figure
@@ -44,7 +44,7 @@ def _draw(axis: Axes, slots: Sequence[Slot], shown: int) -> None:
     for slot in slots[:shown]:
         for action in slot.actions:
             if action.op.is_compute:
-                colour = WORKER_COLOURS[action.micro_batch % len(WORKER_COLOURS)]
+                colour = COLOURS[action.micro_batch % len(COLOURS)]
                 cells[colour, _opacity(action.op)].append(Rectangle((slot.number, action.rank), 1, 1))
                 where = slot.number + 0.5, action.rank + 0.5
                 label = axis.text(*where, str(action.micro_batch), ha="center", va="center", fontsize=5)

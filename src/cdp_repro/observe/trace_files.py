@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cdp_repro.observe.run_directory import RunDirectory
 from cdp_repro.observe.wandb_mirror import WandbMirror
-from cdp_repro.trace import Trace, step_and_lane, write_comms_csv, write_memory_csv, write_perfetto
+from cdp_repro.trace import Trace, step_and_worker, write_comms_csv, write_memory_csv, write_perfetto
 
 
 def write_trace_files(trace: Trace, directory: RunDirectory, version_bytes: Callable[[int, int], int]) -> None:
@@ -23,7 +23,7 @@ def write_trace_files(trace: Trace, directory: RunDirectory, version_bytes: Call
 def mirror_trace(trace: Trace, mode: str, directory: RunDirectory, mirror: WandbMirror) -> None:
     """Log timeline, memory, ledger and messages to W&B: tables, pictures, an artifact."""
     reads = [
-        (record.slot, action.label, *step_and_lane(action, trace), action.stage, action.version)
+        (record.slot, action.label, *step_and_worker(action, trace), action.stage, action.version)
         for record in trace.records
         for action in record.actions
         if action.op.is_compute

@@ -16,7 +16,7 @@ def text_grid(slots: Iterable[Slot], lanes: Lanes, width: int | None = None) -> 
     With `width` (characters) the columns are broken into blocks, one below the other.
     """
     columns = _columns(list(slots), lanes)
-    labels = ["slot", *(f"worker {lane}" for lane in range(lanes.number)), "update"]
+    labels = ["slot", *lanes.names, "update"]
     margin = max(map(len, labels))
     cell = max((len(text) for column in columns for text in column), default=0) + 1
     per_block = len(columns) if width is None else max(1, (width - margin) // cell)

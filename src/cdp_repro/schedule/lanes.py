@@ -9,13 +9,24 @@ from cdp_repro.schedule.actions import Action, Op
 
 @dataclass(frozen=True)
 class Lanes:
-    """`number` lanes, R L for each worker. They take micro-batches in turn, unless `turns` gives another order."""
+    """`number` lanes. They take micro-batches in turn, unless `turns` gives another order."""
 
     number: int
     turns: tuple[int, ...] = ()
     """The lane of each micro-batch of a training step, the same in every step."""
     durations: tuple[int, ...] = ()
     """The slots that each forward or backward of a micro-batch takes, likewise; 1 unless given."""
+    each: int = 1
+    """Lanes of each worker: R L."""
+
+    @property
+    def names(self) -> list[str]:
+        """What the lanes are called: by their workers, if each has one."""
+        return [f"{'worker' if self.each == 1 else 'lane'} {lane}" for lane in range(self.number)]
+
+    def worker_of(self, micro_batch: int) -> int:
+        """Return the worker of a micro-batch."""
+        return self.lane_of(micro_batch) // self.each
 
     def lane_of(self, micro_batch: int) -> int:
         """Return the lane of a micro-batch."""

@@ -16,7 +16,7 @@ from cdp_repro.schedule.meaning import made_from
 from cdp_repro.schedule.program import Program
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.schedule_spec import Spec
-from cdp_repro.schedule.values import PARAMETERS, Value
+from cdp_repro.schedule.values import PARAMETERS
 
 
 def clips_globally(schedule: Schedule) -> bool:
@@ -42,26 +42,23 @@ def _knows_in_time(schedule: Schedule, first_step: int, slots: Sequence[Slot]) -
         for action in slot.actions:
             for value in action.reads:
                 if value.kind == PARAMETERS and value.number > first_version:
-                    known = told.get(value.number - 1, {}).values()
+                    known = told.get(value.number, {}).values()
                     here = [k for k, rank in known if k < slot.number or rank == action.rank]
                     if len(here) < schedule.stages:
                         return False
             for value in action.writes:
-                step = completed_step(value, schedule) if action.op.sums_gradients else None
-                if step is not None and teller(schedule, step, value.stage) == action.rank:
-                    told.setdefault(step, {})[value.stage] = slot.number, action.rank
+                version = made_from(schedule, value) if action.op.sums_gradients else None
+                if version is not None and teller(schedule, version, value.stage) == action.rank:
+                    told.setdefault(version, {})[value.stage] = slot.number, action.rank
     return True
 
 
-def completed_step(value: Value, schedule: Schedule) -> int | None:
-    """Return the number of the update whose whole sum `value` is; None if `value` is anything else."""
-    version = made_from(schedule, value)
-    return None if version is None else version - 1
+def teller(schedule: Schedule, version: int, stage: int) -> int:
+    """Return the rank that completes the sum of which a stage's version is made, and tells its norm.
 
-
-def teller(schedule: Schedule, step: int, stage: int) -> int:
-    """Return the rank that completes a stage's sum: the last micro-batch's if it is a holder, else the first holder."""
-    return schedule.holder_read((step + 1) * schedule.sizes.summed - 1, stage)
+    It is the rank of the last micro-batch of the sum if that is a holder, else the first holder.
+    """
+    return schedule.holder_read(version * schedule.sizes.summed - 1, stage)
 
 
 def refusal(schedule: Schedule) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from types import UnionType
 from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 
@@ -22,7 +22,7 @@ PLACEMENT_SIZES = {"ranks": "pipeline", "servers": "parameter_server"}
 SPEED_PLACEMENTS = ("single_device", "parameter_server")
 """Placements on which workers may have speeds of their own."""
 CHOOSING_PLACEMENTS = ("single_device", "pipeline")
-"""Placements on which M may be any number. Elsewhere workers are ranks, each with k micro-batches."""
+"""Placements on which M may be any number. Elsewhere each worker has k micro-batches, so M = k N R."""
 COLLECTIVE_PLACEMENTS = ("replicated", "zero")
 """Placements on which each worker is a rank, so a collective of all ranks is one of all workers."""
 
@@ -90,7 +90,7 @@ class Spec:
             return replace(mode, timeline=self.pipeline_schedule)
         return mode
 
-    @property
+    @cached_property
     def sizes(self) -> Sizes:
         """The sizes, with defaults filled in."""
         pipeline_ranks = 1 if self.placement != "pipeline" else self.workers if self.ranks is None else self.ranks

@@ -16,8 +16,8 @@ def write_actions_csv(trace: Trace, file: IO[str]) -> None:
     writer.writerow(["slot", "rank", "step", "worker", "action"])
     for record in trace.records:
         for action in record.actions:
-            step, lane = step_and_lane(action, trace)
-            writer.writerow([record.slot, record.rank, step, lane, action.label])
+            step, worker = step_and_worker(action, trace)
+            writer.writerow([record.slot, record.rank, step, worker, action.label])
 
 
 def write_comms_csv(trace: Trace, file: IO[str]) -> None:
@@ -40,8 +40,8 @@ def write_memory_csv(trace: Trace, file: IO[str], version_bytes: Callable[[int, 
         writer.writerow([record.slot, record.rank, record.activation_bytes, live, *record.versions])
 
 
-def step_and_lane(action: Action, trace: Trace) -> tuple[int | None, int | None]:
-    """Return the training step and lane of a compute action; for an update only the step, for others neither."""
+def step_and_worker(action: Action, trace: Trace) -> tuple[int | None, int | None]:
+    """Return the training step and worker of a compute action; for an update only the step, for others neither."""
     if action.op.is_compute:
-        return action.micro_batch // trace.sizes.micro_batches, trace.lanes.lane_of(action.micro_batch)
+        return action.micro_batch // trace.sizes.micro_batches, trace.lanes.worker_of(action.micro_batch)
     return ((action.version - 1) // trace.sizes.updates if action.op is Op.UPDATE else None), None

@@ -30,7 +30,7 @@ def write_perfetto(trace: Trace, file: IO[str]) -> None:
 def _names(trace: Trace) -> Iterator[dict[str, Any]]:
     for rank in sorted({record.rank for record in trace.records}):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        tracks = [*(f"worker {worker}" for worker in range(trace.lanes.number)), "state, messages"]
+        tracks = [*trace.lanes.names, "state, messages"]
         for thread, name in enumerate(tracks):
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}
 

@@ -11,7 +11,7 @@ function shape(parent, name, attributes, text) {
   return element;
 }
 
-/** Return the worker of a micro-batch: they take turns, unless a system says otherwise. */
+/** Return the lane of a micro-batch: they take turns, unless a system says otherwise. */
 function laneOf(system, microBatch) {
   return system.turns.length ? system.turns[microBatch % system.turns.length] : microBatch % system.lanes;
 }

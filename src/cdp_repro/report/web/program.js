@@ -74,7 +74,7 @@ function describe(value) {
     p: `parameters of stage ${stage}, version ${version}`,
     pf: `parameters of stage ${stage}, version ${version}, lent for a forward`,
     pb: `parameters of stage ${stage}, version ${version}, lent for a backward`,
-    b: `buffers of stage ${stage}, worker ${number}`,
+    b: `buffers of stage ${stage}, set ${number}`,
   };
   return words[kind] + part;
 }

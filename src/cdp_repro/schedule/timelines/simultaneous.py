@@ -39,7 +39,7 @@ class Simultaneous(Straight):
     def lanes(self) -> Lanes:
         """The workers in turn; with speeds, the fastest first."""
         if not self.sizes.speeds:
-            return Lanes(self.sizes.lanes)
+            return super().lanes
         order = sorted((ticks, worker) for worker, (ticks,) in enumerate(self.sizes.ticks.durations))
         return Lanes(self.sizes.lanes, tuple(worker for _, worker in order), tuple(ticks for ticks, _ in order))
 

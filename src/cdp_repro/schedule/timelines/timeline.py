@@ -54,7 +54,7 @@ class Timeline(ABC):
     @cached_property
     def lanes(self) -> Lanes:
         """The lane of each micro-batch."""
-        return Lanes(self.sizes.lanes)
+        return Lanes(self.sizes.lanes, each=self.sizes.replicas * self.sizes.slices)
 
     def check(self, placement: str) -> None:  # noqa: B027 - most timelines have nothing to check
         """Raise ValueError, with values that work, if the timeline cannot have these sizes on this placement."""
