@@ -10,7 +10,7 @@ import pytest
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
 from cdp_repro.predict import cutting, remembered_cuts
-from cdp_repro.predict.cutting import cut_model
+from cdp_repro.predict.cutting import cut_model, measure_cut
 from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.training.run import train
@@ -28,7 +28,7 @@ def cache(tmp_path, monkeypatch):
 def measured(monkeypatch) -> list[RunConfig]:
     """The configurations whose models were cut."""
     found: list[RunConfig] = []
-    monkeypatch.setattr(cutting, "cut_model", lambda config: found.append(config) or cut_model(config))
+    monkeypatch.setattr(cutting, "measure_cut", lambda config: found.append(config) or measure_cut(config))
     return found
 
 

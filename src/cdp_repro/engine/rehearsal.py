@@ -24,13 +24,22 @@ Convert = Callable[[Tensor], Tensor]
 
 @contextmanager
 def fake_tensors() -> Iterator[Convert]:
-    """Run the body without computing anything; yields a function that makes a fake tensor from a real one."""
+    """Run the body without computing anything; yields a function that makes a fake tensor from one with a shape.
+
+    A tensor on the meta device, as of a model without weights, becomes one of the CPU, as the data are.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def converted(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return mode.from_tensor(tensor)
+
     log = logging.getLogger(FakeTensorMode.__module__)  # it prints the traceback of an error that it raises anyway
     was_disabled, log.disabled = log.disabled, True
     try:
         with mode, torch.random.fork_rng(devices=[]):
-            yield mode.from_tensor
+            yield converted
     finally:
         log.disabled = was_disabled
 

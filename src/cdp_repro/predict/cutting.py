@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from itertools import accumulate
 
@@ -17,7 +18,7 @@ from cdp_repro.models import ModelError, ModelSpec, build_model, cut
 from cdp_repro.models.chain import Branched, hidden_matrices, segments
 from cdp_repro.predict.partition import StagesError, partition_branches
 from cdp_repro.predict.profiling import profile_passes, profile_stages, time_stages
-from cdp_repro.predict.stage_cut import StageCut
+from cdp_repro.predict.stage_cut import StageCut, follows_from_shapes
 from cdp_repro.schedule.by_name import EntryError
 
 
@@ -28,15 +29,24 @@ class CutModel(StageCut):
     stages: tuple[nn.Sequential, ...]
 
 
-def cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None = None) -> CutModel:
+def measure_cut(config: RunConfig, blocks_per_stage: Sequence[int] | None = None) -> StageCut:
+    """Return what `cut_model` measures; without making weights, however large the model is, if shapes are enough."""
+    return cut_model(config, blocks_per_stage, has_weights=not follows_from_shapes(config))
+
+
+def cut_model(
+    config: RunConfig, blocks_per_stage: Sequence[int] | None = None, *, has_weights: bool = True
+) -> CutModel:
     """Build the model of the configuration and cut it as `partition` says, or as `blocks_per_stage` says if given.
+
+    Without weights, its tensors are on the meta device.
 
     Raises:
         ModelError: a model that is unknown or cannot be cut.
         ConfigError: more stages than the model has blocks, or a micro-batch that the model cannot train on.
     """
     try:
-        return _cut_model(config, blocks_per_stage)
+        return _cut_model(config, blocks_per_stage, has_weights)
     except ValueError as error:
         if isinstance(error, (ConfigError, ModelError, EntryError)):
             raise
@@ -53,13 +63,13 @@ def cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None = None) 
 
 def cut_alike(config: RunConfig, known: StageCut) -> CutModel:
     """Build the model of the configuration and cut it as `known`, which another rank has measured."""
-    model = _typed_model(config)
+    model = _typed_model(config, has_weights=True)
     stages = tuple(cut(model, _ranges(known.blocks_per_stage), config.sources or ()))
     return CutModel(**{field.name: getattr(known, field.name) for field in fields(StageCut)}, stages=stages)
 
 
-def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None) -> CutModel:
-    model = _typed_model(config)
+def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None, has_weights: bool) -> CutModel:
+    model = _typed_model(config, has_weights)
     costs = _block_costs(config, model)
     if blocks_per_stage is None:
         ranges = partition_branches(costs, segments(model), config.stage_count)
@@ -83,9 +93,10 @@ def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None) -> Cut
     )
 
 
-def _typed_model(config: RunConfig) -> nn.Sequential:
+def _typed_model(config: RunConfig, has_weights: bool) -> nn.Sequential:
     """Return the model with numbers of the type, and in the layout, that the configuration asks for."""
-    model = model_of(config)
+    with nullcontext() if has_weights else torch.device("meta"):
+        model = model_of(config)
     model.to(dtype=parameter_dtype(config))
     if config.channels_last:
         model.to(memory_format=torch.channels_last)

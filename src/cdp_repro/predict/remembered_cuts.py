@@ -21,8 +21,7 @@ from typing import Any
 from cdp_repro.config import RunConfig
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.versions import code_hash
-from cdp_repro.predict.stage_cut import StageCut
-from cdp_repro.schedule.by_name import is_entered
+from cdp_repro.predict.stage_cut import StageCut, follows_from_shapes
 from cdp_repro.schedule.garbage import without_collection
 
 _CODE = ("models", "engine", "predict", "config", "schedule")
@@ -32,7 +31,7 @@ _LIBRARIES = ("torch", "torchvision", "timm")
 
 
 def stage_cut(config: RunConfig) -> StageCut:
-    """Return what `cutting.cut_model` does, without the modules; measured only if no earlier plan or run has.
+    """Return what `cutting.measure_cut` does, without the modules; measured only if no earlier plan or run has.
 
     Raises:
         ModelError, ConfigError: as `cut_model`.
@@ -42,9 +41,9 @@ def stage_cut(config: RunConfig) -> StageCut:
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # none yet, or a damaged one
             return StageCut.from_dict(json.loads(path.read_text()))
     with without_collection():
-        from cdp_repro.predict.cutting import cut_model  # here: torch takes seconds
+        from cdp_repro.predict.cutting import measure_cut  # here: torch takes seconds
 
-        measured = cut_model(config)
+        measured = measure_cut(config)
     return remember(config, measured)
 
 
@@ -63,11 +62,8 @@ def remember(config: RunConfig, measured: StageCut) -> StageCut:
 
 
 def _path_of(config: RunConfig) -> Path | None:
-    """Return the file of a cut; None without a home directory, and for a cut that may differ another day.
-
-    Such a cut is one by measured time, or one of an installed package's model, whose code is not in the hash.
-    """
-    if config.partition == "time" or is_entered("models", config.model.name):
+    """Return the file of a cut; None without a home directory, and for a cut that may differ another day."""
+    if not follows_from_shapes(config):
         return None
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:

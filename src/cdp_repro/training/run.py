@@ -28,7 +28,7 @@ from cdp_repro.observe.trace_files import mirror_trace, write_trace_files
 from cdp_repro.observe.versions import code_hash, short, versions_since
 from cdp_repro.observe.wandb_mirror import WandbMirror, previous_run_id
 from cdp_repro.predict.costs import StageCosts
-from cdp_repro.predict.cutting import CutModel, cut_model
+from cdp_repro.predict.cutting import CutModel, measure_cut
 from cdp_repro.predict.simulate import simulate_totals, version_bytes
 from cdp_repro.predict.training_state import predicted_parameter_bytes
 from cdp_repro.schedule import Program
@@ -255,7 +255,7 @@ class _Run:
             return {}
         program = self._program
         whole = self._config.reading_whole()
-        costs_of_dp = self._cut.costs if whole is self._config else cut_model(whole, self._cut.blocks_per_stage).costs
+        costs_of_dp = self._cut.costs if whole is self._config else measure_cut(whole, self._cut.blocks_per_stage).costs
         summary = {
             **self._described(status),
             **self._trainer.measured(),

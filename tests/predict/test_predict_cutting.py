@@ -1,0 +1,75 @@
+"""Cuts measured without weights: the numbers of a model that has them, and models that no machine here could hold."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import nn
+
+from cdp_repro.config.compose import compose_config
+from cdp_repro.models import registry
+from cdp_repro.predict.cutting import cut_model, measure_cut
+from cdp_repro.predict.stage_cut import StageCut
+from cdp_repro.schedule import by_name
+
+MODELS = (
+    ("model=mlp", "precision=fp64"),
+    ("model=resnet8", "precision=bf16", "channels_last=true"),
+    ("model=resnet8", "partition=parameters"),
+    ("model=gpt", "dataset=text", "optim=muon", "model.depth=2"),
+    ("model=gpt", "dataset=text", "model.depth=2", "mode=terapipe"),
+    ("model=two_towers", "mode=one_f_one_b", "placement=pipeline", "workers=3", "batch_size=63"),
+    ("model=vit_tiny_patch16_224", "dataset=synthetic", "dataset.image_size=32", "partition=activations"),
+)
+
+
+@pytest.fixture
+def built_on(monkeypatch):
+    """The device on which each model was built."""
+    found = []
+
+    def noted(name, *arguments):
+        found.append(torch.get_default_device().type)
+        return build(name, *arguments)
+
+    build = registry.build_model
+    monkeypatch.setattr("cdp_repro.predict.cutting.build_model", noted)
+    return found
+
+
+@pytest.mark.parametrize("given", MODELS, ids=" ".join)
+def test_a_cut_without_weights_has_the_same_numbers(given, built_on):
+    config = compose_config([*given])
+    without, real = measure_cut(config), cut_model(config)
+    assert built_on == ["meta", "cpu"]
+    for field in fields(StageCut):
+        assert getattr(without, field.name) == getattr(real, field.name), field.name
+    assert all(tensor.device.type == "cpu" for stage in real.stages for tensor in stage.state_dict().values())
+
+
+def test_a_model_larger_than_any_memory_is_cut():
+    sizes = ("model.width=65536", "model.heads=64", "model.depth=4", "model.context=128", "batch_size=4")
+    found = measure_cut(compose_config(["dataset=text", "model=gpt", "optim=muon", *sizes]))
+    assert sum(found.costs.parameter_bytes) > 800e9 and len(found.block_names) == 4
+    assert found.costs.forward_flops[1] == 2 * 128 * (12 * 65536**2 + 2 * 128 * 65536)
+
+
+def test_measured_seconds_need_weights(built_on):
+    found = measure_cut(compose_config(["model=mlp", "partition=time", "workers=2"]))
+    assert built_on == ["cpu"] and min(found.balanced) > 0
+
+
+def test_the_code_of_an_installed_package_may_need_weights(built_on, monkeypatch):
+    """It may compute with values while it builds a model, which the meta device has none of."""
+
+    def build(spec):
+        widths = torch.linspace(4, 8, 2).int().tolist()
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, widths[0]), nn.Linear(widths[0], spec.classes))
+
+    monkeypatch.setitem(registry._BUILDERS, "mine", build)
+    monkeypatch.setattr(by_name, "_entries", lambda group, name: [name] if (group, name) == ("models", "mine") else [])
+    config = compose_config(["workers=2"])
+    config.model.name = "mine"
+    assert measure_cut(config).blocks_per_stage == [2, 1] and built_on == ["cpu"]
