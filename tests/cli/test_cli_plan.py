@@ -175,7 +175,8 @@ def test_replicas_have_rows_of_their_own(capsys):
     out = capsys.readouterr().out
     assert "mini-batch 16 = 2 workers x 2 replicas x 4, single_device" in out
     grid = out.split("timeline of cdp_v1")[1]
-    rows = [line.split() for line in grid.splitlines() if re.match(r"worker \d", line)]
+    assert "version 1; a worker has 2 lanes)\n" in grid
+    rows = [line.split() for line in grid.splitlines() if re.match(r"lane \d", line)]
     assert [row[1] for row in rows] == ["0", "1", "2", "3"]
     assert rows[0][2:] == rows[1][2:], "replicas of a worker run in the same slots"
     assert len(rows[2]) == len(rows[3])

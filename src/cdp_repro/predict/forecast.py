@@ -116,8 +116,10 @@ def plan_text(plan: Plan, width: int) -> str:
     parts = [head, _stage_table(plan)]
     if config.step_micro_batches <= SHOWN_WORKERS:
         for name, forecast in plan.forecasts.items():
-            grid = text_grid(forecast.slots, forecast.program.schedule.timeline.lanes, width)
-            rows = "; a row follows micro-batches through the ranks" if config.placement.name == "pipeline" else ""
+            lanes = forecast.program.schedule.timeline.lanes
+            grid = text_grid(forecast.slots, lanes, width)
+            rows = f"; a worker has {lanes.each} lanes" if lanes.each > 1 else ""
+            rows += "; a row follows micro-batches through the ranks" if config.placement.name == "pipeline" else ""
             parts.append(f"timeline of {name} (F2v1 = forward of stage 2 with parameter version 1{rows})\n\n{grid}")
         parts.append(_memory_table(plan))
     else:
