@@ -52,6 +52,15 @@ def test_a_run_on_a_seed_that_no_study_plans_goes_to_none(monkeypatch, capsys):
     assert "neither with seed=5 belongs to none of the studies scores, fresh" in capsys.readouterr().err
 
 
+def test_a_run_goes_to_no_study_that_does_not_list_it_but_to_one_of_the_users_own(capsys):
+    write_run("finished", "neither", seed=5)
+    assert report.main(["collect", "neither", "--study=scores"]) == 2
+    assert "neither with seed=5 is no run of the study scores" in capsys.readouterr().err
+    assert not Path("results").exists()
+    assert report.main(["collect", "neither", "--study=mine"]) == 0
+    assert [row.study for row in read_rows(Path("results/rows"))] == ["mine"]
+
+
 def test_other_runs_of_present_rows_are_all_named_before_any_row_is_written(monkeypatch, capsys):
     monkeypatch.setattr(report, "STUDIES", {"scores": replace(SCORES, cells=(Cell(CELL.overrides, (0, 1, 2)),))})
     for seed in (0, 1, 2):

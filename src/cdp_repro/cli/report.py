@@ -145,23 +145,21 @@ def _collect(options: dict[str, str], words: list[str]) -> int:
 def _with_study(run_dir: Path, study: str | None) -> Row:
     """Return the row of a run, for the given study or else for the first study that lists the run, with its seed.
 
-    Only studies that count divergence have rows of a run that has diverged, so these come first then.
+    A study of the user's own takes any run. Only studies that count divergence have rows of a run that has diverged, so
+    these come first then.
     """
-    if study is not None:
-        return collect(run_dir, study, study in STUDIES and STUDIES[study].counts_divergence)
+    if study is not None and study not in STUDIES:
+        return collect(run_dir, study)
     run = RunDirectory.open(run_dir)
     config = run.config()
     own, seed = cell_hash(settings_of(config)), config.get("seed")
-    its = [each for each in STUDIES.values() if any(cell.hash == own and seed in cell.seeds for cell in each.cells)]
+    asked = [STUDIES[study]] if study else [*STUDIES.values()]
+    its = [each for each in asked if any(cell.hash == own and seed in cell.seeds for cell in each.cells)]
     if run.summary().get("status") == DIVERGED:
         its.sort(key=lambda study: not study.counts_divergence)  # keeps the order otherwise
     if not its:
-        raise ConfigError(
-            [
-                f"{run_dir} with seed={seed} belongs to none of the studies {', '.join(STUDIES)}: name one of yours by "
-                "--study=NAME"
-            ]
-        )
+        which = f"is no run of the study {study}" if study else f"belongs to none of the studies {', '.join(STUDIES)}"
+        raise ConfigError([f"{run_dir} with seed={seed} {which}: name one of yours by --study=NAME"])
     return collect(run_dir, its[0].name, its[0].counts_divergence)
 
 
