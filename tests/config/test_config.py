@@ -122,7 +122,7 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (["ranks=3", "placement=pipeline"], "ranks=3 does not divide stages=4: use ranks=1, 2, 4"),
         (
             ["baseline=ddp", "mode=dp", "workers=2", "accumulate=2"],
-            "baseline=ddp knows no accumulate=2: use workers=4",
+            "baseline=ddp knows no accumulate=2: use workers=4 accumulate=1",
         ),
         (["stages=6"], "stages=6 is not a multiple of workers=4: use stages=4 or stages=8"),
         (["stages=2"], "stages=2 is not a multiple of workers=4: use stages=4"),
@@ -214,7 +214,10 @@ def test_presets_hold_the_set_up_of_the_paper(name):
             ["micro_batches=6", "batch_size=64"],
             "batch_size=64 is not divisible by micro_batches=6: use batch_size=60 or",
         ),
-        (["mode=dp", "baseline=ddp", "micro_batches=6"], "baseline=ddp knows no micro_batches=6: use workers=6"),
+        (
+            ["mode=dp", "baseline=ddp", "micro_batches=6"],
+            "baseline=ddp knows no micro_batches=6: use workers=6 micro_batches=null",
+        ),
         (["mode=dp", "baseline=torch_1f1b", "pipeline_schedule=gpipe"], "loop, without pipeline_schedule=gpipe: leave"),
         (["mode=dp", "baseline=ddp", "speeds=[1,1,1,2]"], "without speeds=[1, 1, 1, 2]: leave speeds out"),
         (["mode=dp", "baseline=ddp", "program=file"], "own loop, without program=file: leave program out"),
@@ -268,6 +271,15 @@ def test_all_mistakes_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         compose_config(["mode=cdp_v3", "datset=cifar10", "optim.lr=abc", "workers=3", "precision=fp8", "epochs=0"])
     assert len(caught.value.problems) == 6
+
+
+def test_all_mistakes_of_a_schedule_are_reported_at_once():
+    sizes = {"ranks": 7, "servers": 3, "speeds": "[1]", "slack": 2, "slices": 2, "accumulate": 3, "micro_batches": 2}
+    with pytest.raises(ConfigError) as refusal:
+        compose_config(["mode=pipedream", "placement=zero", *(f"{name}={value}" for name, value in sizes.items())])
+    problems = refusal.value.problems
+    assert len(problems) == 8 and "mode=pipedream is not for placement=zero" in str(refusal.value)
+    assert all(f"{name}={value}" in str(refusal.value) for name, value in sizes.items())
 
 
 @pytest.mark.parametrize(

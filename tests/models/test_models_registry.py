@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from cdp_repro.models import BUILTIN_MODELS, ModelError, ModelSpec, build_model
+from cdp_repro.models import BUILTIN_MODELS, ModelError, ModelSpec, build_model, registry
+from cdp_repro.schedule import by_name
 
 SMALL = [("mlp", (1, 8, 8)), ("resnet8", (1, 8, 8)), ("test_vit", (3, 32, 32)), ("test_efficientnet", (3, 32, 32))]
 
@@ -121,3 +122,34 @@ def test_sizes_out_of_range(wrong, message):
 def test_dropout_without_effect_is_refused(name):
     with pytest.raises(ModelError, match=rf"dropout=0.1 has no effect on {name}.*use dropout=0"):
         build_model(name, ModelSpec(input_shape=(1, 8, 8), classes=10, dropout=0.1))
+
+
+def _fails(spec):
+    raise RuntimeError(f"no weights for {spec.classes} classes")
+
+
+def _repeats(spec):
+    block = nn.Linear(8, 8)
+    return nn.Sequential(nn.Flatten(), block, block)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (_fails, "model mine cannot be built: RuntimeError: no weights for 10 classes"),
+        (_repeats, "model mine has one block at several places: give each place a module of its own"),
+        (lambda spec: [nn.Flatten()], "model mine is a list: give an nn.Sequential"),
+    ],
+)
+def test_a_model_of_an_installed_package_that_cannot_be_used_is_refused(monkeypatch, build, message):
+    monkeypatch.setitem(registry._BUILDERS, "mine", build)
+    with pytest.raises(ModelError, match=message):
+        build_model("mine", ModelSpec((1, 8, 8), 10))
+
+
+def test_a_model_of_an_installed_package_does_not_hide_behind_one_of_ours(monkeypatch):
+    entered = ("models", "resnet8")
+    monkeypatch.setattr(by_name, "_entries", lambda group, name: [name] if (group, name) == entered else [])
+    with pytest.raises(ModelError, match="an installed package has entered a model resnet8, as one of ours is called"):
+        build_model("resnet8", ModelSpec((1, 8, 8), 10))
+    assert build_model("mlp", ModelSpec((1, 8, 8), 10))

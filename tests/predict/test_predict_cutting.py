@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
-from cdp_repro.models import registry
+from cdp_repro.models import ModelError, registry
 from cdp_repro.predict.cutting import cut_model, measure_cut
 from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.schedule import by_name
@@ -61,15 +62,64 @@ def test_measured_seconds_need_weights(built_on):
     assert built_on == ["cpu"] and min(found.balanced) > 0
 
 
-def test_the_code_of_an_installed_package_may_need_weights(built_on, monkeypatch):
+class Reads(nn.Module):
+    """Scales its input by a number that it reads from it."""
+
+    def forward(self, inputs):
+        return inputs * inputs.sum().item()
+
+
+class First(nn.Module):
+    def forward(self, inputs):
+        return inputs[:, 0]
+
+
+def _tied(spec):
+    blocks = [nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, spec.classes)]
+    blocks[3].weight = blocks[1].weight
+    return nn.Sequential(*blocks)
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    """Return the configuration of a run with the model of a package that has entered `build`."""
+
+    def enter(build):
+        monkeypatch.setitem(registry._BUILDERS, "mine", build)
+        entered = ("models", "mine")
+        monkeypatch.setattr(by_name, "_entries", lambda group, name: [name] if (group, name) == entered else [])
+        config = compose_config(["workers=2"])
+        config.model.name = "mine"
+        return config
+
+    return enter
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda _: nn.Sequential(nn.Flatten(), nn.Linear(64, 3)),
+            r"gives \[32, 3\] for 32 .* must give \[32, 10\]",
+        ),
+        (lambda _: nn.Sequential(nn.Flatten(), nn.Linear(64, 10), First()), r"it gives \[32\] for 32 samples"),
+        (
+            lambda _: nn.Sequential(nn.Flatten(), Reads()),
+            r"part 1 of 2 \(Reads\) reads a value of a tensor",
+        ),
+        (_tied, "model=mine cannot be cut: stages 0 and 1 share the parameter 3.weight"),
+    ],
+)
+def test_a_model_that_cannot_train_is_refused_before_it_does(mine, build, message):
+    with pytest.raises((ConfigError, ModelError), match=message):
+        measure_cut(mine(build))
+
+
+def test_the_code_of_an_installed_package_may_need_weights(built_on, mine):
     """It may compute with values while it builds a model, which the meta device has none of."""
 
     def build(spec):
         widths = torch.linspace(4, 8, 2).int().tolist()
         return nn.Sequential(nn.Flatten(), nn.Linear(64, widths[0]), nn.Linear(widths[0], spec.classes))
 
-    monkeypatch.setitem(registry._BUILDERS, "mine", build)
-    monkeypatch.setattr(by_name, "_entries", lambda group, name: [name] if (group, name) == ("models", "mine") else [])
-    config = compose_config(["workers=2"])
-    config.model.name = "mine"
-    assert measure_cut(config).blocks_per_stage == [2, 1] and built_on == ["cpu"]
+    assert measure_cut(mine(build)).blocks_per_stage == [2, 1] and built_on == ["cpu"]

@@ -220,6 +220,9 @@ def test_weights_of_another_model_are_refused_with_names_and_shapes(tmp_path):
     torch.save(torchvision.models.resnet34(num_classes=10).state_dict(), file)
     said = refused_start(tmp_path, file)
     assert "it has layer1.2.conv1.weight" in said and "conv1.weight is 64x3x7x7 there and 64x3x3x3 here" in said
+    integers = {name: tensor.long() for name, tensor in torchvision_resnet18(classes=10).state_dict().items()}
+    torch.save(integers, file)
+    assert "conv1.weight is torch.int64 there and torch.float32 here" in refused_start(tmp_path, file)
     torch.save({"head": torch.zeros(2)}, file)
     assert "it lacks conv1.weight, bn1.weight, bn1.bias and 119 more; it has head" in refused_start(tmp_path, file)
 

@@ -11,6 +11,7 @@ from cdp_repro.config.schema import RunConfig
 from cdp_repro.config.task import FIXED_SHAPES
 from cdp_repro.schedule import Program
 from cdp_repro.schedule.norms import clips_globally, knows_norms_in_time, refusal
+from cdp_repro.schedule.schedule import faults_of
 from cdp_repro.schedule.sizes import check_divisible
 
 _LARGEST_PROGRAM = 2_000_000
@@ -26,22 +27,19 @@ def inconsistent_in_schedule(config: RunConfig) -> Iterable[str]:
     Every setting in `SCHEDULE_KEYS` must be in range, because the schedule is made from them. A problem that makes the
     later checks impossible or slow is reported alone.
     """
-    if config.pushes:
-        try:
-            config.schedule()  # gives the micro-batches of a training step
-        except ValueError as error:
-            yield str(error)
-            return
+    if config.pushes and (found := _wrong_with_schedule(config)):
+        yield from found  # the schedule gives the micro-batches of a training step
+        return
     if too_large := _too_large_program(config):
         yield too_large
         return
     if too_large := _too_large_input(config):
         yield too_large
-    for check in (_check_schedule, _check_batch_size):
-        try:
-            check(config)
-        except ValueError as error:
-            yield str(error)
+    yield from _wrong_with_schedule(config)
+    try:
+        _check_batch_size(config)
+    except ValueError as error:
+        yield str(error)
     yield from _wrong_with_clipping(config)
     yield from _wrong_with_slices(config)
     if config.baseline is not None:
@@ -116,11 +114,15 @@ def _check_batch_size(config: RunConfig) -> None:
         )
 
 
-def _check_schedule(config: RunConfig) -> None:
-    """Raise ValueError if the schedule cannot be made, or its timeline cannot serve the staleness matrix."""
-    schedule = config.schedule()
-    if config.mode.staleness is not None:  # a timeline can always serve the rule of a named mode
-        Program(schedule)
+def _wrong_with_schedule(config: RunConfig) -> list[str]:
+    """Return a sentence for each reason why the schedule cannot be made, or cannot serve the staleness matrix."""
+    try:
+        found = faults_of(config.spec())
+        if not found and config.mode.staleness is not None:  # a timeline can always serve the rule of a named mode
+            Program(config.schedule())
+    except ValueError as error:
+        return [str(error)]
+    return found
 
 
 def _wrong_with_cluster(config: RunConfig) -> Iterable[str]:
@@ -163,7 +165,7 @@ def _wrong_with_optimizer(config: RunConfig) -> Iterable[str]:
 def _wrong_with_clipping(config: RunConfig) -> Iterable[str]:
     if config.optim.clip_norm is None or config.baseline is not None:
         return
-    with suppress(ValueError):  # no schedule: `_check_schedule` reports it
+    with suppress(ValueError):  # no schedule: `_wrong_with_schedule` reports it
         schedule = config.schedule()
         if clips_globally(schedule) and not knows_norms_in_time(Program(schedule)):
             yield f"optim.{refusal(schedule)}"
@@ -251,7 +253,8 @@ def _wrong_with_baseline(config: RunConfig) -> Iterable[str]:
         yield f"baseline={config.baseline} uses the library's collectives in any case: drop collectives=true"
     for name, neutral in (("replicas", 1), ("accumulate", 1), ("micro_batches", None)):
         if (value := getattr(config, name)) != neutral:
-            yield f"baseline={config.baseline} knows no {name}={value}: use workers={config.step_micro_batches}"
+            instead = f"workers={config.step_micro_batches} {name}={neutral or 'null'}"
+            yield f"baseline={config.baseline} knows no {name}={value}: use {instead}"
     for name in ("speeds", "program", "slot_order", "pipeline_schedule"):
         if (given := getattr(config, name)) != getattr(RunConfig, name):
             yield f"baseline={config.baseline} runs the library's own loop, without {name}={given}: leave {name} out"

@@ -12,7 +12,9 @@ from cdp_repro.schedule.by_name import ByName
 
 __all__ = ["DATASETS", "Dataset", "DatasetError", "MiniBatch", "load_dataset", "steps_per_epoch"]
 
-_ENTERED: ByName[Callable[[str | None], Dataset]] = ByName("datasets", {})
+_ENTERED: ByName[Callable[[str | None], Dataset]] = ByName(
+    "datasets", {}, callable, "a function from dataset.root to a cdp_repro.data.Dataset"
+)
 """Data sets that installed packages have entered: functions from `root` to the data set."""
 
 DATASETS = ("digits", "cifar10", "imagenet", "synthetic", "text")
@@ -80,6 +82,18 @@ def load_dataset(
 
         return load_text(Path(root) if root else None, context=context, tokens=tokens)
     if name in _ENTERED:
-        return _ENTERED[name](root)
+        return _load_entered(name, root)
     nearest = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.0)[0]
     raise ValueError(f"unknown dataset {name!r}; did you mean {nearest!r}? Known: {', '.join(DATASETS)}")
+
+
+def _load_entered(name: str, root: str | None) -> Dataset:
+    try:
+        found: object = _ENTERED[name](root)
+    except DatasetError:
+        raise
+    except Exception as error:  # a user's package can raise anything
+        raise DatasetError(f"dataset={name} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Dataset):
+        raise DatasetError(f"dataset={name} is of the type {type(found).__name__}: its function must return a Dataset")
+    return found

@@ -29,6 +29,8 @@ _BUILDERS: ByName[Callable[[ModelSpec], nn.Sequential]] = ByName(
         "vit_b_16": partial(build_timm_model, name="vit_base_patch16_224"),
         "two_towers": build_two_towers,
     },
+    callable,
+    "a function from a ModelSpec to an nn.Sequential of blocks",
 )
 
 BUILTIN_MODELS = tuple(_BUILDERS)
@@ -57,21 +59,40 @@ def build_model(name: str, spec: ModelSpec, seed: int = 0) -> nn.Sequential:
     Raises:
         ModelError: unknown name (with the nearest ones), a timm model that cannot be cut, sizes that do not fit.
     """
-    if name in _BUILDERS:
-        builder = _BUILDERS[name]
-    elif is_timm_model(name):
-        builder = partial(build_timm_model, name=name)
-    else:
-        raise ModelError(_unknown(name))
+    builder = _builder_of(name)
     if len(spec.input_shape) == 1 and name != "gpt":
         raise ModelError(f"{name} reads images, not sequences of {spec.input_shape[0]} tokens: use model=gpt")
     device = "meta" if torch.get_default_device().type == "meta" else "cpu"
     with torch.random.fork_rng(devices=[]), torch.device(device):
         # Not torch.manual_seed, which also reseeds the GPUs.
         torch.default_generator.manual_seed(seed)
-        model = builder(spec)
-    if not isinstance(model, nn.Sequential):  # an installed package can return anything
+        return builder(spec)
+
+
+def _builder_of(name: str) -> Callable[[ModelSpec], nn.Sequential]:
+    if name in BUILTIN_MODELS:
+        if is_entered("models", name):
+            raise ModelError(f"an installed package has entered a model {name}, as one of ours is called: rename it")
+        return _BUILDERS[name]
+    if name in _BUILDERS:
+        return partial(_build_entered, name=name)
+    if is_timm_model(name):
+        return partial(build_timm_model, name=name)
+    raise ModelError(_unknown(name))
+
+
+def _build_entered(spec: ModelSpec, name: str) -> nn.Sequential:
+    """Build a model of an installed package, whose code can raise and return anything."""
+    try:
+        model: object = _BUILDERS[name](spec)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"model {name} cannot be built: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Sequential):
         raise ModelError(f"model {name} is a {type(model).__name__}: give an nn.Sequential of its blocks, to cut it")
+    if len({*model}) < len(model):
+        raise ModelError(f"model {name} has one block at several places: give each place a module of its own")
     return model
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from itertools import accumulate
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.fitting import sizes_that_fit
 from cdp_repro.config.numerics import autocast, loss_fn, parameter_dtype
+from cdp_repro.engine.arguments import refuse_shared_parameters
 from cdp_repro.engine.compute import Network
 from cdp_repro.models import ModelError, ModelSpec, build_model, cut
 from cdp_repro.models.chain import Branched, hidden_matrices, segments
@@ -77,13 +78,17 @@ def _cut_model(config: RunConfig, blocks_per_stage: Sequence[int] | None, has_we
         ranges = _ranges(blocks_per_stage)
     sources = config.sources or ()
     stages = tuple(cut(model, ranges, sources))
+    try:
+        refuse_shared_parameters(stages)
+    except ValueError as error:
+        raise ModelError(f"model={config.model.name} cannot be cut: {error}") from error
     trained = [[parameter for parameter in stage.parameters() if parameter.requires_grad] for stage in stages]
     hidden = hidden_matrices(stages, sources)
     return CutModel(
         stages=stages,
         block_names=tuple(tuple(name for name, _ in stage.named_children()) for stage in stages),
         costs=profile_stages(
-            Network(stages, loss_fn, autocast(config, "cpu"), sources),
+            Network(stages, _checked_loss(config.dataset.classes), autocast(config, "cpu"), sources),
             *sample(config, "cpu"),
             slices=config.slices_of_a_sequence,
         ),
@@ -129,10 +134,25 @@ def _block_costs(config: RunConfig, model: nn.Sequential) -> Sequence[float]:
     if config.partition == "parameters":
         return [sum(parameter.nbytes for parameter in block.parameters()) for block in blocks]
     inputs = sample(config.reading_whole(), "cpu")  # the same cut, whether or not sequences are cut
-    forward, backward, _ = profile_passes(Network(blocks, loss_fn, autocast(config, "cpu"), sources), *inputs)
+    loss = _checked_loss(config.dataset.classes)
+    forward, backward, _ = profile_passes(Network(blocks, loss, autocast(config, "cpu"), sources), *inputs)
     if config.partition == "activations":
         return [came for came, _ in forward]
     return [there + back for (_, there), (_, back) in zip(forward, backward, strict=True)]
+
+
+def _checked_loss(classes: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the loss for a measurement, which refuses outputs that are not a number for each target and class."""
+
+    def checked(outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.shape != (*targets.shape, classes):
+            raise ValueError(
+                f"it gives {[*outputs.shape]} for {len(targets)} samples of dataset.classes={classes}: it must give "
+                f"{[*targets.shape, classes]}"
+            )
+        return loss_fn(outputs, targets)
+
+    return checked
 
 
 def sample(config: RunConfig, device: torch.device | str) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, TypeVar
@@ -10,7 +11,12 @@ T = TypeVar("T")
 
 
 class EntryError(ValueError):
-    """An entry point of an installed package cannot be imported."""
+    """An entry point of an installed package cannot be imported, or is something else than it should be."""
+
+
+def is_subclass_of(base: type) -> Callable[[object], bool]:
+    """Return the function that tells whether something is a subclass of `base`."""
+    return lambda found: isinstance(found, type) and issubclass(found, base)
 
 
 class ByName(dict[str, T]):
@@ -24,10 +30,10 @@ class ByName(dict[str, T]):
     An addition is imported when its name is first asked for, and is not listed before.
     """
 
-    def __init__(self, group: str, known: dict[str, T]) -> None:
-        """`group` is the name of the entry points after `cdp_repro.`."""
+    def __init__(self, group: str, known: dict[str, T], is_one: Callable[[object], bool], kind: str) -> None:
+        """`group`: name of the entry points after `cdp_repro.`; `is_one` tells whether an entry is of the `kind`."""
         super().__init__(known)
-        self._group = group
+        self._group, self._is_one, self._kind = group, is_one, kind
 
     def __contains__(self, name: object) -> bool:
         """Whether the name is known, here or in an installed package."""
@@ -43,10 +49,13 @@ class ByName(dict[str, T]):
         """Take over what an installed package has entered under this name; return whether one has.
 
         Raises:
-            EntryError: the entry cannot be imported.
+            EntryError: the entry cannot be imported, or is something else.
         """
         for entry in _entries(self._group, str(name)):
-            self[entry.name] = _loaded(entry)
+            found = _loaded(entry)
+            if not self._is_one(found):
+                raise EntryError(f"{_told(entry)} is of the type {type(found).__name__}: give {self._kind}")
+            self[entry.name] = found
             return True
         return False
 
@@ -70,7 +79,8 @@ def _loaded(entry: EntryPoint) -> Any:
     try:
         return entry.load()
     except Exception as error:  # a user's package can raise anything
-        raise EntryError(
-            f"{entry.group} {entry.name!r}, which an installed package has entered as {entry.value}, cannot be "
-            f"imported: {type(error).__name__}: {error}"
-        ) from error
+        raise EntryError(f"{_told(entry)} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _told(entry: EntryPoint) -> str:
+    return f"{entry.group} {entry.name!r}, which an installed package has entered as {entry.value},"

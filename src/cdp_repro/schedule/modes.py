@@ -70,6 +70,8 @@ MODES: ByName[Mode] = ByName(
         "ssp": Mode("clocked", Clock, sizes=(*OF_CLOCKS, "slack")),
         "async": Mode("clocked", Clock, sizes=OF_CLOCKS),
     },
+    lambda found: isinstance(found, Mode),
+    "a Mode",
 )
 """By name, the paper's first. Some modes are the same under the names of two literatures."""
 

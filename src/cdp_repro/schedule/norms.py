@@ -75,8 +75,8 @@ def refusal(schedule: Schedule) -> str:
         f"{first}mode=cdp_v2, which clips each stage by itself": plain.in_mode("cdp_v2"),
     }
     works = [] if schedule.sizes.pushes else [way.strip() for way, spec in ways.items() if way and _can_clip(spec)]
-    return f"clip_norm with mode={schedule.mode} clips by the norm over all stages, but {schedule} {why}: use " + (
-        ", or ".join(works) or "no clip_norm"
+    return f"clip_norm with mode={schedule.mode} clips by the norm over all stages, but {schedule} {why}: " + (
+        f"use {', or '.join(works)}" if works else "leave clip_norm out"
     )
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import accumulate, count, pairwise
 from typing import ClassVar
 
-from cdp_repro.schedule.by_name import ByName
+from cdp_repro.schedule.by_name import ByName, is_subclass_of
 from cdp_repro.schedule.timelines.timeline import Timeline
 
 
@@ -180,6 +180,8 @@ PLACEMENTS: ByName[type[Placement]] = ByName(
         placement.name: placement
         for placement in (SingleDevice, Replicated, Zero, ModelParallel, Pipeline, ParameterServer)
     },
+    is_subclass_of(Placement),
+    "a subclass of Placement",
 )
 
 

@@ -11,7 +11,7 @@ from typing import Unpack
 
 from cdp_repro.schedule.placements import PLACEMENTS, Placement
 from cdp_repro.schedule.rules import Rule
-from cdp_repro.schedule.schedule_spec import CHOOSING_PLACEMENTS, COLLECTIVE_PLACEMENTS, Choices, Spec, frozen
+from cdp_repro.schedule.schedule_spec import Choices, Spec, frozen
 from cdp_repro.schedule.sizes import Sizes
 from cdp_repro.schedule.timelines.timeline import Timeline
 from cdp_repro.schedule.values import Value, buffers, parameters
@@ -52,9 +52,9 @@ class Schedule:
         Raises:
             ValueError: values are out of range or do not fit together; names values that work.
         """
-        spec.check()
+        for fault in faults_of(spec):
+            raise ValueError(fault)
         timeline = spec.chosen_mode.timeline_class(spec.sizes)
-        _check_fits(spec, timeline)
         placement = PLACEMENTS[spec.placement].for_timeline(timeline, spec.collectives)
         if gradient_bytes and len(gradient_bytes) != spec.stages:
             raise ValueError(f"gradient_bytes has {len(gradient_bytes)} entries: give {spec.stages}, one a stage")
@@ -171,41 +171,13 @@ class Schedule:
         return rank if rank in holders else holders[0]
 
 
-def _check_fits(spec: Spec, timeline: Timeline) -> None:
-    """Raise ValueError, with values that work, if the placement or the numbers do not fit the timeline and its mode."""
-    mode = spec.chosen_mode
-    allowed = ("single_device", "pipeline") if mode.updates_each else timeline.placements
-    if allowed is not None and spec.placement not in allowed:
-        raise ValueError(
-            f"mode={spec.mode_name} is not for placement={spec.placement}: use placement={' or '.join(allowed)}"
-        )
-    if (mode.updates_each or mode.pushes) and spec.accumulate > 1:
-        works = "" if mode.pushes else ", or mode=pipedream_2bw"
-        raise ValueError(
-            f"mode={spec.mode} makes an update after each micro-batch, not after accumulate={spec.accumulate} "
-            f"of them a worker: use accumulate=1{works}"
-        )
-    _check_micro_batches(spec)
-    timeline.check(spec.placement)
-    if spec.collectives and (not timeline.is_simultaneous or spec.placement not in COLLECTIVE_PLACEMENTS):
-        raise ValueError(
-            f"collectives=true needs workers that compute the same stage at once, as mode=dp does on placement="
-            f"{' or '.join(COLLECTIVE_PLACEMENTS)}, not mode={spec.mode_name} on placement={spec.placement}: use "
-            f"collectives=false, or mode=dp placement={COLLECTIVE_PLACEMENTS[0]}"
-        )
-
-
-def _check_micro_batches(spec: Spec) -> None:
-    """Raise ValueError, with advice, if M is chosen although other settings give it, or if it is below 1."""
-    chosen, mode = spec.micro_batches, spec.chosen_mode
-    if chosen is None:
-        return
-    if spec.placement not in CHOOSING_PLACEMENTS or mode.updates_each or mode.pushes or spec.speeds is not None:
-        raise ValueError(
-            f"micro_batches={chosen} is for modes on placement={' or '.join(CHOOSING_PLACEMENTS)} with one update "
-            f"after them, not for mode={spec.mode_name} on placement={spec.placement}: leave it out"
-        )
-    if spec.accumulate > 1:
-        raise ValueError(f"micro_batches={chosen} and accumulate={spec.accumulate} both say how many: leave one out")
-    if chosen < 1:
-        raise ValueError(f"micro_batches={chosen}: at least 1 is needed")
+def faults_of(spec: Spec) -> list[str]:
+    """Return a sentence, with values that work, for each fault of a spec; those that hide others alone."""
+    found = [*spec.faults()]
+    if not found:
+        try:
+            spec.sizes.check()
+            spec.chosen_mode.timeline_class(spec.sizes).check(spec.placement)
+        except ValueError as error:
+            found = [str(error)]
+    return found

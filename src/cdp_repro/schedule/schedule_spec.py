@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import UnionType
@@ -137,41 +137,89 @@ class Spec:
         return replace(moved, **left_out)
 
     def check(self) -> None:
-        """Raise ValueError, with values that work, for a value of another type, out of range, or of another mode or
-        placement."""
+        """Raise ValueError for the first of the `faults`, or if the sizes do not fit together."""
+        for fault in self.faults():
+            raise ValueError(fault)
+        self.sizes.check()
+
+    def faults(self) -> Iterator[str]:
+        """Yield a sentence, with values that work, for each value of another type, mode or placement."""
+        found = [*self._of_other_types()] or [*self._unknown()]
+        yield from found or [*self._of_other_choices(), *self._of_other_modes(), *self._wrong_with_micro_batches()]
+
+    def _of_other_types(self) -> Iterator[str]:
         for name, kind in kinds().items():
             if name != "mode" and not is_of(value := getattr(self, name), kind):  # the rule of a matrix checks it
-                raise ValueError(f"{name}={value!r} is of the type {type(value).__name__}: {named(kind)} is needed")
+                yield f"{name}={value!r} is of the type {type(value).__name__}: {named(kind)} is needed"
+
+    def _unknown(self) -> Iterator[str]:
         for name, value, choices in (
             ("placement", self.placement, PLACEMENTS),
             ("slot_order", self.slot_order, SLOT_ORDERS),
             ("pipeline_schedule", self.pipeline_schedule, PIPELINE_SCHEDULES),
         ):
             if value not in choices:
-                raise ValueError(f"unknown {name} {value!r}: choose {', '.join(choices)}")
+                yield f"unknown {name} {value!r}: choose {', '.join(choices)}"
+        try:
+            _ = self.chosen_mode.timeline_class
+        except ValueError as error:
+            yield str(error)
+
+    def _of_other_choices(self) -> Iterator[str]:
+        """Yield a sentence for each size that the placement or the mode does not have."""
         for name, of in PLACEMENT_SIZES.items():
             if (value := getattr(self, name)) is not None and self.placement != of:
-                raise ValueError(
+                yield (
                     f"{name}={value} is for placement={of}; placement={self.placement} derives its ranks from "
                     f"workers, stages and replicas: leave {name} out"
                 )
-        self._check_mode_sizes()
-        self.sizes.check()
-
-    def _check_mode_sizes(self) -> None:
-        """Raise ValueError for a size that the mode does not have, and for speeds on a placement without them."""
         for name in MODE_SIZES:
             if (value := getattr(self, name)) is not None and name not in self.chosen_mode.sizes:
                 modes = [each for each, mode in MODES.items() if name in mode.sizes]
                 shown = [*value] if isinstance(value, tuple) else value
-                raise ValueError(
+                yield (
                     f"{name}={shown} is for mode={' or '.join(modes)}; mode={self.mode_name} has none: leave {name} out"
                 )
-        if self.speeds is not None and self.placement not in SPEED_PLACEMENTS:
-            raise ValueError(
+        if self.speeds is not None and "speeds" in self.chosen_mode.sizes and self.placement not in SPEED_PLACEMENTS:
+            yield (
                 f"speeds={[*self.speeds]} needs workers that wait only for parameters, not "
                 f"placement={self.placement}: use placement={' or '.join(SPEED_PLACEMENTS)}"
             )
+
+    def _of_other_modes(self) -> Iterator[str]:
+        """Yield a sentence for what the mode's timeline or its updates do not allow."""
+        mode = self.chosen_mode
+        allowed = ("single_device", "pipeline") if mode.updates_each else mode.timeline_class.placements
+        if allowed is not None and self.placement not in allowed:
+            yield f"mode={self.mode_name} is not for placement={self.placement}: use placement={' or '.join(allowed)}"
+        if (mode.updates_each or mode.pushes) and self.accumulate > 1:
+            works = "" if mode.pushes else ", or mode=pipedream_2bw"
+            yield (
+                f"mode={self.mode} makes an update after each micro-batch, not after accumulate={self.accumulate} "
+                f"of them a worker: use accumulate=1{works}"
+            )
+        is_simultaneous = mode.timeline_class.is_simultaneous
+        if self.collectives and (not is_simultaneous or self.placement not in COLLECTIVE_PLACEMENTS):
+            yield (
+                f"collectives=true needs workers that compute the same stage at once, as mode=dp does on placement="
+                f"{' or '.join(COLLECTIVE_PLACEMENTS)}, not mode={self.mode_name} on placement={self.placement}: use "
+                f"collectives=false, or mode=dp placement={COLLECTIVE_PLACEMENTS[0]}"
+            )
+
+    def _wrong_with_micro_batches(self) -> Iterator[str]:
+        """Yield a sentence if M is chosen although other settings give it, or if it is below 1."""
+        chosen, mode = self.micro_batches, self.chosen_mode
+        if chosen is None:
+            return
+        if self.placement not in CHOOSING_PLACEMENTS or mode.updates_each or mode.pushes or self.speeds is not None:
+            yield (
+                f"micro_batches={chosen} is for modes on placement={' or '.join(CHOOSING_PLACEMENTS)} with one update "
+                f"after them, not for mode={self.mode_name} on placement={self.placement}: leave it out"
+            )
+        elif self.accumulate > 1:
+            yield f"micro_batches={chosen} and accumulate={self.accumulate} both say how many: leave one out"
+        elif chosen < 1:
+            yield f"micro_batches={chosen}: at least 1 is needed"
 
 
 @cache

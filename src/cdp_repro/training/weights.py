@@ -171,15 +171,18 @@ def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
 
 
 def _differences(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> list[str]:
-    """Return the names and shapes in which a file and a model differ."""
+    """Return the names, shapes and kinds of numbers in which a file and a model differ."""
     lacking, foreign = [key for key in ours if key not in theirs], [key for key in theirs if key not in ours]
-    reshaped = [
-        f"{key} is {_shape(theirs[key])} there and {_shape(tensor)} here"
-        for key, tensor in ours.items()
-        if key in theirs and theirs[key].shape != tensor.shape
-    ]
-    parts = (("it lacks", lacking), ("it has", foreign), ("", reshaped))
+    both = [(key, theirs[key], tensor) for key, tensor in ours.items() if key in theirs]
+    reshaped = [f"{key} is {_shape(a)} there and {_shape(b)} here" for key, a, b in both if a.shape != b.shape]
+    other = [f"{key} is {a.dtype} there and {b.dtype} here" for key, a, b in both if _kind(a) != _kind(b)]
+    parts = (("it lacks", lacking), ("it has", foreign), ("", reshaped), ("", other))
     return [f"{verb} {several(items, limit=3)}".strip() for verb, items in parts if items]
+
+
+def _kind(tensor: Tensor) -> tuple[bool, bool]:
+    """Return what a copy to another type must not change: whether numbers have fractions, and whether two parts."""
+    return tensor.is_floating_point(), tensor.is_complex()
 
 
 def _shape(tensor: Tensor) -> str:

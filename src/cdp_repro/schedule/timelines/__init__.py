@@ -1,6 +1,6 @@
 """Timelines: one file per family, with a picture of each."""
 
-from cdp_repro.schedule.by_name import ByName
+from cdp_repro.schedule.by_name import ByName, is_subclass_of
 from cdp_repro.schedule.timelines.clocked import Clocked
 from cdp_repro.schedule.timelines.cyclic import Cyclic
 from cdp_repro.schedule.timelines.ordered import (
@@ -34,6 +34,8 @@ TIMELINES: ByName[type[Timeline]] = ByName(
             Clocked,
         )
     },
+    is_subclass_of(Timeline),
+    "a subclass of Timeline",
 )
 
 

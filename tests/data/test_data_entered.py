@@ -1,0 +1,33 @@
+"""Data sets of installed packages, whose code can raise and return anything."""
+
+from __future__ import annotations
+
+import pytest
+
+from cdp_repro import data
+from cdp_repro.data import DatasetError, load_dataset
+from cdp_repro.data.digits import load_digits
+
+
+def _fails(root):
+    raise FileNotFoundError(f"{root} is not there")
+
+
+def test_a_data_set_that_is_entered_is_loaded_with_its_root(monkeypatch):
+    roots = []
+    monkeypatch.setitem(data._ENTERED, "mine", lambda root: roots.append(root) or load_digits())
+    assert load_dataset("mine", root="here").classes == 10 and roots == ["here"]
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (_fails, "dataset=mine cannot be loaded: FileNotFoundError: here is not there"),
+        (lambda _: [], "dataset=mine is of the type list: its function must return a Dataset"),
+        (lambda _: None, "dataset=mine is of the type NoneType"),
+    ],
+)
+def test_one_that_cannot_be_used_is_refused(monkeypatch, load, message):
+    monkeypatch.setitem(data._ENTERED, "mine", load)
+    with pytest.raises(DatasetError, match=message):
+        load_dataset("mine", root="here")
