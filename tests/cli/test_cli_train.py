@@ -69,6 +69,20 @@ def test_a_mistake_in_one_cell_stops_the_sweep_before_it_starts(tiny, capsys):
     assert list(Path().iterdir()) == []
 
 
+def test_a_mistake_names_its_cells_unless_all_have_it(tiny, capsys):
+    said = refused(capsys, "--multirun", *tiny, "epochs=0", "seed=0,1", "batch_size=64,63").splitlines()
+    assert sum(line.startswith("- epochs=0: must be 1 or more") for line in said) == 1
+    (of_cells,) = [line for line in said if "is not divisible" in line]
+    assert of_cells.startswith("- batch_size=63,seed=0 and 1 more: batch_size=63 is not divisible by")
+
+
+def test_a_sweep_does_not_mix_with_a_run(tiny, capsys):
+    assert command.main([*tiny, "epochs=1", "run_dir=one"]) == 0
+    before = {path.name for path in Path("one").iterdir()}
+    assert "run_dir=one is the directory of a run" in refused(capsys, "-m", *tiny, "seed=0,1", "run_dir=one")
+    assert {path.name for path in Path("one").iterdir()} == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -38,14 +38,21 @@ def refuse(problems: Iterable[str]) -> None:
 OTHER_NAMES = {
     "learning_rate": "optim.lr", "optimizer": "optim", "max_epochs": "epochs",  "num_micro_batches": "micro_batches",
     "gradient_accumulation_steps": "accumulate", "data": "dataset", "arch": "model",
+    "grad_clip": "optim.clip_norm", "gradient_clip_val": "optim.clip_norm", "max_grad_norm": "optim.clip_norm",
+    "log_interval": "log_every_steps",
 }  # fmt: skip
 """By the name of a setting in other trainers: its name here."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" for the most similar choice, or "" if none is similar."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    if (ours := OTHER_NAMES.get(name.lower().rpartition(".")[-1])) in by_lower:
+    """Return "; did you mean 'x'?" for the most similar choice, or "" if none is similar.
+
+    The last part of a choice stands for it, too: `lr` for `optim.lr`. Swapped letters come first.
+    """
+    whole = {choice.lower(): choice for choice in choices}
+    by_lower = {choice.rpartition(".")[-1]: whole[choice] for choice in whole} | whole
+    if (ours := OTHER_NAMES.get(name.lower().rpartition(".")[-1])) in whole:
         return f"; did you mean {ours!r}?"
-    close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.4)]
-    return f"; did you mean {close[0]!r}?" if close else ""
+    swapped = [each for each in by_lower if sorted(each) == sorted(name.lower())]
+    close = swapped or difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from contextlib import suppress
 
-from cdp_repro.config.ranges import LARGEST_RATE
+from cdp_repro.config.ranges import LARGEST_RATE, LARGEST_SECONDS
 from cdp_repro.config.schema import RunConfig
 from cdp_repro.config.task import FIXED_SHAPES
 from cdp_repro.schedule import Program
@@ -137,9 +137,9 @@ def _wrong_with_cluster(config: RunConfig) -> Iterable[str]:
         yield "cluster.backward_seconds has no effect without cluster.forward_seconds: give both"
     for name in ("forward_seconds", "backward_seconds", "update_seconds"):
         seconds = getattr(cluster, name)
-        if seconds is not None and (len(seconds) != stages or not all(0 <= each < math.inf for each in seconds)):
+        if seconds is not None and (len(seconds) != stages or not all(0 <= s <= LARGEST_SECONDS for s in seconds)):
             yield (
-                f"cluster.{name}={seconds}: must be {stages} finite numbers, 0 or more, one a stage, e.g. "
+                f"cluster.{name}={seconds}: must be {stages} numbers from 0 to {LARGEST_SECONDS:g}, one a stage, e.g. "
                 f"{[0.01] * stages}"
             )
 

@@ -66,6 +66,8 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
     found: dict[Path, Cell] = {}
     names: dict[str, str] = {}
     problems: list[str] = []
+    mistakes: dict[str, list[str]] = {}
+    """Mistakes in configurations, each with its cells."""
     for texts in expanded:
         own = ",".join(text for text in texts if text not in fixed) or "single"
         name = own.replace("/", "-")
@@ -78,14 +80,20 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
         try:
             config = with_absolute_program(compose_config(texts, check_device, source))
         except ConfigError as error:
-            problems += error.problems
+            for mistake in error.problems:
+                mistakes.setdefault(mistake, []).append(own)
             continue
         begin = [*source.arguments(), *texts, f"run_dir={directory}"]
         found[directory] = Cell(directory, begin, config)
         if _holds_another_run(directory, config):
             problems.append(f"{directory} holds a run with another configuration: pass another run_dir=")
+    for mistake, where in mistakes.items():
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        problems.append(mistake if len(where) == len(expanded) else f"{where[0]}{more}: {mistake}")
     if root.exists() and not root.is_dir():
         problems.append(f"run_dir={root} is a file: a sweep needs a folder for its runs")
+    if (root / CONFIG).exists():
+        problems.append(f"run_dir={root} is the directory of a run: a sweep needs a folder of its own for its runs")
     refuse(problems)
     return [*found.values()]
 
