@@ -69,6 +69,17 @@ def test_a_mistake_in_one_cell_stops_the_sweep_before_it_starts(tiny, capsys):
     assert list(Path().iterdir()) == []
 
 
+def test_too_little_memory_is_told_in_a_few_lines(tiny, capsys, monkeypatch):
+    def launch(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.\nstack")
+
+    monkeypatch.setattr(command, "launch", launch)
+    assert command.main([*tiny, "run_dir=one"]) == 1
+    said = capsys.readouterr().err
+    assert "error: not enough memory: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes" in said
+    assert "stack" not in said and said.count("\n") == 2
+
+
 def test_a_mistake_names_its_cells_unless_all_have_it(tiny, capsys):
     said = refused(capsys, "--multirun", *tiny, "epochs=0", "seed=0,1", "batch_size=64,63").splitlines()
     assert sum(line.startswith("- epochs=0: must be 1 or more") for line in said) == 1

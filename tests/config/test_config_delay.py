@@ -118,6 +118,10 @@ def test_steps_of_a_library_are_said_to_be_untraced():
         assert without_effect(compose_config([*baseline, *as_it_is])) == []
 
 
+def test_a_learning_rate_of_0_is_said_to_train_nothing():
+    assert without_effect(compose_config(["optim.lr=0"])) == ["optim.lr=0 leaves all parameters as they are"]
+
+
 def test_one_class_is_said_to_leave_nothing_to_learn():
     (said,) = without_effect(compose_config(["dataset=synthetic", "dataset.classes=1"]))
     assert said == "dataset.classes=1 leaves nothing to learn: every prediction is right"

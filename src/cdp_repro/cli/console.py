@@ -68,6 +68,8 @@ def _code_of(error: Exception) -> int | None:
 
     To import the error classes is to import torch, which takes seconds unless the command has done so already.
     """
+    import torch
+
     from cdp_repro.data import DatasetError
     from cdp_repro.models import ModelError
     from cdp_repro.training.checkpoint import CheckpointError
@@ -81,6 +83,10 @@ def _code_of(error: Exception) -> int | None:
         return 128 + error.signal
     if isinstance(error, DivergedError):
         write_error(f"error: {error}\n")
+        return 1
+    said = str(error).partition("\n")[0]
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in said:
+        write_error(f"error: not enough memory: {said}\ncdp-plan shows the need: less with a smaller batch_size=\n")
         return 1
     return None
 

@@ -88,6 +88,8 @@ def without_effect_on_steps(config: RunConfig) -> list[str]:
 
 def _of_learning_rate(config: RunConfig) -> Iterator[str]:
     optim = config.optim
+    if optim.lr == 0:
+        yield "optim.lr=0 leaves all parameters as they are"
     if optim.warmup_epochs >= config.epochs:
         yield (
             f"optim.warmup_epochs={optim.warmup_epochs:g} covers all epochs={config.epochs}: the learning rate only "
