@@ -272,6 +272,8 @@ def test_a_value_beside_resume_that_cannot_be_read(tiny, capsys):
     assert "wandb=[" in refused(capsys, "resume=mine", "wandb=[")
     said = refused(capsys, "resume=mine", "wandb=[", "ranks=[", "log_every_steps=0")
     assert all(f"- {text}" in said for text in ("'wandb=[': ", "'ranks=[': ", "log_every_steps=0: "))
+    said = refused(capsys, "resume=mine", "placement=pipeline", "ranks=3")
+    assert "use ranks=" in said and "would fit" not in said, "other sizes are fixed"
 
 
 def forget_the_end(run: Path, step: int) -> None:

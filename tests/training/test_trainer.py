@@ -367,7 +367,9 @@ def test_a_run_whose_last_evaluation_is_not_finite_has_diverged(tmp_path, tiny, 
 def test_a_copy_of_the_data_under_another_name_is_the_same():
     theirs, ours = ({"description": f"text of {name}", "fingerprint": "f"} for name in ("a.txt", "b.txt"))
     refuse_foreign({"data": theirs}, {"data": ours})
-    with pytest.raises(CheckpointError, match="fingerprint is f in the checkpoint, g in the run"):
+    with pytest.raises(
+        CheckpointError, match=r"data are not those.*; fingerprint is f in the checkpoint, g in the run"
+    ):
         refuse_foreign({"data": theirs}, {"data": {**ours, "fingerprint": "g"}})
 
 

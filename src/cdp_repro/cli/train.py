@@ -193,7 +193,7 @@ def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
     if config.placement.name != was and not any(text.startswith("program=") for text in given):
         config.program = None  # it was for the placement before, too
     with collecting(problems):
-        found = load_config(config)
+        found = load_config(config, proposes_sizes=False)
     where = "" if given else f"{run.path / CONFIG}: "
     refuse(f"{where}{problem}" for problem in problems)
     return found

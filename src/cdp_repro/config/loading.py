@@ -19,8 +19,10 @@ from cdp_repro.config.schema import ClusterConfig, OptimConfig, RunConfig
 from cdp_repro.config.source import GROUPS
 
 
-def load_config(composed: DictConfig, check_device: bool = True) -> RunConfig:
+def load_config(composed: DictConfig, check_device: bool = True, proposes_sizes: bool = True) -> RunConfig:
     """Return the typed configuration. Without `check_device`, `device=cuda` is accepted on a machine without CUDA.
+
+    With `proposes_sizes`, mistakes in sizes come with sizes that fit; leave it out where other sizes may not be given.
 
     Raises:
         ConfigError: lists all values that are missing, of a wrong type or out of range, or do not fit together.
@@ -30,7 +32,8 @@ def load_config(composed: DictConfig, check_device: bool = True) -> RunConfig:
     excessive = dict(out_of_range(config))
     problems += excessive.values()
     if not {*wrong, *excessive} & SCHEDULE_KEYS:
-        problems += _with_sizes_that_fit(config, [*inconsistent_in_schedule(config)])
+        found = [*inconsistent_in_schedule(config)]
+        problems += _with_sizes_that_fit(config, found) if proposes_sizes else found
     problems += inconsistent_elsewhere(config)
     if check_device and config.device == "cuda" and not _finds_cuda():
         problems.append("device=cuda: torch finds no CUDA device on this machine; use device=cpu (or device=auto)")

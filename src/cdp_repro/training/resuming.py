@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from cdp_repro.config.keys import NEUTRAL_KEYS, PLACEMENT_KEYS, flat, settings_of
@@ -11,7 +12,7 @@ from cdp_repro.training.checkpoint import CheckpointError
 
 def refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a checkpoint's configuration or data differ from the run's, as far as given."""
-    differing: list[str] = []
+    differing: dict[str, list[str]] = {}
     for part, by_key in (("config", settings_of), ("data", flat)):
         kept = found.get(part, {})
         if not isinstance(kept, Mapping):
@@ -20,14 +21,18 @@ def refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
             theirs, ours = by_key(kept), by_key(expected[part])
             if part == "data" and "fingerprint" in ours and theirs.get("fingerprint") == ours["fingerprint"]:
                 continue  # perhaps under another name, such as that of a copied file
-            differing += [
+            differing[part] = [
                 f"{key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the run"
                 for key in sorted({*theirs, *ours})
                 if theirs.get(key) != ours.get(key) and key not in NEUTRAL_KEYS
             ]
-    if differing:
+    if differing.get("config"):
+        said = "; ".join(chain(*differing.values()))
+        raise CheckpointError(f"the checkpoint is of another run: {said}. Resume the run that it belongs to")
+    if differing.get("data"):
         raise CheckpointError(
-            "the checkpoint is of another run: " + "; ".join(differing) + ". Resume the run that it belongs to"
+            f"the data are not those with which the run began: {'; '.join(differing['data'])}. Put those back, or say "
+            "where they are by dataset.root="
         )
 
 
