@@ -34,7 +34,8 @@ def read_program_file(path: str) -> Program:
     try:
         text = Path(path).read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"program={path} cannot be read: {error}"]) from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError([f"program={path} cannot be read: {why}"]) from error
     return read_program(text)
 
 

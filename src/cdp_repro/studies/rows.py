@@ -157,7 +157,7 @@ def read_row(path: Path) -> Row:
             f"{path} cannot be read ({error}): restore it from git, or remove it and collect again"
         ) from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise RowError(f"{path} is not a row of format {FORMAT}: remove it from results/rows")
+        raise RowError(f"{path} is not a row of format {FORMAT}: remove it")
     content = {key: value for key, value in found.items() if key not in ("format", "digest")}
     if found.get("digest") != _digest(content):
         raise RowError(f"{path} is damaged, its digest differs: restore it from git, or remove it and collect again")
