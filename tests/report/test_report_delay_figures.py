@@ -77,7 +77,7 @@ def test_differences_are_those_of_paired_seeds_with_their_interval():
     assert means == pytest.approx([-1.0, 0.0, 0.0], abs=1e-9)
     (low,), (high,) = (cap.get_xdata() for cap in axis.containers[1].lines[1])
     assert low == pytest.approx(-high) and low < -1, "Student's t with two degrees, of differences 0, 0.5, -0.5"
-    assert axis.get_xlabel() == "test top-1 [%] minus that of dp with the same optimizer\n[points], right is better"
+    assert axis.get_xlabel() == "test top-1 [%]\nminus that of dp with the same optimizer\n[points], right is better"
     assert not axis.patches, "no margin was stated"
 
 
@@ -98,6 +98,13 @@ def test_without_anything_to_compare_there_is_no_figure():
     alone = [group for group in delay_groups(DELAY, [(0.0, 1.0, 2.0)] * 4) if group.mode == "dp"]
     assert differences({}) is None
     assert differences({"digits": standings(DELAY, {DELAY.name: alone})}) is None
+
+
+def test_a_difference_on_one_seed_has_no_interval_and_is_not_drawn():
+    groups = delay_groups(DELAY, [(0.0, 1.0, 2.0)] * 4)
+    single = [replace(group, rows=group.rows[:1]) for group in groups]
+    found = standings(DELAY, {DELAY.name: single})
+    assert any(each.found for each in found) and differences({"digits": found}) is None
 
 
 def test_as_many_methods_as_all_networks_have_look_different():

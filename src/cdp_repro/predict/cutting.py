@@ -32,7 +32,8 @@ class CutModel(StageCut):
 
 def measure_cut(config: RunConfig, blocks_per_stage: Sequence[int] | None = None) -> StageCut:
     """Return what `cut_model` measures; without making weights, however large the model is, if shapes are enough."""
-    return cut_model(config, blocks_per_stage, has_weights=not follows_from_shapes(config))
+    by_shapes = follows_from_shapes(config.partition, config.model.name)
+    return cut_model(config, blocks_per_stage, has_weights=not by_shapes)
 
 
 def cut_model(

@@ -63,7 +63,7 @@ def remember(config: RunConfig, measured: StageCut) -> StageCut:
 
 def _path_of(config: RunConfig) -> Path | None:
     """Return the file of a cut; None without a home directory, and for a cut that may differ another day."""
-    if not follows_from_shapes(config):
+    if not follows_from_shapes(config.partition, config.model.name):
         return None
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:

@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from cdp_repro.config import RunConfig
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.partition import imbalance
 from cdp_repro.schedule.by_name import is_entered
 
 
-def follows_from_shapes(config: RunConfig) -> bool:
-    """Whether a cut follows from this package's code and the shapes of the model's tensors.
+def follows_from_shapes(partition: str, model: str) -> bool:
+    """Whether a cut of a model by `partition` follows from this package's code and the shapes of the model's tensors.
 
     A cut by measured time does not, nor one of an installed package's model, whose code can do anything.
     """
-    return config.partition != "time" and not is_entered("models", config.model.name)
+    return partition != "time" and not is_entered("models", model)
 
 
 @dataclass(frozen=True)

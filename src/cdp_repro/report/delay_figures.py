@@ -114,13 +114,14 @@ def _near_best(curve: Mapping[float, float]) -> str:
 def differences(panels: Mapping[str, Sequence[Standing]]) -> Figure | None:
     """Draw the difference of each setting from data parallelism with its 95 % interval: a panel a network.
 
+    A difference on one seed has no interval, and is not drawn.
     Circles are studies without a verdict; diamonds are the fresh seeds that judge. The grey band is the margin of
     equivalence.
     """
     shown = {
         title: drawn
         for title, standings in panels.items()
-        if (drawn := [each for each in standings if each.found is not None])
+        if (drawn := [each for each in standings if each.found and each.found.difference.n > 1])
     }
     if not shown:
         return None
@@ -148,7 +149,7 @@ def _draw_differences(axis: Axes, standings: Sequence[Standing]) -> None:
     axis.invert_yaxis()
     task = standings[0].task
     side = "right" if task.more_is_better else "left"
-    minus_dp = f"{task.label} minus that of dp with the same optimizer"
+    minus_dp = f"{task.label}\nminus that of dp with the same optimizer"
     axis.set_xlabel(f"{minus_dp}\n[{task.difference_unit}], {side} is better", fontsize="small")
     axis.grid(axis="x", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
