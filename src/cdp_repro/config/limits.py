@@ -139,8 +139,8 @@ def _wrong_with_cluster(config: RunConfig) -> Iterable[str]:
         seconds = getattr(cluster, name)
         if seconds is not None and (len(seconds) != stages or not all(0 <= s <= LARGEST_SECONDS for s in seconds)):
             yield (
-                f"cluster.{name}={seconds}: must be {stages} numbers from 0 to {LARGEST_SECONDS:g}, one a stage, e.g. "
-                f"{[0.01] * stages}"
+                f"cluster.{name}={seconds}: must be {stages} finite numbers, from 0 to {LARGEST_SECONDS:g}, "
+                f"one a stage, e.g. {[0.01] * stages}"
             )
 
 
