@@ -152,6 +152,13 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         ),
         (["optim.lr='${nope}'"], "optim.lr: the configuration cannot be resolved: Interpolation key 'nope' not found"),
         (["learning_rate=0.1"], "unknown key 'learning_rate'; did you mean 'optim.lr'?"),
+        (["cluster.latency_seconds=1e300"], "cluster.latency_seconds=1e+300: must be at most 1e+09"),
+        (["cluster.flops_per_second=1e300"], "cluster.flops_per_second=1e+300: must be at most 1e+24"),
+        (
+            ["price=true", "cluster.forward_seconds=[1e300,1,1,1]"],
+            "cluster.forward_seconds=[1e+300, 1.0, 1.0, 1.0]: must be 4 finite numbers, from 0 to 1e+09, one a stage",
+        ),
+        (["mode=ssp", "placement=pipeline", "stages=2"], "mode=ssp is not for placement=pipeline: use placement="),
         (["lr=0.1"], "unknown key 'lr'; did you mean 'optim.lr'?"),
         (["modle=mlp"], "unknown key 'modle'; did you mean 'model'?"),
         (["grad_clip=1"], "unknown key 'grad_clip'; did you mean 'optim.clip_norm'?"),
