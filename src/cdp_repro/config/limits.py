@@ -12,6 +12,7 @@ from cdp_repro.config.task import FIXED_SHAPES
 from cdp_repro.schedule import Program
 from cdp_repro.schedule.norms import clips_globally, knows_norms_in_time, refusal
 from cdp_repro.schedule.schedule import faults_of
+from cdp_repro.schedule.schedule_spec import fault_in
 from cdp_repro.schedule.sizes import check_divisible
 
 _LARGEST_PROGRAM = 2_000_000
@@ -27,19 +28,18 @@ def inconsistent_in_schedule(config: RunConfig) -> Iterable[str]:
     Every setting in `SCHEDULE_KEYS` must be in range, because the schedule is made from them. A problem that makes the
     later checks impossible or slow is reported alone.
     """
-    if config.pushes and (found := _wrong_with_schedule(config)):
-        yield from found  # the schedule gives the micro-batches of a training step
+    found = _wrong_with_schedule(config) if config.pushes else []  # first: it gives the micro-batches of a step
+    if found:
+        yield from found
         return
     if too_large := _too_large_program(config):
         yield too_large
         return
     if too_large := _too_large_input(config):
         yield too_large
-    yield from _wrong_with_schedule(config)
-    try:
-        _check_batch_size(config)
-    except ValueError as error:
-        yield str(error)
+    if not config.pushes:
+        yield from _wrong_with_schedule(config)
+    yield from fault_in(lambda: _check_batch_size(config))
     yield from _wrong_with_clipping(config)
     yield from _wrong_with_slices(config)
     if config.baseline is not None:
@@ -118,11 +118,11 @@ def _wrong_with_schedule(config: RunConfig) -> list[str]:
     """Return a sentence for each reason why the schedule cannot be made, or cannot serve the staleness matrix."""
     try:
         found = faults_of(config.spec())
-        if not found and config.mode.staleness is not None:  # a timeline can always serve the rule of a named mode
-            Program(config.schedule())
     except ValueError as error:
         return [str(error)]
-    return found
+    if config.mode.staleness is None:  # a timeline can always serve the rule of a named mode
+        return found
+    return found or fault_in(lambda: Program(config.schedule()))
 
 
 def _wrong_with_cluster(config: RunConfig) -> Iterable[str]:

@@ -56,11 +56,14 @@ _LARGEST_DEPTH = 1000
 LARGEST_SECONDS = 1e9
 """Thirty years; prices of more would overflow."""
 _MAXIMA = {
-    "cluster.latency_seconds": LARGEST_SECONDS, "cluster.between_hosts_latency_seconds": LARGEST_SECONDS,
-    "cluster.bandwidth_bytes_per_second": 1e18, "cluster.between_hosts_bandwidth_bytes_per_second": 1e18,
-    "cluster.flops_per_second": 1e24, "optim.lr": LARGEST_RATE, "optim.weight_decay": LARGEST_RATE,
-    "delay.strength": LARGEST_RATE,
-}  # fmt: skip
+    **dict.fromkeys(("optim.lr", "optim.weight_decay", "delay.strength"), (LARGEST_RATE, ", beyond which fp32 ends")),
+    **dict.fromkeys(("cluster.latency_seconds", "cluster.between_hosts_latency_seconds"), (LARGEST_SECONDS, "")),
+    **dict.fromkeys(
+        ("cluster.bandwidth_bytes_per_second", "cluster.between_hosts_bandwidth_bytes_per_second"), (1e18, "")
+    ),
+    "cluster.flops_per_second": (1e24, ""),
+}
+"""The largest value of a setting, and why."""
 
 _OPTIONAL_MINIMA = {
     "stages": 1, "ranks": 1, "servers": 1, "jitter": 0, "message_time": 0, "slack": 0, "slices": 1, "micro_batches": 1,
@@ -102,10 +105,9 @@ def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
         value = _value(config, key)
         if not 0 <= value < 1:
             yield key, f"{key}={value}: must be at least 0 and below 1"
-    for key, most in _MAXIMA.items():
+    for key, (most, why) in _MAXIMA.items():
         value = _value(config, key)
         if value is not None and most < value < math.inf:
-            why = ", beyond which fp32 ends" if most == LARGEST_RATE else ""
             yield key, f"{key}={value}: must be at most {most:g}{why}"
     for key in _SIZES:
         value = _value(config, key)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cdp_repro.data.dataset import Dataset, DatasetError, MiniBatch
 from cdp_repro.data.order import steps_per_epoch
-from cdp_repro.schedule.by_name import ByName
+from cdp_repro.schedule.by_name import ByName, refusing
 
 __all__ = ["DATASETS", "Dataset", "DatasetError", "MiniBatch", "load_dataset", "steps_per_epoch"]
 
@@ -88,12 +88,8 @@ def load_dataset(
 
 
 def _load_entered(name: str, root: str | None) -> Dataset:
-    try:
+    with refusing(f"dataset={name} cannot be loaded", DatasetError):
         found: object = _ENTERED[name](root)
-    except DatasetError:
-        raise
-    except Exception as error:  # a user's package can raise anything
-        raise DatasetError(f"dataset={name} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(found, Dataset):
         raise DatasetError(f"dataset={name} is of the type {type(found).__name__}: its function must return a Dataset")
     return found

@@ -18,10 +18,11 @@ from torchvision.datasets import CIFAR10
 from torchvision.datasets.utils import check_integrity
 
 from cdp_repro.data.augment import CropAndFlip
-from cdp_repro.data.dataset import DatasetError, several
+from cdp_repro.data.dataset import DatasetError
 from cdp_repro.data.decode import Sample, decode, unreadable
 from cdp_repro.data.in_memory import InMemoryDataset, Split
 from cdp_repro.data.tree import ImageTree, scan_trees
+from cdp_repro.observe.text import several
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 IMAGE_SIZE = 32

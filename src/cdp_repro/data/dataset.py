@@ -132,9 +132,3 @@ class Dataset(ABC):
     @abstractmethod
     def fingerprint(self) -> str:
         """Return 16 hex digits that identify the data: equal for equal data on every machine."""
-
-
-def several(items: Sequence[object], limit: int = 5) -> str:
-    """Return the first `limit` items, comma separated, and how many more there are."""
-    more = f" and {len(items) - limit:,} more" if len(items) > limit else ""
-    return ", ".join(str(item) for item in items[:limit]) + more

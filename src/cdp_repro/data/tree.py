@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cdp_repro.data.dataset import DatasetError, several
+from cdp_repro.data.dataset import DatasetError
+from cdp_repro.observe.text import several
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 

@@ -15,7 +15,7 @@ from cdp_repro.models.resnet import build_small_resnet, build_torchvision_resnet
 from cdp_repro.models.spec import ModelError, ModelSpec
 from cdp_repro.models.timm_models import build_timm_model, is_timm_model, timm_model_names, timm_name
 from cdp_repro.models.two_towers import build_two_towers
-from cdp_repro.schedule.by_name import ByName, is_entered
+from cdp_repro.schedule.by_name import ByName, is_entered, refusing
 
 _BUILDERS: ByName[Callable[[ModelSpec], nn.Sequential]] = ByName(
     "models",
@@ -83,12 +83,8 @@ def _builder_of(name: str) -> Callable[[ModelSpec], nn.Sequential]:
 
 def _build_entered(spec: ModelSpec, name: str) -> nn.Sequential:
     """Build a model of an installed package, whose code can raise and return anything."""
-    try:
+    with refusing(f"model {name} cannot be built", ModelError):
         model: object = _BUILDERS[name](spec)
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(f"model {name} cannot be built: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Sequential):
         raise ModelError(f"model {name} is a {type(model).__name__}: give an nn.Sequential of its blocks, to cut it")
     if len({*model}) < len(model):

@@ -29,6 +29,7 @@ from yaml import YAMLError
 
 from cdp_repro.observe.atomic_file import replace_file, unfinished
 from cdp_repro.observe.json_values import from_json, valid_json
+from cdp_repro.observe.text import several
 
 CONFIG, COMMAND, METRICS, SUMMARY = "config.yaml", "command.txt", "metrics.jsonl", "summary.json"
 CHECKPOINTS, LOGS = "checkpoints", "logs"
@@ -242,8 +243,7 @@ def _contents(path: Path) -> str:
     if not path.is_dir():
         return "is a file" if path.exists() else "does not exist"
     names = sorted(entry.name for entry in path.iterdir())
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"holds {', '.join(names[:5])}{more}" if names else "is empty"
+    return f"holds {several(names)}" if names else "is empty"
 
 
 def _above(path: Path) -> str:

@@ -25,6 +25,12 @@ def format_quantity(name: str, value: float) -> str:
     return f"{100 * value:.1f} %" if name == "idle_share" else f"{value:.10g}"
 
 
+def several(items: Sequence[object], limit: int = 5) -> str:
+    """Return the first `limit` items, comma separated, and how many more there are."""
+    more = f" and {len(items) - limit:,} more" if len(items) > limit else ""
+    return ", ".join(str(item) for item in items[:limit]) + more
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows as text with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

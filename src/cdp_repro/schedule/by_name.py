@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -52,7 +53,8 @@ class ByName(dict[str, T]):
             EntryError: the entry cannot be imported, or is something else.
         """
         for entry in _entries(self._group, str(name)):
-            found = _loaded(entry)
+            with refusing(f"{_told(entry)} cannot be imported", EntryError):
+                found = entry.load()
             if not self._is_one(found):
                 raise EntryError(f"{_told(entry)} is of the type {type(found).__name__}: give {self._kind}")
             self[entry.name] = found
@@ -75,11 +77,15 @@ def _entries(group: str, name: str) -> EntryPoints:
     return entry_points(group=f"cdp_repro.{group}", name=name)
 
 
-def _loaded(entry: EntryPoint) -> Any:
+@contextmanager
+def refusing(what: str, refusal: type[ValueError]) -> Iterator[None]:
+    """Raise what code of an installed package raises, which can be anything, as a `refusal` that begins with `what`."""
     try:
-        return entry.load()
-    except Exception as error:  # a user's package can raise anything
-        raise EntryError(f"{_told(entry)} cannot be imported: {type(error).__name__}: {error}") from error
+        yield
+    except refusal:
+        raise
+    except Exception as error:
+        raise refusal(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _told(entry: EntryPoint) -> str:

@@ -11,7 +11,7 @@ from typing import Unpack
 
 from cdp_repro.schedule.placements import PLACEMENTS, Placement
 from cdp_repro.schedule.rules import Rule
-from cdp_repro.schedule.schedule_spec import Choices, Spec, frozen
+from cdp_repro.schedule.schedule_spec import Choices, Spec, fault_in, frozen
 from cdp_repro.schedule.sizes import Sizes
 from cdp_repro.schedule.timelines.timeline import Timeline
 from cdp_repro.schedule.values import Value, buffers, parameters
@@ -172,12 +172,5 @@ class Schedule:
 
 
 def faults_of(spec: Spec) -> list[str]:
-    """Return a sentence, with values that work, for each fault of a spec; those that hide others alone."""
-    found = [*spec.faults()]
-    if not found:
-        try:
-            spec.sizes.check()
-            spec.chosen_mode.timeline_class(spec.sizes).check(spec.placement)
-        except ValueError as error:
-            found = [str(error)]
-    return found
+    """Return the faults of a spec; if there are none, that its timeline cannot have these sizes, if it cannot."""
+    return spec.faults() or fault_in(lambda: spec.chosen_mode.timeline_class(spec.sizes).check(spec.placement))

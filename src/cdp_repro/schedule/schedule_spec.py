@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import UnionType
@@ -137,15 +137,18 @@ class Spec:
         return replace(moved, **left_out)
 
     def check(self) -> None:
-        """Raise ValueError for the first of the `faults`, or if the sizes do not fit together."""
+        """Raise ValueError for the first of the `faults`."""
         for fault in self.faults():
             raise ValueError(fault)
-        self.sizes.check()
 
-    def faults(self) -> Iterator[str]:
-        """Yield a sentence, with values that work, for each value of another type, mode or placement."""
+    def faults(self) -> list[str]:
+        """Return a sentence, with values that work, for each value of another type, mode or placement.
+
+        Those that hide others stand alone. If there are none: the first reason why the sizes do not fit together.
+        """
         found = [*self._of_other_types()] or [*self._unknown()]
-        yield from found or [*self._of_other_choices(), *self._of_other_modes(), *self._wrong_with_micro_batches()]
+        found = found or [*self._of_other_choices(), *self._of_other_modes(), *self._wrong_with_micro_batches()]
+        return found or fault_in(self.sizes.check)
 
     def _of_other_types(self) -> Iterator[str]:
         for name, kind in kinds().items():
@@ -160,10 +163,7 @@ class Spec:
         ):
             if value not in choices:
                 yield f"unknown {name} {value!r}: choose {', '.join(choices)}"
-        try:
-            _ = self.chosen_mode.timeline_class
-        except ValueError as error:
-            yield str(error)
+        yield from fault_in(lambda: self.chosen_mode.timeline_class)
 
     def _of_other_choices(self) -> Iterator[str]:
         """Yield a sentence for each size that the placement or the mode does not have."""
@@ -220,6 +220,15 @@ class Spec:
             yield f"micro_batches={chosen} and accumulate={self.accumulate} both say how many: leave one out"
         elif chosen < 1:
             yield f"micro_batches={chosen}: at least 1 is needed"
+
+
+def fault_in(check: Callable[[], object]) -> list[str]:
+    """Return what a check refuses, as a list of none or one."""
+    try:
+        check()
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 @cache

@@ -23,6 +23,7 @@ from cdp_repro.config.source import Source
 from cdp_repro.config.sweep_cells import expand_sweep
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.run_directory import CONFIG, RunDirectory, arguments_to_go_on
+from cdp_repro.observe.text import several
 
 LIST = "sweep.json"
 FORMAT, VERSION = "cdp-repro sweep", 1
@@ -88,8 +89,7 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
         if _holds_another_run(directory, config):
             problems.append(f"{directory} holds a run with another configuration: pass another run_dir=")
     for mistake, where in mistakes.items():
-        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-        problems.append(mistake if len(where) == len(expanded) else f"{where[0]}{more}: {mistake}")
+        problems.append(mistake if len(where) == len(expanded) else f"{several(where, limit=1)}: {mistake}")
     if root.exists() and not root.is_dir():
         problems.append(f"run_dir={root} is a file: a sweep needs a folder for its runs")
     if (root / CONFIG).exists():

@@ -20,11 +20,11 @@ from safetensors.torch import save as safetensors_bytes
 from torch import Tensor, nn
 
 from cdp_repro.config import ConfigError, RunConfig, load_config
-from cdp_repro.data.dataset import several
 from cdp_repro.engine.parameters import average
 from cdp_repro.models.registry import original_tensors
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.run_directory import RunDirectory
+from cdp_repro.observe.text import several
 from cdp_repro.predict.cutting import model_of
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 
