@@ -45,6 +45,8 @@ def test_a_run_on_a_seed_that_no_study_plans_goes_to_none(monkeypatch, capsys):
     fresh = Study("fresh", "delay", "the same cell on other seeds", (Cell(CELL.overrides, (7, 8)),))
     monkeypatch.setattr(report, "STUDIES", {study.name: study for study in (SCORES, fresh)})
     write_run("finished", "judges", seed=8)
+    assert report.main(["collect", "judges", "--study=scores"]) == 2
+    assert "judges with seed=8 is no run of the study scores" in capsys.readouterr().err
     assert report.main(["collect", "judges"]) == 0
     assert [row.study for row in read_rows(Path("results/rows"))] == ["fresh"]
     write_run("finished", "neither", seed=5)
