@@ -5,8 +5,14 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
 import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from small_runs import check_same, make_batches, mixed_stages, outcome
+from torch import nn
 
+from cdp_repro import Engine
 from cdp_repro.engine import executor
 from cdp_repro.engine.executor import Executor
 from cdp_repro.engine.mailbox import Pending
@@ -51,3 +57,43 @@ def test_a_sum_that_is_still_needed_is_copied_when_all_of_its_parts_are_there():
     runner._add(Action.parse(f"A g0[0:2]: {' '.join(names)} -> g0[0:2]"))
     assert runner.values[Value.parse("g0[0:2]")]["weight"].tolist() == [2, 2, 2, 2]
     assert buffer.tolist() == [1, 1, 1, 1]
+
+
+def with_noise(parameters):
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_pre_hook(
+        lambda *_: [each.grad.add_(torch.randn_like(each.grad), alpha=0.1) for each in parameters] and None
+    )
+    return optimizer
+
+
+def train_with_noise(placement, mode):
+    """A loop draws random numbers of its own, which must not become those of the optimizer."""
+    engine = Engine(mixed_stages(2), F.cross_entropy, with_noise, mode, placement, seed=3)
+    losses = []
+    for result in engine.run(make_batches(4, engine.schedule.micro_batches)):
+        losses.append(result.losses)
+        torch.rand(1 + engine.rank)
+    return outcome(engine, losses)
+
+
+@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2"])
+@pytest.mark.parametrize("placement", ["replicated", "zero", "pipeline"])
+def test_noise_that_an_optimizer_adds_depends_on_what_it_updates_alone(tmp_path, placement, mode):
+    check_same(
+        run_ranks(train_with_noise, 2, placement, mode, folder=tmp_path), train_with_noise("single_device", mode)
+    )
+
+
+def test_noise_differs_by_stage_step_and_seed():
+    drawn = []
+
+    def recording(parameters):
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: drawn.append(torch.rand(1).item()))
+        return optimizer
+
+    for seed in (0, 1):
+        engine = Engine([nn.Linear(5, 5).double() for _ in range(2)], F.cross_entropy, recording, "dp", seed=seed)
+        assert len([*engine.run(make_batches(3, 2))]) == 3
+    assert len(drawn) == len({*drawn}) == 2 * 2 * 3

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from cdp_repro import Engine
-from cdp_repro.engine.parameters import StageState
+from cdp_repro.engine.parameters import StageState, average
 from cdp_repro.schedule import Op, Program, Schedule
 from cdp_repro.schedule.values import PARAMETERS
 
@@ -104,3 +105,27 @@ def test_on_one_device_stages_without_stale_readers_are_updated_in_place(mode, s
              if action.op is Op.UPDATE and action.version > 1 and slot.number < 20
              and any(value.kind == PARAMETERS for value in action.frees)}  # fmt: skip
     assert found == stages
+
+
+def test_a_mean_of_equal_buffers_is_what_they_are():
+    """A sum of masks that hold the lowest number there is would be -inf, and of thirds not three thirds."""
+    generator = torch.Generator().manual_seed(0)
+    same = {"mask": torch.full((3,), torch.finfo(torch.float32).min), "table": torch.rand(1000, generator=generator)}
+    means = average([{name: each.clone() for name, each in same.items()} for _ in range(3)])
+    assert all(torch.equal(means[name], same[name]) for name in same)
+
+
+def test_buffers_of_all_kinds_of_numbers_with_fractions_are_averaged():
+    for kind in (torch.float32, torch.bfloat16, torch.complex64):
+        sets = [{"mean": torch.full((2,), value, dtype=kind)} for value in (1.0, 2.0, 6.0)]
+        assert torch.equal(average(sets)["mean"], torch.full((2,), 3.0, dtype=kind))
+    counts = [{"batches": torch.tensor(count)} for count in (4, 7)]
+    assert average(counts)["batches"] == 4, "whole numbers are those of set 0"
+
+
+@pytest.mark.parametrize("factor", [1, np.float32(0.5), np.int64(1), torch.tensor(0.5)])
+def test_a_factor_on_the_learning_rate_is_any_number(factor):
+    state = stage()
+    first = state.newest(0)
+    changed = state.update(first, ones(), factor).tensors["weight"] - first.tensors["weight"]
+    assert torch.allclose(changed, torch.tensor(-0.5 * float(factor)))

@@ -146,6 +146,19 @@ def test_state_of_step_zero_loads(mode):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_state_that_is_loaded_in_inference_mode_can_be_trained(optimizer):
+    whole, _ = uninterrupted("cdp_v2", optimizer)
+    first, second, batches = make_engine("cdp_v2", optimizer), make_engine("cdp_v2", optimizer), make_batches()
+    for _ in first.run(batches[:4]):
+        pass
+    with torch.inference_mode():
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for _ in second.run(batches[4:]):
+        pass
+    assert_bitwise(second.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_the_engine_a_state_came_from_can_go_on_beside_the_one_it_was_loaded_into(optimizer):
     whole, _ = uninterrupted("cdp_v2", optimizer)
     first, second, batches = make_engine("cdp_v2", optimizer), make_engine("cdp_v2", optimizer), make_batches()

@@ -334,6 +334,12 @@ def test_batches_that_are_none(batch, told):
     assert len(train(engine)) == 3, "nothing has happened yet"
 
 
+def with_a_sparse_buffer():
+    stage = nn.Linear(4, 4)
+    stage.register_buffer("graph", torch.eye(4).to_sparse())
+    return stage
+
+
 @pytest.mark.parametrize(
     ("stages", "told"),
     [
@@ -342,6 +348,7 @@ def test_batches_that_are_none(batch, told):
         (F.relu, r"stages is a function, not a list"),
         ((each for each in linears()), r"stages is a generator, not a list"),
         ([nn.Linear(4, 4), F.relu], r"stage 1 is a function, not a module: call it in the forward of an nn\.Module"),
+        ([nn.Linear(4, 4), with_a_sparse_buffer()], r"graph of stage 1 is torch\.sparse_coo: .* in a plain attribute"),
     ],
 )
 def test_stages_that_are_no_list_of_modules(stages, told):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 
 def check_stages(stages: Sequence[nn.Module]) -> None:
-    """Raise ValueError unless `stages` is a non-empty list of modules."""
+    """Raise ValueError unless `stages` is a non-empty list of modules of dense tensors."""
     if not isinstance(stages, (Sequence, nn.ModuleList)):
         parts = (
             f", or [*module] for a stage of each of its {len(stages)} parts"
@@ -25,6 +26,12 @@ def check_stages(stages: Sequence[nn.Module]) -> None:
                 f"stage {number} is a {type(stage).__name__}, not a module: call it in the forward of an nn.Module of "
                 "its own, or of the stage before it"
             )
+        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+            if not is_lazy(tensor) and tensor.layout is not torch.strided:
+                raise ValueError(
+                    f"{name} of stage {number} is {tensor.layout}: versions and messages are of dense tensors; keep a "
+                    "constant one in a plain attribute, or call to_dense()"
+                )
 
 
 _FUNCTIONS = {

@@ -41,6 +41,7 @@ class TensorMiniBatch:
                 "The last batch of a DataLoader is left out by drop_last=True"
             )
         self._inputs, self._targets = inputs, targets
+        self._writes = self._writes_now()
         self._micro_batches, self._device = micro_batches, device
 
     def inputs(self, micro_batch: int) -> Tensor:
@@ -51,7 +52,16 @@ class TensorMiniBatch:
         """Return a copy of slice `micro_batch` of the targets on the device, [B/M, ...]."""
         return self._slice(self._targets, micro_batch)
 
+    def _writes_now(self) -> list[int]:
+        """Return how often each tensor has been written to; 0 for one that does not count."""
+        return [0 if tensor.is_inference() else tensor._version for tensor in (self._inputs, self._targets)]
+
     def _slice(self, tensor: Tensor, micro_batch: int) -> Tensor:
+        if self._writes_now() != self._writes:
+            raise ValueError(
+                "a mini-batch was changed after it was given: up to two training steps are under way, or one for each "
+                "micro-batch in flight, and read theirs later. Give each mini-batch tensors of its own"
+            )
         size = len(tensor) // self._micro_batches
         return tensor[micro_batch * size : (micro_batch + 1) * size].to(self._device, copy=True)
 

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from cdp_repro.engine.binding import Binding
@@ -131,6 +132,7 @@ class StageCompute:
         input, [micro-batch, tokens, ...], continues where the prefix ends.
         """
         leaves, buffers_before = tuple(each if each.requires_grad else None for each in inputs), dict(buffers)
+        writes = [tensor._version for tensor in version.tensors.values()]
         for leaf in leaves:
             if meter is not None and leaf is not None:
                 meter.hold(leaf)
@@ -143,6 +145,8 @@ class StageCompute:
             if self._loss_fn is not None:
                 assert targets is not None
                 output = _loss_of(self._loss_fn, output, targets)
+        if writes != [tensor._version for tensor in version.tensors.values()]:
+            raise _changed_parameter(version, writes)
         if not self._has_run:
             self._has_run = True
             self._refuse_what_would_not_train(version, buffers_before, inputs, prefix, output)
@@ -176,13 +180,25 @@ class StageCompute:
     ) -> None:
         """Raise ValueError if gradients would be lost: those of a foreign tensor, or of one that no graph leads to.
 
+        Or if it has used a fake tensor, which has no values: a rehearsal has left it in a cache outside of the stage.
+
         Parameters that `output` does not depend on may be due to reentrant checkpointing, but some networks have such
         parameters anyway. So a second forward looks for the checkpointing call itself; it leaves no trace. torch
         refuses reentrant checkpointing in the backward, but not in a part whose inputs take no gradient, which it
         would silently not train.
         """
-        reached = {id(leaf): leaf for leaf in _leaves_of(output)}
         own = [*version.trainable.values(), *inputs, *(prefix.leaves if prefix else ())]
+        if isinstance(output, FakeTensor) and not any(isinstance(each, FakeTensor) for each in own):
+            raise ValueError(
+                "a stage or loss_fn computes with a tensor without values, which it has kept from a forward that only "
+                "looks for shapes: keep what forwards make in the stage itself, not in a cache such as lru_cache"
+            )
+        if made := [name for name, _ in self._module.named_buffers() if name not in buffers]:
+            raise ValueError(
+                f"a stage makes its buffer {made[0]} in a forward; each worker has a copy of its own, made before: "
+                "register it with its values in __init__, or keep what is the same for all in a plain attribute"
+            )
+        reached = {id(leaf): leaf for leaf in _leaves_of(output)}
         known = {id(tensor) for tensor in own}
         if foreign := [leaf for key, leaf in reached.items() if key not in known]:
             raise ValueError(
@@ -293,6 +309,17 @@ def _leaves_of(output: Tensor) -> list[Tensor]:
     """Return the leaf tensors that would receive gradients through the graph of `output`."""
     nodes = children_first(output.grad_fn) if output.grad_fn is not None else ()
     return [each.variable for each in nodes if hasattr(each, "variable")]  # nodes that accumulate a leaf's gradient
+
+
+def _changed_parameter(version: Version, writes: Sequence[int]) -> ValueError:
+    """Return the error of a forward that has written to its parameters; `writes` counts the writes before it."""
+    numbers = zip(version.tensors.items(), writes, strict=True)
+    changed = [name for (name, tensor), number in numbers if tensor._version != number]
+    return ValueError(
+        f"a stage changes its parameter {changed[0]} in a forward, as Embedding(max_norm=...) does: micro-batches "
+        "would read different parameters under one version. Do it after the update, in a hook set by "
+        "optimizer.register_step_post_hook, or compute with a changed copy"
+    )
 
 
 def _loss_of(loss_fn: LossFn, output: Tensor, targets: Tensor) -> Tensor:

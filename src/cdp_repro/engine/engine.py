@@ -163,7 +163,8 @@ class Engine:
         before the error is passed on.
 
         Raises:
-            ValueError: a parameter was changed, or got a hook, outside the engine; a batch that cannot be cut.
+            ValueError: a parameter was changed, or got a hook, outside the engine; two ranks that hold a stage have
+                other parameters for it; a batch that cannot be cut.
         """
         if self._undrained is not None:
             raise RuntimeError(f"the engine cannot run: {self._undrained}")
@@ -191,6 +192,7 @@ class Engine:
     def _connect(self, feed: Feed) -> None:
         """Derive the layouts of messages from the first batch; then drop parameters that this rank does not hold."""
         if self._executor.mailbox is None:
+            self._holdings.tell_parameters()
             if (first := feed.first()) is None:
                 return
             # an earlier run without a step may have closed them, and fake copies also read gradients
@@ -198,6 +200,7 @@ class Engine:
             layouts = layouts_of(self._network, first.inputs(0), first.targets(0))
             shards = self._holdings.shards
             with self.team.positions.noting("connecting"):
+                self._holdings.check_parameters()
                 self._executor.mailbox = Mailbox(layouts, shards, self._executor.program, self.team.device)
         self._holdings.drop_others()
 
@@ -231,7 +234,7 @@ class Engine:
 
     def _as_mini_batch(self, batch: tuple[Tensor, Tensor] | MiniBatch) -> MiniBatch:
         sizes = self.schedule.sizes
-        if not isinstance(batch, MiniBatch):
+        if isinstance(batch, (tuple, list)) or not isinstance(batch, MiniBatch):
             batch = TensorMiniBatch(*tensors_of(batch), sizes.sample_parts, self.team.device)
         return batch if sizes.slices == 1 else SlicedMiniBatch(batch, sizes)
 
@@ -338,7 +341,8 @@ class Engine:
                 f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned; where there are "
                 "several ranks, what it returned on rank 0, on every rank"
             )
-        self._holdings.load_state_dict(state["step"], state["stages"])
+        with torch.inference_mode(False):  # else its tensors could not be trained
+            self._holdings.load_state_dict(state["step"], state["stages"])
         self.step = state["step"]
         self._tracer.stop()
 

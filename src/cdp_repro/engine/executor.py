@@ -10,7 +10,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -289,15 +288,19 @@ class Executor:
         read, (after,) = {value.kind: value for value in action.reads}, action.writes
         before, total = read[PARAMETERS], read[GRADIENTS]
         version: Version = self._read(before)
-        step = version.number // self._sizes.updates
-        update = partial(
-            self._states[action.stage].update,
-            version,
-            self._read(total),
-            self._learning_rate_factor(step),
-            in_place=before in action.frees,
-            gradients_are_ours=total in action.frees,
-        )
+        gradients, step = self._read(total), version.number // self._sizes.updates
+        factor = self._learning_rate_factor(step)
+
+        def update() -> Version:
+            with seeded(self._team.device, self._seed, "update", version.number, action.stage):  # an optimizer's noise
+                return self._states[action.stage].update(
+                    version,
+                    gradients,
+                    factor,
+                    in_place=before in action.frees,
+                    gradients_are_ours=total in action.frees,
+                )
+
         is_late = self._clipping is not None and self._clipping.is_late
         # the norm for clipping may not be known before the version is first read
         self.values[after] = Pending(update) if is_late else update()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -104,6 +105,26 @@ class Holdings:
                 theirs = sets_of_buffers[value.stage][value.number]
                 like = self._stages[value.stage].named_buffers()
                 self.values[value] = {name: theirs[name].detach().to(buffer, copy=True) for name, buffer in like}
+
+    def tell_parameters(self) -> None:
+        """Tell other ranks what the parameters of this rank's stages are, by a number for each stage."""
+        sums = {number: _sum_of_bits(self._stages[number]) for number in self.states}
+        self._team.store.set(f"parameters/{self._team.rank}", json.dumps(sums))
+
+    def check_parameters(self) -> None:
+        """Raise ValueError if this rank and the first holder of a stage have other parameters of it.
+
+        They would stay different, as ranks exchange only gradients. Waits until that rank has told its own.
+        """
+        for number in self.states:
+            first = self._schedule.placement.holders(number)[0]
+            told = json.loads(self._team.store.get(f"parameters/{first}"))
+            if told[str(number)] != _sum_of_bits(self._stages[number]):
+                raise ValueError(
+                    f"rank {self._team.rank} has other parameters of stage {number} than rank {first}, and ranks do "
+                    "not exchange them at the start: call torch.manual_seed with the same number on all ranks before "
+                    "the stages are made, or load the same weights"
+                )
 
     def check_seals(self) -> None:
         """Raise ValueError if other code has changed a stage, or given a parameter a hook."""
@@ -245,3 +266,13 @@ class Holdings:
         for stage, theirs in zip(self._stages, stages, strict=True):
             check_buffers(dict(stage.named_buffers()), theirs["buffers"], self._schedule.sizes.statistics)
         return own
+
+
+def _sum_of_bits(stage: nn.Module) -> int:
+    """Return a number that differs if parameters do: exact, so in whatever order a device adds."""
+    total = 0
+    for parameter in stage.parameters():
+        values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+        total += int(values.contiguous().view(whole).sum(dtype=torch.int64))
+    return total

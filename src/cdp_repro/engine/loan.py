@@ -38,11 +38,14 @@ class Loan:
         if name is None:
             return None
         dtype, place = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
+        is_conjugate, is_negative = tensor.is_conj(), tensor.is_neg()  # views that a flag tells from their base
 
         def unpack() -> Tensor:
             assert self._tensors, "the parameters are needed while they are not here"
             storage = self._tensors[name].untyped_storage()
-            return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
+            found = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
+            found = found.conj() if is_conjugate else found
+            return torch._neg_view(found) if is_negative else found
 
         return unpack
 

@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class StageState:
             if not in_place:
                 parameter.data = parameter.data.clone()  # the optimizer writes here; the old version stays as it is
         if self._optimizer is not None:
-            if not isinstance(learning_rate_factor, (int, float, Tensor)) or not 0 <= learning_rate_factor < math.inf:
+            if not isinstance(learning_rate_factor, (Real, Tensor)) or not 0 <= learning_rate_factor < math.inf:
                 raise ValueError(f"learning_rate_factor gave {learning_rate_factor}: must be finite, 0 or more")
             for group, base_rate in zip(self._groups, self._base_rates, strict=True):
                 group["lr"] = base_rate * learning_rate_factor
@@ -196,11 +197,17 @@ Buffers = dict[str, Tensor]
 
 
 def average(sets: Sequence[Mapping[str, Tensor]]) -> Buffers:
-    """Return the floating-point buffers of a stage as the mean over all sets, and the others from set 0."""
-    return {
-        name: torch.stack([buffers[name] for buffers in sets]).mean(0) if first.is_floating_point() else first
-        for name, first in sets[0].items()
-    }
+    """Return the buffers of a stage: the mean over all sets; from set 0, those that are whole numbers or alike.
+
+    A mean of equal numbers may differ from them: by a rounding, or as their sum overflows.
+    """
+    return {name: _mean([buffers[name] for buffers in sets]) for name in sets[0]}
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    first = tensors[0]
+    has_mean = first.is_floating_point() or first.is_complex()
+    return torch.stack([*tensors]).mean(0) if has_mean and not all(torch.equal(first, t) for t in tensors) else first
 
 
 def check_buffers(mine: Mapping[str, Tensor], state: Sequence[Mapping[str, Tensor]], sets: int) -> None:

@@ -5,14 +5,16 @@ With fake tensors, which have a shape, a type and a storage but no data, nothing
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from cdp_repro.engine.compute import Gradients, Network, SavedForward, Version
 from cdp_repro.engine.memory import ActivationMeter
@@ -49,10 +51,10 @@ class Rehearsal:
 
     def __init__(self, network: Network, convert: Convert = torch.clone) -> None:
         """`convert` makes the tensors to compute with from those of the network."""
-        self.stages = stages = network.stages
+        self.stages = stages = _copies(network.stages)
         self.sources = network.sources or chain(len(stages))
         """For each stage, the stages whose outputs it reads."""
-        self._compute = network.compute()
+        self._compute = replace(network, stages=stages).compute()
         self._versions = [Version(0, _converted(dict(stage.named_parameters()), convert)) for stage in stages]
         self._buffers = [_converted(dict(stage.named_buffers()), convert) for stage in stages]
         self._saved: list[SavedForward] = []
@@ -71,12 +73,22 @@ class Rehearsal:
         """Run the forward of `stage`, on the slice after `prefix` if there is one.
 
         The result is its output, [B/M, ...], or the loss, [].
+
+        Raises:
+            ValueError: tensors are fake, and the stage, the loss or a hook needs a value.
         """
         inputs = [self.outputs.pop(each) for each in self.sources[stage]] or [self._data.pop(stage)]
         self._input_storages = [weakref.ref(each.untyped_storage()) for each in inputs]
-        output, saved = self._compute[stage].forward(
-            self._versions[stage], self._buffers[stage], inputs, self._targets, meter, prefix=prefix
-        )
+        try:
+            output, saved = self._compute[stage].forward(
+                self._versions[stage], self._buffers[stage], inputs, self._targets, meter, prefix=prefix
+            )
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ValueError(
+                f"part {stage} of {len(self.stages)} ({type(self.stages[stage]).__name__}) reads a value of a tensor, "
+                "itself, in a hook or in loss_fn, as .item(), `if` and x[mask] do; it runs once without values, to "
+                "know costs and the shapes of messages: use torch.where, and log values outside the model"
+            ) from error
         self._saved.append(saved)
         if stage == len(self._compute) - 1:
             self._gradients[stage] = torch.ones_like(output)
@@ -100,6 +112,25 @@ class Rehearsal:
         of_inputs = self._compute[stage].backward(self._saved.pop(), of_output, gradients, later=later)
         self._gradients.update(zip(self.sources[stage], of_inputs, strict=False))  # data takes none
         return of_output, gradients
+
+
+def _copies(stages: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    """Return copies of the stages that share their tensors.
+
+    A forward may keep what it makes, such as a table of positions: a fake tensor must not stay in the stage itself.
+    Stages that hold something that cannot be copied, such as a lock, are returned themselves.
+    """
+    kept = {
+        id(tensor): tensor
+        for stage in stages
+        for part in stage.modules()
+        for tensor in (*part._parameters.values(), *part._buffers.values(), *vars(part).values())
+        if isinstance(tensor, Tensor)
+    }
+    try:
+        return copy.deepcopy([*stages], kept)
+    except Exception:  # whatever the code of a stage raises
+        return stages
 
 
 def _converted(tensors: Mapping[str, Tensor], convert: Convert) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils.flop_counter import FlopCounterMode
 
 from cdp_repro.engine.compute import Network
@@ -103,10 +102,7 @@ def _forwards(
             found.append(_measured(partial(rehearsal.forward, number, meter, prefix), meter))
         except (RuntimeError, TypeError) as error:
             part = f"part {number} of {len(prefixes)} ({type(rehearsal.stages[number]).__name__})"
-            why = f"does not take what it is given: {str(error).splitlines()[0]}"
-            if isinstance(error, DataDependentOutputException):
-                why = "reads a value of a tensor, as .item() does; it is measured without values: compute with tensors"
-            raise ValueError(f"{part} {why}") from error
+            raise ValueError(f"{part} does not take what it is given: {str(error).splitlines()[0]}") from error
     return found
 
 
