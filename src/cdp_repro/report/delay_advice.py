@@ -14,11 +14,11 @@ from cdp_repro.studies.study import Study
 _OF_A_SETTING = ("mode=", "optim=", "optim.nesterov=", "optim.lr=", "delay", "accumulate=")
 """Beginnings of the overrides that readers take into runs of their own; the others belong to the study's network."""
 
-_BEGINNINGS = {
-    BETTER: "More accurate than {reference} is",
-    EQUIVALENT: "Within {margin:g} {unit} of {reference} is",  # it may be lower, but by less than that
-    NOT_SETTLED: "Not settled against {reference} is",
-    WORSE: "Less accurate than {reference} is",
+_SENTENCES = {
+    BETTER: "is more accurate than",
+    EQUIVALENT: "is within {margin:g} {unit} of",  # it may be lower, but by less than that
+    NOT_SETTLED: "is shown neither to be within {margin:g} {unit} of, nor to differ from,",
+    WORSE: "is less accurate than",
 }
 """By verdict, what readers may use first."""
 
@@ -29,7 +29,7 @@ def advice(standings: Sequence[Standing], tunings: Sequence[Study], groups: Mapp
     So far means in the study that chooses or, before it has begun, of the tuning. Of the `tunings` of a network,
     the runs of full length count, if they have begun. `groups` are those of all studies by name.
     """
-    found = sorted((each for each in standings if each.verdict), key=lambda each: [*_BEGINNINGS].index(each.verdict))
+    found = sorted((each for each in standings if each.verdict), key=lambda each: [*_SENTENCES].index(each.verdict))
     judged: dict[tuple[str, str], Standing] = {}
     for each in found:
         judged.setdefault((each.study.network, each.group.mode), each)
@@ -46,10 +46,11 @@ def advice(standings: Sequence[Standing], tunings: Sequence[Study], groups: Mapp
 
 
 def _judged(each: Standing) -> str:
-    unit = each.task.difference_unit
-    reference = f"data parallelism with {each.optimizer}"
-    beginning = _BEGINNINGS[each.verdict].format(margin=each.study.margin, unit=unit, reference=reference)
-    return f"{beginning} `{overrides(each.group)}` ({each.study.network}, fresh seeds: {each.difference})."
+    verdict = _SENTENCES[each.verdict].format(margin=each.study.margin, unit=each.task.difference_unit)
+    return (
+        f"`{overrides(each.group)}` {verdict} data parallelism with {each.optimizer} ({each.study.network}, fresh "
+        f"seeds: {each.difference})."
+    )
 
 
 def _chosen(best: Sequence[Standing]) -> str:

@@ -21,6 +21,7 @@ from cdp_repro.studies.study import Cell, Study
 METHOD_TIMES = Path("bench") / "methods.json"
 """File below the results with the measurements of `python scripts/bench.py methods`."""
 _COPIES = "memory/predicted_parameter_bytes"
+_TIME = " Time: median and quartiles of alternating rounds (`python scripts/bench.py methods`)."
 
 Times = Mapping[tuple[str, Setting], str]
 """By data set and setting: the time of a step over that of data parallelism, as text."""
@@ -177,7 +178,8 @@ def _notes(study: Study) -> list[str]:
     elif study.chooses:
         rule = (
             f"This table only chooses: of each mode, the setting with the {best} mean goes on, "
-            "and is judged on seeds that were not used before."
+            "and is judged on seeds that were not used before. Settings that had gone on before a better one was tried "
+            "keep their verdicts."
         )
     else:
         rule = "No verdict: the seeds are few, and the learning rates are those that suit the smaller network."
@@ -189,8 +191,8 @@ def _notes(study: Study) -> list[str]:
         "Mean ± standard deviation over seeds, number of runs in brackets; differences are paired by seed, "
         f"{better} is better. Each setting is compared with dp of the same optimizer. What a device "
         "keeps, at most: all versions of the parameters, the optimizer's state, the method's (with prediction also the "
-        "copies that stale reads see, in rows that count them). Time: median and "
-        "quartiles of alternating rounds (`python scripts/bench.py methods`).",
+        "copies that stale reads see, in rows that count them)."
+        + (_TIME if study.margin is not None or study.chooses else ""),
         OF_TWO_VERSIONS,
         *([mixed] if any(_has_other_statistics(cell) for cell in study.cells) else []),
         rule,

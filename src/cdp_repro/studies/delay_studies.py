@@ -107,7 +107,8 @@ class Benchmark:
             judged = self._beside_data_parallelism([*self.judged_before, *self.best])
             yield replace(self._compared("verdict", title, judged, FRESH_SEEDS), margin=self.margin)
         if self.best and self.larger is not None:
-            title = f"{self.larger.title}: the best of each mode, untuned, {len(self.larger.seeds)} seeds"
+            seeds = f"{len(self.larger.seeds)} seeds at most"
+            title = f"{self.larger.title}: settings of the smaller network, untuned, {seeds}"
             settings = self._beside_data_parallelism([*self.larger.settings, *self.best])
             yield self._compared("larger", title, settings, self.larger.seeds, *self.larger.overrides.split())
 
