@@ -112,6 +112,10 @@ def train(
         return run.train(stop, checkpoint, resume)
 
 
+_OF_ROUNDING = {"version/torch": "another torch", "hardware": "other hardware, or with another number of threads"}
+"""Versions on which it depends how numbers are rounded, with the words for another one."""
+
+
 def _earlier_versions(checkpoint: Checkpoint | None) -> dict[str, str]:
     """Return the versions by which the run was trained up to the checkpoint; none if it does not say."""
     found = checkpoint.meta.get("versions") if checkpoint else None
@@ -224,7 +228,7 @@ class _Run:
         if resume:
             self._trainer.resume(checkpoint)
             logger.info("resumed at training step %d", self._engine.step)
-            self._warn_of_other_code(_earlier_versions(checkpoint).get("version/code"))
+            self._warn_of_what_changed(_earlier_versions(checkpoint))
         try:
             self._trainer.fit(stop)
         except BaseException as error:
@@ -238,16 +242,26 @@ class _Run:
             raise
         return self._finish("finished")
 
-    def _warn_of_other_code(self, earlier: str | None) -> None:
-        """Warn if the run goes on by a code that has not trained it before; `earlier` is None if that is not known."""
-        found = self._versions["version/code"]
-        if earlier is not None and found != earlier and self._engine.team.rank == 0:
+    def _warn_of_what_changed(self, earlier: Mapping[str, str]) -> None:
+        """Warn if the run goes on by what has not trained it before; `earlier` has what has, as far as it is known."""
+        changed = {name for name, present in self._versions.items() if earlier.get(name, present) != present}
+        if self._engine.team.rank:
+            return
+        if "version/code" in changed:
             logger.warning(
                 "warning: this run goes on by other code than it has been trained by; its summary names all of them, "
                 "code %s (commit %s), and no table averages it with runs of one",
-                found,
+                self._versions["version/code"],
                 short(self._versions["version/git_commit"]),
             )
+        for name, other in _OF_ROUNDING.items():
+            if name in changed:
+                logger.warning(
+                    "warning: this run goes on by %s (%s): it ends as if it had not been stopped up to rounding, not "
+                    "bit for bit",
+                    other,
+                    self._versions[name],
+                )
 
     def _finish(self, status: str) -> dict[str, Any]:
         """Write summary.json and close the logs, on rank 0; return the summary."""
