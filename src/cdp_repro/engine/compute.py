@@ -149,7 +149,9 @@ class StageCompute:
             raise _changed_parameter(version, writes)
         if not self._has_run:
             self._has_run = True
-            self._refuse_what_would_not_train(version, buffers_before, inputs, prefix, output)
+            own = [*version.trainable.values(), *inputs, *(prefix.leaves if prefix else ())]
+            self._refuse_what_a_forward_made(buffers_before, own, output)
+            self._refuse_what_would_not_train(version, buffers_before, inputs, own, output)
         edge = get_gradient_edge(output) if output.requires_grad else None
         if meter is not None and self._loss_fn is None:
             meter.hold(output)
@@ -170,24 +172,11 @@ class StageCompute:
             raise TypeError(f"a stage must return one tensor, the next stage's input; got {type(output).__name__}")
         return output
 
-    def _refuse_what_would_not_train(
-        self,
-        version: Version,
-        buffers: Mapping[str, Tensor],
-        inputs: Sequence[Tensor],
-        prefix: Prefix | None,
-        output: Tensor,
-    ) -> None:
-        """Raise ValueError if gradients would be lost: those of a foreign tensor, or of one that no graph leads to.
+    def _refuse_what_a_forward_made(self, buffers: Mapping[str, Tensor], own: Sequence[Tensor], output: Tensor) -> None:
+        """Raise ValueError if a forward has made a buffer, or used what a rehearsal made, which has no values.
 
-        Or if it has used a fake tensor, which has no values: a rehearsal has left it in a cache outside of the stage.
-
-        Parameters that `output` does not depend on may be due to reentrant checkpointing, but some networks have such
-        parameters anyway. So a second forward looks for the checkpointing call itself; it leaves no trace. torch
-        refuses reentrant checkpointing in the backward, but not in a part whose inputs take no gradient, which it
-        would silently not train.
+        `own` are the tensors that the forward was given; if they are fake, this is a rehearsal.
         """
-        own = [*version.trainable.values(), *inputs, *(prefix.leaves if prefix else ())]
         if isinstance(output, FakeTensor) and not any(isinstance(each, FakeTensor) for each in own):
             raise ValueError(
                 "a stage or loss_fn computes with a tensor without values, which it has kept from a forward that only "
@@ -198,6 +187,24 @@ class StageCompute:
                 f"a stage makes its buffer {made[0]} in a forward; each worker has a copy of its own, made before: "
                 "register it with its values in __init__, or keep what is the same for all in a plain attribute"
             )
+
+    def _refuse_what_would_not_train(
+        self,
+        version: Version,
+        buffers: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        own: Sequence[Tensor],
+        output: Tensor,
+    ) -> None:
+        """Raise ValueError if gradients would be lost: those of a foreign tensor, or of one that no graph leads to.
+
+        Parameters that `output` does not depend on may be due to reentrant checkpointing, but some networks have such
+        parameters anyway. So a second forward looks for the checkpointing call itself; it leaves no trace. torch
+        refuses reentrant checkpointing in the backward, but not in a part whose inputs take no gradient, which it
+        would silently not train.
+
+        `own` are the tensors that may take a gradient here.
+        """
         reached = {id(leaf): leaf for leaf in _leaves_of(output)}
         known = {id(tensor) for tensor in own}
         if foreign := [leaf for key, leaf in reached.items() if key not in known]:
