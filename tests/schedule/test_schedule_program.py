@@ -13,8 +13,10 @@ from written import CYCLIC, STALE, kinds, of_rank, schedules, written
 
 from cdp_repro.schedule import PLACEMENTS, Op, Program, RankProgram, Schedule, ScheduleError, Slot
 from cdp_repro.schedule.generate import generate
-from cdp_repro.schedule.program import Run
+from cdp_repro.schedule.passes.frees import add_frees
+from cdp_repro.schedule.program import Run, begins
 from cdp_repro.schedule.transport import batches
+from cdp_repro.schedule.values import gradient_sum
 
 
 def per_rank(schedule, slots):
@@ -324,3 +326,57 @@ def test_a_rule_that_cannot_be_served_is_refused_by_its_program_not_by_its_sched
     schedule = Schedule.build([[0, 0], [0, 0]], 2)
     with pytest.raises(ScheduleError, match="Staleness 0 of"):
         Program(schedule)
+
+
+def with_sums_that_travel_long(schedule, fill):
+    """Runs of a given program, in which the sum of stage 0 over the first micro-batch is received a step later.
+
+    In the fill it is sent late, and so is open for 4 slots at most, as in the first period. From then on it is sent
+    when it is there, and open for 7 slots from each period to the next.
+    """
+    begin, period = begins(schedule), schedule.slots_per_step
+
+    def edited(first_step, steps):
+        slots = [[action.freeing(()) for action in slot.actions] for slot in generate(schedule, first_step, steps)]
+        slots += [[] for _ in range(2 * period)]
+
+        def move(is_it, to, at_front=False):
+            (found,) = [(number, each) for number, slot in enumerate(slots) for each in slot if is_it(each)]
+            slots[found[0]].remove(found[1])
+            slots[to].insert(0 if at_front else len(slots[to]), found[1])
+
+        for step in range(steps - 1):  # in the drain they stay where they are
+            first = 2 * (first_step + step)
+            part, total = gradient_sum(0, range(first, first + 1)), gradient_sum(0, range(first, first + 2))
+            if step + 1 < fill:
+                move(lambda a, part=part: a.op is Op.SEND and a.value == part, (step + 2) * period - 2)
+            later = [
+                lambda a, part=part: a.op is Op.RECEIVE and a.value == part,
+                lambda a, total=total: a.op is Op.ADD and a.value == total,
+                lambda a, total=total: a.op is Op.UPDATE and total in a.reads,
+            ]
+            drains = step + 2 == steps
+            for is_it in later[::-1] if drains else later:
+                move(is_it, (step + 2) * period + (-1 if drains else 2), at_front=drains)
+        while not slots[-1]:
+            slots.pop()
+        return [
+            Slot(number, tuple(actions))
+            for number, actions in enumerate(add_frees(slots, schedule.held_after(first_step + steps)))
+        ]
+
+    runs = {}
+    for first in range(schedule.rule.longest + 1):
+        long = edited(first, fill + 5)
+        pieces = [long[begin(step) : begin(step + 1)] for step in range(fill + 1)]
+        drains = {steps: edited(first, steps)[begin(steps) :] for steps in range(1, fill + 2)}
+        runs[first] = Run(first, pieces[:fill], pieces[fill], drains)
+    return runs
+
+
+def test_a_message_that_is_open_for_too_long_from_one_period_to_the_next_is_refused():
+    """From the fill to the first period it is not: on gloo such a program hangs in its second period."""
+    schedule = Schedule.build([[2, 2], [2, 2]], 2, 2, "parameter_server", servers=2)
+    with pytest.raises(ScheduleError, match=r"R g0\[6:7\]<0: its send stands 7 slots before it.*at most 4") as failure:
+        Program(schedule, with_sums_that_travel_long(schedule, fill=4))
+    assert failure.value.piece == (0, "period", 4)

@@ -67,9 +67,8 @@ def backward_input(
     `grad_output`, [B/M, ...], is the gradient of the stage's output; None if the loss does not depend on it. `version`
     are the parameters that the backward reads.
     """
-    if saved.edge is None or grad_output is None or not saved.leaves:
+    if saved.edge is None or grad_output is None or (sides := _sides(saved.edge.node, saved)) is None:
         return [None] * len(saved.inputs), WeightWork(compute, saved, version, grad_output)
-    sides = _sides(saved.edge.node, saved)
     uses = Counter(name for names in sides.values() for name in names)
     parameters = saved.version.trainable
     work = WeightWork(compute, saved, version)
@@ -87,9 +86,14 @@ def backward_input(
     return saved.take_gradients(), work
 
 
-def _sides(root: Node, saved: SavedForward) -> dict[Node, set[str]]:
-    """Return the names of the parameters at the side of each operation on the way from the output to the inputs."""
+def _sides(root: Node, saved: SavedForward) -> dict[Node, set[str]] | None:
+    """Return the names of the parameters at the side of each operation on the way from the output to the inputs.
+
+    None if there is no such way: no input takes a gradient, or the stage detaches them.
+    """
     leaves = {id(each) for each in saved.leaves}
+    if not leaves:
+        return None
     names = {id(parameter): name for name, parameter in saved.version.trainable.items()}
     reaches_input: dict[Node, bool] = {}
     below: dict[Node, set[str]] = {}
@@ -102,4 +106,4 @@ def _sides(root: Node, saved: SavedForward) -> dict[Node, set[str]]:
         joining = set[str]().union(*(below[child] for child in children if not reaches_input[child]))
         if reaches_input[node] and joining:
             found[node] = joining
-    return found
+    return found if reaches_input[root] else None

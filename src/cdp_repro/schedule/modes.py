@@ -29,6 +29,12 @@ class Mode:
     sizes: tuple[str, ...] = ()
     """Those of `MODE_SIZES` that the mode has."""
 
+    def __post_init__(self) -> None:
+        if not callable(self.rule):
+            raise ValueError(
+                f"the rule of a mode is {self.rule!r}: give what makes it from the sizes, such as its class"
+            )
+
     @property
     def timeline_class(self) -> type[Timeline]:
         """The timeline of the name; raise ValueError if there is none."""

@@ -212,12 +212,7 @@ class Program:
         repeating, begin = len(run.fill), self.begin
         drains: dict[int, Piece] = {}
         for steps in range(1, repeating + 2):
-            slots = [*self._written_out(run, range(steps))]
-            try:
-                checker = self._checked(slots, run.first_step, steps)
-            except ScheduleError as error:
-                piece = self._piece_at(run, steps, error.slot)
-                raise ScheduleError(str(error), error.slot, error.action, piece) from None
+            checker = self._checked_as_written(run, steps)
             drains[steps] = checker.checked[begin(steps) :]
         states, pieces = checker.states, [checker.checked[begin(k) : begin(k + 1)] for k in range(repeating + 1)]
         run.fill, run.period, run.drains = pieces[:repeating], pieces[repeating], drains
@@ -226,12 +221,25 @@ class Program:
                 f"the period of the run from step {run.first_step} does not end as it begins, one training step later: "
                 "repeated, it would keep more and more values"
             )
+        # the state says which messages are open, not since when: one may be open for longer from one period to the next
+        # than from the fill to the first
+        self._checked_as_written(run, repeating + 2 + self.schedule.kept_slots // self.schedule.slots_per_step)
+
+    def _checked_as_written(self, run: Run, steps: int) -> Checker:
+        """Check `steps` training steps of a run from a file; an error says in which piece its fault is."""
+        try:
+            return self._checked([*self._written_out(run, range(steps))], run.first_step, steps)
+        except ScheduleError as error:
+            raise ScheduleError(str(error), error.slot, error.action, self._piece_at(run, steps, error.slot)) from None
 
     def _piece_at(self, run: Run, steps: int, slot: int | None) -> tuple[int, str, int]:
         """Return the piece in which a slot of a run of `steps` steps lies, as `ScheduleError` has it; None: the end."""
-        number = steps if slot is None else max(step for step in range(steps + 1) if self.begin(step) <= slot)
-        kind = "drain after" if number == steps else "fill" if number < len(run.fill) else "period"
-        return run.first_step, kind, number
+        number, repeating = steps, len(run.fill)
+        if slot is not None:
+            number = max(step for step in range(steps + 1) if self.begin(step) <= slot)
+        if number == steps:
+            return run.first_step, "drain after", min(number, repeating + 1)
+        return run.first_step, "fill" if number < repeating else "period", min(number, repeating)
 
     def _repeats(self, before: State, after: State) -> bool:
         """Whether `after` is `before` a training step later, so that the same piece can follow both."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import count
 from typing import Unpack
 
+from cdp_repro.schedule.foreign import check_foreign
 from cdp_repro.schedule.placements import PLACEMENTS, Placement
 from cdp_repro.schedule.rules import Rule
 from cdp_repro.schedule.schedule_spec import Choices, Spec, fault_in, frozen
@@ -60,7 +61,9 @@ class Schedule:
             raise ValueError(f"gradient_bytes has {len(gradient_bytes)} entries: give {spec.stages}, one a stage")
         if any(size < 0 for size in gradient_bytes):
             raise ValueError(f"gradient_bytes={[*gradient_bytes]}: give 0 or more, one number a stage")
-        return cls(spec, timeline, spec.chosen_mode.rule(timeline.sizes), placement, tuple(gradient_bytes))
+        rule = spec.chosen_mode.rule(timeline.sizes)
+        check_foreign(timeline, rule, placement)
+        return cls(spec, timeline, rule, placement, tuple(gradient_bytes))
 
     def __str__(self) -> str:
         return str(self.spec)

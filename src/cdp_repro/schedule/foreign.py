@@ -1,0 +1,84 @@
+"""Refuses timelines, rules and placements of other packages that give no numbers from which a program can be made.
+
+Ours are not asked: they give the numbers that their own tests check, and a large schedule has many.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cdp_repro.schedule.by_name import refusing
+from cdp_repro.schedule.placements import Placement
+from cdp_repro.schedule.rules import Rule
+from cdp_repro.schedule.timelines.timeline import Timeline
+
+_OURS = f"{__name__.partition('.')[0]}."
+
+
+class ForeignError(ValueError):
+    """A timeline, rule or placement of another package gives something from which no program can be made."""
+
+
+def check_foreign(timeline: Timeline, rule: Rule, placement: Placement) -> None:
+    """Check those of the three that are not ours.
+
+    Raises:
+        ForeignError: a slot, a staleness or a rank is no whole number from 0; a stage has no holder; it has several,
+            and other ranks compute it; a rank has nothing to do.
+    """
+    checks = {
+        timeline: partial(_check_timeline, timeline),
+        rule: partial(_check_rule, rule),
+        placement: partial(_check_placement, placement),
+    }
+    for part, check in checks.items():
+        if not type(part).__module__.startswith(_OURS):
+            with refusing(_named(part), ForeignError):
+                check()
+
+
+def _check_timeline(timeline: Timeline) -> None:
+    _number(timeline, "period", timeline.period, least=1)
+    for i in range(timeline.sizes.turns):
+        for j in range(timeline.sizes.stages):
+            for name in ("forward", "backward", "backward_weights"):
+                _number(timeline, f"{name}({i}, {j})", getattr(timeline, name)(i, j))
+
+
+def _check_rule(rule: Rule) -> None:
+    for i in range(rule.sizes.turns):
+        for j in range(rule.sizes.stages):
+            for name in ("staleness", "backward_staleness"):
+                _number(rule, f"{name}({i}, {j})", getattr(rule, name)(i, j))
+
+
+def _check_placement(placement: Placement) -> None:
+    sizes, working = placement.timeline.sizes, set[int]()
+    for stage in range(sizes.stages):
+        holders = [_number(placement, f"a rank of holders({stage})", rank) for rank in placement.holders(stage)]
+        if not holders:
+            raise ForeignError(f"{_named(placement)}: holders({stage}) is empty: give at least one rank")
+        micro_batches = range(sizes.lanes * len(holders))
+        computing = {_number(placement, f"rank_of({m}, {stage})", placement.rank_of(m, stage)) for m in micro_batches}
+        if len(holders) > 1 and computing != {*holders}:
+            raise ForeignError(
+                f"{_named(placement)}: the ranks {holders} hold stage {stage}, but {sorted(computing)} compute it: "
+                "several holders take turns to compute a stage, each for some micro-batches; only one that holds it "
+                "alone lends it to other ranks"
+            )
+        working |= computing.union(holders)
+    if idle := {*range(max(working))} - working:
+        raise ForeignError(
+            f"{_named(placement)}: the ranks {sorted(idle)} neither hold nor compute a stage: number those that do "
+            "from 0 on, without gaps"
+        )
+
+
+def _number(part: object, what: str, found: object, least: int = 0) -> int:
+    if type(found) is not int or found < least:
+        raise ForeignError(f"{_named(part)}: {what} is {found!r}: give a whole number, at least {least}")
+    return found
+
+
+def _named(part: object) -> str:
+    return type(part).__name__
