@@ -198,6 +198,29 @@ def test_an_extrapolation_to_more_workers_is_what_a_simulation_finds(mode, place
     assert guess.state_bytes == pytest.approx(truth.state_bytes, rel=0.03)  # a whole number of versions
 
 
+@pytest.mark.parametrize("servers", [None, 2, 5])
+@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2"])
+def test_an_extrapolation_knows_that_a_server_serves_all_workers(mode, servers):
+    """All of them pull every stage over its one link: the seconds are quadratic in the number of workers."""
+    job, costs = Spec(mode, 40, 40, "parameter_server", servers=servers), StageCosts.equal(40, 6, 3)
+    cluster = linked(Cluster.equal(40), bandwidth=0.1, devices_per_host=8)
+    guess, truth = estimated(job, costs, cluster), estimated(job, costs, cluster, simulated=40 * 40)
+    assert (guess.method, truth.method) == ("extrapolated", "simulated")
+    assert truth.step_seconds > 10 * 2 * 40, "links decide"
+    assert guess.step_seconds == pytest.approx(truth.step_seconds, rel=0.01)
+    assert guess.at_most_seconds >= guess.step_seconds
+
+
+@pytest.mark.parametrize("mode", ["pipedream", "ampnet", "pipedream_2bw"])
+@pytest.mark.parametrize("forward", [(1.3, *[1.0] * 7), tuple(1.4 - 0.05 * j for j in range(8)), (1.0, 1.5) * 8])
+def test_with_free_links_a_pipeline_that_never_drains_is_as_fast_as_its_slowest_rank(mode, forward):
+    n = len(forward)
+    cluster = Cluster(forward, tuple(2 * each for each in forward))
+    found = price(Program(Schedule.build(mode, n, n, "pipeline")), StageCosts.equal(n, 6, 3), cluster)
+    micro_batches = n if mode == "pipedream_2bw" else 1
+    assert found.step_seconds == pytest.approx(micro_batches * 3 * max(forward), rel=1e-9)
+
+
 @pytest.mark.parametrize("place", ["replicated", "zero", "model_parallel", "pipeline"])
 def test_an_extrapolation_to_more_replicas_keeps_unequal_stages(place):
     job, costs = Spec("cdp_v1", 2, 2, place, replicas=24), StageCosts.equal(2, 6, 3)

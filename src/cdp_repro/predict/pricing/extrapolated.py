@@ -43,10 +43,11 @@ def estimate(
       too many borders between them. On `model_parallel` they are not exact: hosts and stages never align, and the large
       job is given the same shares of links as the small one.
     - Seconds are a maximum of such terms. The terms are linear, except for data parallelism on `zero`, where the owner
-      of a stage serves all others, and for collectives, whose rings grow with the number of ranks. The last points
-      determine the largest term there. It is exact unless another term overtakes it later; then `step_seconds` is too
-      low. So bounds are extrapolated from the same job with free links and with free compute, where terms compete less:
-      a step takes at least the longer and at most the sum of the two.
+      of a stage serves all others, for parameter servers, each of which serves all workers, and for collectives, whose
+      rings grow with the number of ranks. The last points determine the largest term there. It is exact unless another
+      term overtakes it later; then `step_seconds` is too low. So two more are extrapolated from the same job with free
+      links and with free compute, where terms compete less: the step is taken to last at least the longer and at most
+      the sum of the two. Where steps differ, these estimates are of means, and can miss on either side.
     - A job of fewer workers has fewer stages, each the mean of its share of the stages. This is exact for equal stages,
       and for sums over all stages. No estimate is below the compute time of the mean device, or of the busiest device
       of a pipeline.
@@ -106,7 +107,7 @@ def _extrapolated(
     if growth % hosts.devices_per_host and job.workers * job.replicas > hosts.devices_per_host:
         clusters = [replace(cluster, devices_per_host=growth) for cluster in clusters]
     small = [
-        _extrapolated(*_resized(job, axis, k * unit, costs, clusters), optimizer_states, simulated) for k in (2, 3, 4)
+        _extrapolated(*_resized(job, axis, k, unit, costs, clusters), optimizer_states, simulated) for k in (2, 3, 4)
     ]
     return [
         _from_three(job, axis, getattr(job, axis) / unit, prices, least)
@@ -137,7 +138,8 @@ def _extrapolated_seconds(job: Spec, axis: str, size: float, seconds: Sequence[f
     two, three, four = seconds
     if job.collectives and axis == "replicas":  # 1 - 1/R of the bytes: a polynomial once multiplied by R
         return _through([2 * two, 3 * three, 4 * four], size) / size
-    if axis == "workers" and job.mode == "dp" and (job.placement == "zero" or job.collectives):
+    one_serves_all = job.placement == "parameter_server" or (job.mode == "dp" and job.placement == "zero")
+    if axis == "workers" and (one_serves_all or job.collectives):
         return _through(seconds, size)
     return four + (four - three) * (size - 4)
 
@@ -164,9 +166,13 @@ def _busiest_rank_seconds(job: Spec, cluster: Cluster) -> float:
 
 
 def _resized(
-    job: Spec, axis: str, size: int, costs: StageCosts, clusters: Sequence[Cluster]
+    job: Spec, axis: str, units: int, unit: int, costs: StageCosts, clusters: Sequence[Cluster]
 ) -> tuple[Spec, StageCosts, Sequence[Cluster]]:
-    """Return the same job with `size` replicas or workers; with fewer workers, each stage is the mean of its share."""
+    """Return the same job with `units` times `unit` replicas or workers.
+
+    With fewer workers, each stage is the mean of its share, and servers are fewer if as many workers share each.
+    """
+    size = units * unit
     if axis == "replicas":
         return replace(job, replicas=size), costs, clusters
     stages = size * job.stages // job.workers
@@ -181,7 +187,9 @@ def _resized(
         for cluster in clusters
     ]
     ranks = None if job.ranks is None else size * job.ranks // job.workers
-    servers = None if job.servers is None else max(1, size * job.servers // job.workers)
+    servers = job.servers
+    if servers is not None and not unit * servers % job.workers:
+        servers = size * servers // job.workers
     return replace(job, workers=size, stages=stages, ranks=ranks, servers=servers), smaller, resized
 
 

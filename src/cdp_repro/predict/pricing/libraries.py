@@ -41,7 +41,8 @@ def price_ddp(costs: StageCosts, cluster: Cluster, devices: int, optimizer_state
 def price_fsdp2(costs: StageCosts, cluster: Cluster, devices: int, optimizer_states: int = 0) -> Price:
     """Return the price of FSDP2 with one unit per stage, resharded after its forward (Zhao et al. 2023, VLDB 16(12)).
 
-    Every device updates its shard. The state consists of the shards and the two stages that are whole at once.
+    Every device updates its shard, which is its state: stages that are whole for a while do not count, as those that
+    are lent do not on `zero`.
     """
     factors = cluster.collectives
     gather = [factors.all_gather * ring_seconds(cluster, devices, size) for size in costs.parameter_bytes]
@@ -51,8 +52,7 @@ def price_fsdp2(costs: StageCosts, cluster: Cluster, devices: int, optimizer_sta
         seconds = _beside_compute(cluster, gather, scatter)
     else:
         seconds = sum(cluster.forward_seconds) + sum(cluster.backward_seconds) + 2 * sum(gather) + sum(scatter)
-    whole = max(sum(costs.parameter_bytes[stage : stage + 2]) for stage in range(costs.stages))
-    state = (1 + optimizer_states) * sum(costs.parameter_bytes) / devices + (whole if devices > 1 else 0)
+    state = (1 + optimizer_states) * sum(costs.parameter_bytes) / devices
     return _data_parallel_price(costs, cluster, devices, seconds + update, 3, state, update)
 
 

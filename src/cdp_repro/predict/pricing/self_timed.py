@@ -22,8 +22,8 @@ from cdp_repro.schedule import Action, Op, Program, Schedule, Slot, Value
 from cdp_repro.schedule.rings import next_in_ring, ring_bytes
 from cdp_repro.schedule.values import GRADIENTS
 
-MAX_STEPS = 12
-"""Training steps after which a simulation stops looking for an exact period."""
+MAX_STEPS, MAX_MICRO_BATCHES = 12, 192
+"""A simulation stops looking for an exact period after as many training steps, or micro-batches if those are more."""
 
 _Link = tuple[bool, bool, int]
 """Whether outgoing, whether between hosts, rank."""
@@ -47,10 +47,12 @@ class Price:
     activation_bytes: float
     """Peak of live activation bytes on the device with most."""
     state_bytes: float
-    """Peak of parameters, in all versions kept, plus optimizer state on the device with most; without gradients. It is
-    that of a full pipeline: once drained, a stale mode keeps two versions everywhere."""
+    """Peak of parameters, in all versions kept, plus optimizer state on the device with most; without gradients, and
+    without copies that are lent or gathered to compute with. It is that of a full pipeline: once drained, a stale mode
+    keeps two versions everywhere."""
     method: str
-    """`simulated` or `closed form`, both exact in this model of a cluster, or `extrapolated` (see `estimate`)."""
+    """`simulated` or `closed form`, both exact in this model of a cluster, or `extrapolated` (see `estimate`). Where
+    the steps of a simulation do not repeat, its seconds are a mean over many."""
     at_most_seconds: float | None = None
     """Upper bound of `step_seconds`; only for an extrapolation."""
 
@@ -194,6 +196,7 @@ class _SelfTimedClock:
         """The clock runs for at least `at_least` steps."""
         self._cluster = cluster
         self._at_least = at_least
+        self._at_most = max(MAX_STEPS, 3 * at_least, MAX_MICRO_BATCHES // schedule.micro_batches)
         self._now = [0.0] * schedule.ranks
         self._free: dict[_Link, float] = defaultdict(float)
         """When each link is free again."""
@@ -202,7 +205,7 @@ class _SelfTimedClock:
         self._states: list[list[float]] = []
         """At the start of each training step: times of ranks and links, sorted, because ranks may take turns."""
         self.is_done = False
-        """Whether all times grew by the same amount in the last two steps, or `MAX_STEPS` steps have passed."""
+        """Whether all times grew by the same amount in the last two steps, or the most steps have passed."""
         whole = {Op.FORWARD: cluster.forward_seconds, Op.UPDATE: cluster.update_seconds}
         parts = {op: [op.backward_share * each for each in cluster.backward_seconds] for op in Op if op.backward_share}
         self.seconds = {
@@ -228,7 +231,7 @@ class _SelfTimedClock:
     def _begin_step(self) -> None:
         self._states.append(sorted([*self._now, *self._free.values()]))
         steps = len(self._states) - 1
-        self.is_done = steps >= self._at_least and (steps >= MAX_STEPS or self._is_steady())
+        self.is_done = steps >= self._at_least and (steps >= self._at_most or self._is_steady())
 
     def _message(self, event: _Event, now: float) -> None:
         """Occupy the sender's outgoing and, a latency later, the receiver's incoming link."""
