@@ -26,12 +26,12 @@ def check_foreign(timeline: Timeline, rule: Rule, placement: Placement) -> None:
         ForeignError: a slot, a staleness or a rank is no whole number from 0; a stage has no holder; it has several,
             and other ranks compute it; a rank has nothing to do.
     """
-    checks = {
-        timeline: partial(_check_timeline, timeline),
-        rule: partial(_check_rule, rule),
-        placement: partial(_check_placement, placement),
-    }
-    for part, check in checks.items():
+    checks = (
+        (timeline, partial(_check_timeline, timeline)),
+        (rule, partial(_check_rule, rule)),
+        (placement, partial(_check_placement, placement)),
+    )
+    for part, check in checks:
         if not type(part).__module__.startswith(_OURS):
             with refusing(_named(part), ForeignError):
                 check()
