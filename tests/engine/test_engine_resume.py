@@ -97,6 +97,18 @@ def test_an_iterator_closed_early_drains_and_changes_no_bit(mode, stop):
     assert_bitwise(engine.state_dict(), whole.state_dict())
 
 
+@pytest.mark.parametrize("thrown", [KeyError, KeyboardInterrupt])
+def test_an_error_that_is_thrown_into_the_iterator_drains_too(thrown):
+    engine, batches = make_engine("cdp_v2"), make_batches()
+    iterator = engine.run(batches)
+    next(iterator)
+    with pytest.raises(thrown):
+        iterator.throw(thrown("mine"))
+    for _ in engine.run(batches[engine.step :]):
+        pass
+    assert_bitwise(engine.state_dict(), uninterrupted("cdp_v2")[0].state_dict())
+
+
 def test_closing_by_hand_and_twice_drains_too():
     engine, batches = make_engine("cdp_v1"), make_batches()
     iterator = engine.run(batches)

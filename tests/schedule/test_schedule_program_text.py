@@ -170,6 +170,7 @@ def test_line_ends_of_windows_are_refused():
         ("workers = 2", "workers = 2.0", "line 3: 2.0 is no value of workers: it is of the type int, in JSON"),
         ("workers = 2", "workers = null", "line 3: null is no value of workers"),
         ("workers = 2", "workers = true", "line 3: true is no value of workers"),
+        ("workers = 2", f"workers = {'[' * 100_000}", f"line 3: '{'[' * 60}' is no JSON value of workers"),
         ('mode = "cdp_v2"', "mode = 5", "line 2: 5 is no value of mode"),
         ("ranks = null", 'ranks = "1"', 'line 9: "1" is no value of ranks'),
         ("gradient_bytes = []", 'gradient_bytes = ["a"]', "is no value of gradient_bytes"),

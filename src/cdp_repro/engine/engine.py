@@ -178,15 +178,15 @@ class Engine:
         self._stages.train()
         self._undrained = "it is in the middle of another run; exhaust or close that iterator first"
         results = self._results(feed)
-        try:
-            for result in results:  # noqa: UP028 - `yield from` would close `results` at a `break`, too
+        for result in results:
+            try:
                 yield result
-        except GeneratorExit:
-            if not sys.is_finalizing():  # else Python is exiting: the results of a drain would be lost
-                feed.close()
-                for _ in results:
-                    pass
-            raise
+            except BaseException:  # a `break` closes the iterator, and a caller may throw anything into it
+                if not sys.is_finalizing():  # else Python is exiting: the results of a drain would be lost
+                    feed.close()
+                    for _ in results:
+                        pass
+                raise
         feed.raise_error()
 
     def _connect(self, feed: Feed) -> None:

@@ -193,8 +193,8 @@ def _entry(number: int, line: str) -> dict[str, Any]:
         raise _broken(number, f"the header has no {name!r}: it has {', '.join(known)}")
     try:
         found = frozen(json.loads(value))
-    except ValueError:
-        raise _broken(number, f'{value!r} is no JSON value of {name}, such as 4 or "zero"') from None
+    except (ValueError, RecursionError):  # of thousands of brackets
+        raise _broken(number, f'{value[:60]!r} is no JSON value of {name}, such as 4 or "zero"') from None
     if not is_of(found, known[name]):
         raise _broken(number, f"{value} is no value of {name}: it is of the type {named(known[name])}, in JSON")
     return {name: found}
