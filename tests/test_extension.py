@@ -199,7 +199,7 @@ def test_it_has_a_price():
     prices = {}
     for placement in ("single_device", "reversed"):
         program = Program(Schedule.build("spaced_two_late", 3, 3, placement))
-        prices[placement] = price(program, costs_of(3, 3), Cluster.equal(3), optimizer_states=1)
+        prices[placement] = price(program, costs_of(3, 3), Cluster.equal(3), optimizer_states=[1] * 3)
     assert {placement: found.devices for placement, found in prices.items()} == {"single_device": 1, "reversed": 3}
     assert all(found.busy_seconds == 18 for found in prices.values())  # 3 micro-batches, 3 stages, there and back
     assert prices["single_device"].step_seconds == 18  # one device has no idle slots, whatever the timeline

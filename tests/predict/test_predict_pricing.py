@@ -44,7 +44,7 @@ def linked(cluster, latency=0.0, bandwidth=math.inf, devices_per_host=1):
     return replace(cluster, between_hosts=Link(latency, bandwidth), devices_per_host=devices_per_host)
 
 
-def estimated(job, costs, cluster, optimizer_states=0, simulated=SIMULATED_FORWARDS):
+def estimated(job, costs, cluster, optimizer_states=(), simulated=SIMULATED_FORWARDS):
     (found,) = estimate(job, costs, (cluster,), optimizer_states, simulated)
     return found
 
@@ -151,7 +151,7 @@ def test_bytes_are_those_of_simulate(mode, place):
         sum(m.bytes for m in trace.messages) / (program.schedule.ranks * 6)
     )
     assert found.activation_bytes == trace.activation_peak_bytes_per_device
-    momentum = price(program, costs, Cluster.equal(4), optimizer_states=1)
+    momentum = price(program, costs, Cluster.equal(4), optimizer_states=[1] * 4)
     own = 3 if place in ("zero", "pipeline", "model_parallel") else 12
     assert momentum.state_bytes - found.state_bytes == own <= found.state_bytes
 
@@ -190,7 +190,7 @@ def test_ddp_and_fsdp2_by_hand():
 def test_an_extrapolation_to_more_workers_is_what_a_simulation_finds(mode, place):
     job, costs = Spec(mode, 18, 18, place), StageCosts.equal(18, 6, 3)
     cluster = linked(Cluster.equal(18), 0.05, 20.0)
-    guess, truth = estimated(job, costs, cluster, 1, simulated=16), estimated(job, costs, cluster, 1, simulated=400)
+    guess, truth = (estimated(job, costs, cluster, [1] * 18, number) for number in (16, 400))
     assert (guess.method, truth.method) == ("extrapolated", "simulated")
     for name in ("devices", "step_seconds", "busy_seconds", "sent_bytes_per_device", "activation_bytes"):
         assert getattr(guess, name) == pytest.approx(getattr(truth, name), rel=1e-6), name
@@ -407,7 +407,7 @@ def test_extrapolated_bytes_of_unequal_stages_are_those_of_the_whole_model(mode,
         StageCosts.equal(n), forward_bytes=sizes, backward_bytes=sizes, parameter_bytes=sizes, gradient_bytes=sizes
     )
     cluster = linked(Cluster.equal(n, 1.0, 2.0), 0.01, 1e5)
-    found, exact = (estimated(Spec(mode, n, n, place), costs, cluster, 1, simulated) for simulated in (1, 10**6))
+    found, exact = (estimated(Spec(mode, n, n, place), costs, cluster, [1] * n, simulated) for simulated in (1, 10**6))
     assert (found.method, exact.method) == ("extrapolated", "simulated")
     assert found.activation_bytes == pytest.approx(exact.activation_bytes, rel=0.001)
     assert found.sent_bytes_per_device == pytest.approx(exact.sent_bytes_per_device, rel=0.02)
@@ -423,7 +423,7 @@ def test_extrapolated_collectives_are_those_that_are_simulated(place, link, axis
     costs = StageCosts.equal(n, 6, 16 * 960)  # in equal shards
     cluster = linked(Cluster.equal(n, 0.5, 1.0), *link)
     job = Spec("dp", n, n, place, replicas=r, collectives=True)
-    found, exact = (estimated(job, costs, cluster, 1, simulated) for simulated in (1, 10**6))
+    found, exact = (estimated(job, costs, cluster, [1] * job.stages, simulated) for simulated in (1, 10**6))
     assert (found.method, exact.method) == ("extrapolated", "simulated")
     assert found.step_seconds == pytest.approx(exact.step_seconds, rel=1e-6)
     assert found.state_bytes == pytest.approx(exact.state_bytes, rel=1e-6)
@@ -435,7 +435,7 @@ def test_flags_of_stages_stay_flags_when_a_job_shrinks():
     kept = tuple(stage % 4 != 1 for stage in range(n))
     costs = replace(StageCosts.equal(n, 6, 8), input_kept=kept, output_kept=(False,) * n)
     found, exact = (
-        estimated(Spec("cdp_v2", n, n, "pipeline"), costs, linked(Cluster.equal(n)), 1, simulated)
+        estimated(Spec("cdp_v2", n, n, "pipeline"), costs, linked(Cluster.equal(n)), [1] * n, simulated)
         for simulated in (1, 10**6)
     )
     assert found.activation_bytes == pytest.approx(exact.activation_bytes, rel=0.05)

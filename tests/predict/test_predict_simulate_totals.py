@@ -75,7 +75,7 @@ def test_totals_are_those_of_the_trace(job, drains):
 def test_optimizer_state_is_counted_once_a_parameter():
     costs = replace(StageCosts.equal(3), parameter_bytes=(96, 48, 100))
     schedule = Schedule.build("dp", 3, placement="zero", collectives=True)
-    totals = simulate_totals(schedule, costs, Program(schedule).slots(2), optimizer_states=1)
+    totals = simulate_totals(schedule, costs, Program(schedule).slots(2), optimizer_states=[1] * 3)
     assert max(total.state_bytes_per_device for total in totals) == 2 * 96
 
 

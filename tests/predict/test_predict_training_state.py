@@ -10,6 +10,7 @@ from cdp_repro.config.numerics import parameter_dtype
 from cdp_repro.config.program_file import program_of
 from cdp_repro.observe.text import format_bytes
 from cdp_repro.predict.cutting import cut_model
+from cdp_repro.predict.pricing.quote import cluster_of, prices_on_each
 from cdp_repro.predict.training_state import (
     copied_bytes,
     optimizer_states,
@@ -55,10 +56,34 @@ def test_a_rank_counts_the_stages_that_it_holds(tiny):
 
 @pytest.mark.parametrize(
     ("overrides", "values"),
-    [([], 1), (["optim.momentum=0"], 0), (["optim=adamw"], 2), (["optim=nadamw"], 2), (["optim=muon"], 2)],
+    [([], 1), (["optim.momentum=0"], 0), (["optim=adamw"], 2), (["optim=nadamw"], 2)],
 )
-def test_values_for_each_parameter(overrides, values):
-    assert optimizer_states(compose_config(overrides).optim) == values
+def test_values_for_each_parameter(tiny, overrides, values):
+    config = compose_config([*tiny, *overrides])
+    assert optimizer_states(config, cut_model(config), config.schedule()) == [values] * config.stage_count
+
+
+def test_muon_keeps_one_value_of_hidden_matrices_and_two_of_others(tiny):
+    config = compose_config([*tiny, "optim=muon"])
+    cut, found = cut_model(config), optimizer_states(config, cut_model(config), config.schedule())
+    kept = [states * size for states, size in zip(found, cut.costs.parameter_bytes, strict=True)]
+    assert kept == pytest.approx(training_state(config, cut, config.schedule()).optimizer)
+    assert any(1 < states < 2 for states in found)
+
+
+@pytest.mark.parametrize("others", [[], ["mode=cdp_v2", "delay=error_feedback"]])
+def test_a_price_counts_what_the_plan_says(tiny, others):
+    config = compose_config([*tiny, "optim=muon", *others, "price=true", "cluster.flops_per_second=1e9"])
+    cut = cut_model(config)
+    (prices,) = prices_on_each(config, cut, [cluster_of(config, cut)])
+    beside = training_state(config, cut, config.schedule())
+    parameters = sum(cut.costs.parameter_bytes)
+    name = config.mode.name
+    if name == "dp":
+        for each in ("dp single_device", "dp replicated", "dp ddp"):
+            assert prices[each].state_bytes == pytest.approx(parameters + sum(beside.optimizer)), each
+    versions = prices[f"{name} single_device"].state_bytes - sum(beside.optimizer) - sum(beside.delay)
+    assert parameters <= versions <= 2 * parameters
 
 
 def test_the_plan_says_what_is_kept(capsys):

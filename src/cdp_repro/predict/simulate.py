@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cdp_repro.predict.costs import StageCosts
@@ -21,8 +21,12 @@ class Devices:
     `activation_bytes` and `state_bytes` have one entry per rank; `versions` counts the versions of a stage on a rank.
     """
 
-    def __init__(self, schedule: Schedule, costs: StageCosts, optimizer_states: int = 0) -> None:
-        """Raise ValueError if `costs` has another number of stages than the schedule."""
+    def __init__(self, schedule: Schedule, costs: StageCosts, optimizer_states: Sequence[float] = ()) -> None:
+        """`optimizer_states`: by stage, how many values are kept beside each value of a parameter; () for none.
+
+        Raises:
+            ValueError: `costs` has another number of stages than the schedule.
+        """
         if costs.stages != schedule.stages:
             raise ValueError(f"the schedule has {schedule.stages} stages but the costs are of {costs.stages}")
         self._costs = costs
@@ -36,7 +40,8 @@ class Devices:
         for rank, values in schedule.held_after(0).items():
             for value in values:
                 if value.kind == PARAMETERS:
-                    self.state_bytes[rank] += (1 + optimizer_states) * costs.bytes_of(value)
+                    beside = optimizer_states[value.stage] if optimizer_states else 0
+                    self.state_bytes[rank] += round((1 + beside) * costs.bytes_of(value))
                     self.versions[rank, value.stage] += 1
 
     def run(self, action: Action) -> int:
@@ -136,12 +141,12 @@ class SlotTotals:
 
 
 def simulate_totals(
-    schedule: Schedule, costs: StageCosts, slots: Iterable[Slot], optimizer_states: int = 0
+    schedule: Schedule, costs: StageCosts, slots: Iterable[Slot], optimizer_states: Sequence[float] = ()
 ) -> Iterator[SlotTotals]:
     """Run the first slots of a program, as `simulate_slots` does, and yield the totals of each, without a trace.
 
-    Of past slots it only keeps what is still alive, so that it can run programs of a million ranks. `optimizer_states`
-    is the number of values that the optimizer keeps for each value of a parameter.
+    Of past slots it only keeps what is still alive, so that it can run programs of a million ranks.
+    `optimizer_states` are those of `Devices`.
 
     Raises:
         ValueError: `costs` has another number of stages than the schedule.

@@ -22,7 +22,6 @@ from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.simulate import simulate_slots, version_bytes
 from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.predict.system_specs import CHUNKS, ON_OTHER_RANKS, SYSTEMS, CommonSizes
-from cdp_repro.predict.training_state import optimizer_states
 from cdp_repro.schedule import Program, Schedule, Slot, Spec
 
 
@@ -197,7 +196,7 @@ def _system(schedule: Schedule, cut: StageCut, config: RunConfig, cluster: Clust
     found = simulated_system(schedule, cut.costs, micro_batches)
     if cluster is None:
         return found
-    step_seconds = price(Program(schedule), cut.costs, cluster, optimizer_states(config.optim)).step_seconds
+    step_seconds = price(Program(schedule), cut.costs, cluster).step_seconds
     return replace(found, seconds=micro_batches // schedule.sizes.sample_parts * step_seconds)
 
 

@@ -103,9 +103,16 @@ def copied_bytes(program: Program, stage_bytes: Sequence[int]) -> int:
     return most
 
 
-def optimizer_states(optim: OptimConfig) -> int:
-    """Return how many values the optimizer keeps for each value of a parameter; the largest number if they differ."""
-    return _values_kept(optim, is_hidden=False)
+def optimizer_states(config: RunConfig, cut: StageCut, schedule: Schedule) -> list[float]:
+    """Return, by stage, how many values the optimizer and the method against delay keep beside one of a parameter.
+
+    It is a mean over the parameters of the stage: some may be frozen, and `muon` keeps less of `hidden_matrices`.
+    """
+    kept = training_state(config, cut, schedule)
+    return [
+        (optimizer + delay) / size if size else 0.0
+        for optimizer, delay, size in zip(kept.optimizer, kept.delay, cut.costs.parameter_bytes, strict=True)
+    ]
 
 
 def _values_kept(optim: OptimConfig, is_hidden: bool) -> int:

@@ -27,7 +27,7 @@ def estimate(
     job: Spec,
     costs: StageCosts,
     clusters: Sequence[Cluster],
-    optimizer_states: int = 0,
+    optimizer_states: Sequence[float] = (),
     simulated: int = SIMULATED_FORWARDS,
 ) -> list[Price]:
     """Return the price of a job of any size on each of several clusters, which have hosts of one size.
@@ -94,7 +94,7 @@ def is_extrapolated(job: Spec, cluster: Cluster, simulated: int = SIMULATED_FORW
 
 
 def _extrapolated(
-    job: Spec, costs: StageCosts, clusters: Sequence[Cluster], optimizer_states: int, simulated: int
+    job: Spec, costs: StageCosts, clusters: Sequence[Cluster], optimizer_states: Sequence[float], simulated: int
 ) -> list[Price]:
     """Return the price, without bounds, on each of several clusters that only differ in seconds."""
     hosts = clusters[0]
@@ -106,9 +106,11 @@ def _extrapolated(
     at_least = [_busiest_rank_seconds(job, cluster) for cluster in clusters]
     if growth % hosts.devices_per_host and job.workers * job.replicas > hosts.devices_per_host:
         clusters = [replace(cluster, devices_per_host=growth) for cluster in clusters]
-    small = [
-        _extrapolated(*_resized(job, axis, k, unit, costs, clusters), optimizer_states, simulated) for k in (2, 3, 4)
-    ]
+    small = []
+    for units in (2, 3, 4):
+        resized = _resized(job, axis, units, unit, costs, clusters)
+        shrunk = _differences(_sums_to(optimizer_states, resized[0].stages)) if optimizer_states else ()
+        small.append(_extrapolated(*resized, shrunk, simulated))
     return [
         _from_three(job, axis, getattr(job, axis) / unit, prices, least)
         for prices, least in zip(zip(*small, strict=True), at_least, strict=True)

@@ -21,7 +21,13 @@ def _data_parallel_price(
     return Price(devices, seconds, devices * (compute + update), total - crossing, crossing, peak, state, "closed form")
 
 
-def price_ddp(costs: StageCosts, cluster: Cluster, devices: int, optimizer_states: int = 0) -> Price:
+def _state_bytes(costs: StageCosts, optimizer_states: Sequence[float]) -> float:
+    """Return the bytes of all parameters, and of what is kept beside them; see `price`."""
+    beside = optimizer_states or [0] * costs.stages
+    return sum((1 + states) * size for states, size in zip(beside, costs.parameter_bytes, strict=True))
+
+
+def price_ddp(costs: StageCosts, cluster: Cluster, devices: int, optimizer_states: Sequence[float] = ()) -> Price:
     """Return the price of DistributedDataParallel with one bucket per stage (Li et al. 2020, VLDB 13(12)).
 
     Each bucket's all-reduce, 2(D-1)/D of its bytes, starts when its backward and the bucket before are done. The
@@ -34,11 +40,11 @@ def price_ddp(costs: StageCosts, cluster: Cluster, devices: int, optimizer_state
         ring = 2 * ring_seconds(cluster, devices, costs.gradient_bytes[stage])
         reduced = max(reduced, computed) + cluster.collectives.all_reduce * ring
     update = sum(cluster.update_seconds)
-    state = (1 + optimizer_states) * sum(costs.parameter_bytes)
+    state = _state_bytes(costs, optimizer_states)
     return _data_parallel_price(costs, cluster, devices, max(computed, reduced) + update, 2, state, update)
 
 
-def price_fsdp2(costs: StageCosts, cluster: Cluster, devices: int, optimizer_states: int = 0) -> Price:
+def price_fsdp2(costs: StageCosts, cluster: Cluster, devices: int, optimizer_states: Sequence[float] = ()) -> Price:
     """Return the price of FSDP2 with one unit per stage, resharded after its forward (Zhao et al. 2023, VLDB 16(12)).
 
     Every device updates its shard, which is its state: stages that are whole for a while do not count, as those that
@@ -52,7 +58,7 @@ def price_fsdp2(costs: StageCosts, cluster: Cluster, devices: int, optimizer_sta
         seconds = _beside_compute(cluster, gather, scatter)
     else:
         seconds = sum(cluster.forward_seconds) + sum(cluster.backward_seconds) + 2 * sum(gather) + sum(scatter)
-    state = (1 + optimizer_states) * sum(costs.parameter_bytes) / devices
+    state = _state_bytes(costs, optimizer_states) / devices
     return _data_parallel_price(costs, cluster, devices, seconds + update, 3, state, update)
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from cdp_repro.config import RunConfig
 from cdp_repro.observe.text import format_bytes, table
-from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.pricing import (
     Cluster,
     Collectives,
@@ -29,7 +28,7 @@ from cdp_repro.predict.pricing import (
 )
 from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.stage_cut import StageCut
-from cdp_repro.predict.training_state import kept_steps, optimizer_states, reads_ahead
+from cdp_repro.predict.training_state import optimizer_states, reads_ahead
 from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, PLACEMENTS, Schedule, Spec
 
 PRICED_MODES = ("dp", "cdp_v1", "cdp_v2", "accumulation")
@@ -99,10 +98,9 @@ def prices_on_each(
 
     All clusters must have hosts of the same size. Several clusters hardly take longer than one.
     """
-    states = optimizer_states(config.optim)
     jobs = _jobs(config)
     different = [job for number, job in enumerate(jobs.values()) if job not in [*jobs.values()][:number]]
-    run = partial(_estimate, config=config, costs=cut.costs, clusters=clusters)
+    run = partial(_estimate, config=config, cut=cut, clusters=clusters)
     if processes > 1 and any(is_extrapolated(job, clusters[0]) for job in different):
         with ProcessPoolExecutor(processes, mp_context=get_context("forkserver")) as pool:
             estimates = [*pool.map(run, different)]
@@ -115,16 +113,16 @@ def prices_on_each(
         closed = not config.speeds and not config.micro_batches and config.slices_of_a_sequence == 1
         if config.workers > 1 and closed:
             devices = config.workers * config.accumulate * config.replicas
+            states = optimizer_states(config, cut, Schedule.from_spec(config.spec().in_mode("dp")))
             prices["dp ddp"] = price_ddp(cut.costs, cluster, devices, states)
             prices["dp fsdp2"] = price_fsdp2(cut.costs, cluster, devices, states)
         found.append(prices)
     return found
 
 
-def _estimate(job: Spec, config: RunConfig, costs: StageCosts, clusters: Sequence[Cluster]) -> list[Price]:
-    """Return the price of a job on each cluster; all stages count as many last steps as the one that keeps most."""
-    states = optimizer_states(config.optim) + max(kept_steps(config, Schedule.from_spec(job)))
-    return estimate(job, costs, clusters, states)
+def _estimate(job: Spec, config: RunConfig, cut: StageCut, clusters: Sequence[Cluster]) -> list[Price]:
+    """Return the price of a job on each cluster."""
+    return estimate(job, cut.costs, clusters, optimizer_states(config, cut, Schedule.from_spec(job)))
 
 
 def _jobs(config: RunConfig) -> dict[str, Spec]:

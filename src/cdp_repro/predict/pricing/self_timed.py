@@ -271,11 +271,11 @@ class _SelfTimedClock:
         return (self._states[last][-1] - self._states[first][-1]) / (last - first)
 
 
-def price(program: Program, costs: StageCosts, cluster: Cluster, optimizer_states: int = 0) -> Price:
+def price(program: Program, costs: StageCosts, cluster: Cluster, optimizer_states: Sequence[float] = ()) -> Price:
     """Return the price of a training step of `program`, by simulating it until it is periodic.
 
-    `optimizer_states` is the number of values that the optimizer keeps per value of a parameter: 1 for momentum, 2 for
-    Adam.
+    `optimizer_states`: by stage, how many values are kept beside each value of a parameter: 1 for momentum, 2 for Adam;
+    () for none.
 
     Raises:
         ValueError: `program`, `costs` and `cluster` do not have the same number of stages.
@@ -285,7 +285,7 @@ def price(program: Program, costs: StageCosts, cluster: Cluster, optimizer_state
 
 
 def price_on_each(
-    program: Program, costs: StageCosts, clusters: Sequence[Cluster], optimizer_states: int = 0
+    program: Program, costs: StageCosts, clusters: Sequence[Cluster], optimizer_states: Sequence[float] = ()
 ) -> list[Price]:
     """Return the price on each of several clusters, from one pass over the program.
 
