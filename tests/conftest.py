@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,6 +21,20 @@ TINY = (
 @pytest.fixture
 def tiny() -> tuple[str, ...]:
     return TINY
+
+
+@pytest.fixture
+def registries_restored() -> Iterator[None]:
+    """Forget after a test which timelines, modes and placements it has entered: others run over all of them."""
+    from cdp_repro.schedule import MODES, PLACEMENTS
+    from cdp_repro.schedule.timelines import TIMELINES
+
+    registries = (TIMELINES, MODES, PLACEMENTS)
+    before = [dict(registry) for registry in registries]
+    yield
+    for registry, entries in zip(registries, before, strict=True):
+        registry.clear()
+        registry |= entries
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,8 +22,6 @@ from cdp_repro.predict.profiling import profile_stages
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import (
     MODES,
-    PLACEMENTS,
-    TIMELINES,
     Program,
     Schedule,
     ScheduleError,
@@ -107,15 +105,8 @@ def register() -> None:
 
 
 @pytest.fixture(autouse=True)
-def registered():
-    """Registered for the time of a test: other tests run over all modes and placements that they find."""
-    registries = (TIMELINES, MODES, PLACEMENTS)
-    before = [dict(registry) for registry in registries]
+def registered(registries_restored):
     register()
-    yield
-    for registry, entries in zip(registries, before, strict=True):
-        registry.clear()
-        registry |= entries
 
 
 def make_stages(count):

@@ -18,7 +18,7 @@ from cdp_repro.engine.rehearsal import Rehearsal, fake_tensors
 
 
 class KeepsATable(nn.Module):
-    """Makes a table in its first forward: in an attribute, in a dict, or in a buffer that it had."""
+    """Keeps the table that its first forward makes, in an attribute or in a dict; counts its forwards in a buffer."""
 
     def __init__(self, kept_in):
         super().__init__()

@@ -157,30 +157,32 @@ def test_state_of_step_zero_loads(mode):
     assert_bitwise(engine.state_dict(), uninterrupted(mode)[0].state_dict())
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_state_that_is_loaded_in_inference_mode_can_be_trained(optimizer):
-    whole, _ = uninterrupted("cdp_v2", optimizer)
-    first, second, batches = make_engine("cdp_v2", optimizer), make_engine("cdp_v2", optimizer), make_batches()
+def two_engines(optimizer):
+    """An engine after four steps, a new one, and the batches that are left."""
+    first, batches = make_engine("cdp_v2", optimizer), make_batches()
     for _ in first.run(batches[:4]):
         pass
+    return first, make_engine("cdp_v2", optimizer), batches[4:]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_state_that_is_loaded_in_inference_mode_can_be_trained(optimizer):
+    first, second, rest = two_engines(optimizer)
     with torch.inference_mode():
         second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for _ in second.run(batches[4:]):
+    for _ in second.run(rest):
         pass
-    assert_bitwise(second.state_dict(), whole.state_dict())
+    assert_bitwise(second.state_dict(), uninterrupted("cdp_v2", optimizer)[0].state_dict())
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_the_engine_a_state_came_from_can_go_on_beside_the_one_it_was_loaded_into(optimizer):
-    whole, _ = uninterrupted("cdp_v2", optimizer)
-    first, second, batches = make_engine("cdp_v2", optimizer), make_engine("cdp_v2", optimizer), make_batches()
-    for _ in first.run(batches[:4]):
-        pass
+    first, second, rest = two_engines(optimizer)
     second.load_state_dict(first.state_dict())
     for engine in (first, second):
-        for _ in engine.run(batches[4:]):
+        for _ in engine.run(rest):
             pass
-        assert_bitwise(engine.state_dict(), whole.state_dict())
+        assert_bitwise(engine.state_dict(), uninterrupted("cdp_v2", optimizer)[0].state_dict())
 
 
 @every_mode

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from cdp_repro.schedule import MODES, PLACEMENTS, Program, Schedule
+from cdp_repro.schedule import Program, Schedule
 from cdp_repro.schedule.foreign import ForeignError
 from cdp_repro.schedule.modes import add_mode
 from cdp_repro.schedule.placements import Placement, add_placement
 from cdp_repro.schedule.rules import Fresh
-from cdp_repro.schedule.timelines import TIMELINES, Sequential, add_timeline
+from cdp_repro.schedule.timelines import Sequential, add_timeline
 
-
-@pytest.fixture(autouse=True)
-def entered_for_a_test():
-    registries = (TIMELINES, MODES, PLACEMENTS)
-    before = [dict(registry) for registry in registries]
-    yield
-    for registry, entries in zip(registries, before, strict=True):
-        registry.clear()
-        registry |= entries
+pytestmark = pytest.mark.usefixtures("registries_restored")
 
 
 def place(stages=2, **methods):

@@ -296,14 +296,14 @@ def test_a_run_that_goes_on_with_another_number_of_threads_says_that_its_bits_ar
     tmp_path, tiny, monkeypatch, caplog
 ):
     run(tmp_path / "run", *tiny)
-    told = lambda: [each.message for each in caplog.records if "not bit for bit" in each.message]  # noqa: E731
     for threads, warnings in ((torch.get_num_threads(), 0), (7, 1)):
         (tmp_path / "run" / "summary.json").unlink()
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         summary = resume(tmp_path / "run")
-        assert len(told()) == warnings
+        told = [each.message for each in caplog.records if "not bit for bit" in each.message]
+        assert len(told) == warnings
     assert summary["hardware"].endswith("CPU, 7 CPU threads")
-    assert "another number of threads (" in told()[0] and summary["hardware"] in told()[0]
+    assert "another number of threads (" in told[0] and summary["hardware"] in told[0]
 
 
 def test_values_without_influence_may_change_before_a_resume(tmp_path, tiny):

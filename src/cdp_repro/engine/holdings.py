@@ -116,10 +116,12 @@ class Holdings:
 
         They would stay different, as ranks exchange only gradients. Waits until that rank has told its own.
         """
-        for number in self.states:
-            first = self._schedule.placement.holders(number)[0]
-            told = json.loads(self._team.store.get(f"parameters/{first}"))
-            if told[str(number)] != _sum_of_bits(self._stages[number]):
+        firsts = {number: self._schedule.placement.holders(number)[0] for number in self.states}
+        told = {
+            rank: json.loads(self._team.store.get(f"parameters/{rank}")) for rank in {*firsts.values(), self._team.rank}
+        }
+        for number, first in firsts.items():
+            if told[first][str(number)] != told[self._team.rank][str(number)]:
                 raise ValueError(
                     f"rank {self._team.rank} has other parameters of stage {number} than rank {first}, and ranks do "
                     "not exchange them at the start: call torch.manual_seed with the same number on all ranks before "
@@ -269,7 +271,10 @@ class Holdings:
 
 
 def _sum_of_bits(stage: nn.Module) -> int:
-    """Return a number that differs if parameters do: exact, so in whatever order a device adds."""
+    """Return the sum of the bits of the parameters, as whole numbers: it is the same in whatever order a device adds.
+
+    Parameters of another seed or another file have another sum; numbers that have changed places do not show.
+    """
     total = 0
     for parameter in stage.parameters():
         values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()

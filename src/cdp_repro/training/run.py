@@ -42,6 +42,9 @@ from cdp_repro.training.weights import start_from_file
 
 logger = logging.getLogger("cdp_repro")
 
+_OF_ROUNDING = {"version/torch": "another torch", "hardware": "other hardware, or with another number of threads"}
+"""Versions on which it depends how numbers are rounded, with the words for another one."""
+
 
 def train(
     config: RunConfig, run_dir: Path, command: Sequence[str], resume: bool = False, restart: bool = False
@@ -110,10 +113,6 @@ def train(
         known = versions_since(_earlier_versions(checkpoint))
         run = _Run(config, dataset, cut, program, RunDirectory(path), files, command, known)
         return run.train(stop, checkpoint, resume)
-
-
-_OF_ROUNDING = {"version/torch": "another torch", "hardware": "other hardware, or with another number of threads"}
-"""Versions on which it depends how numbers are rounded, with the words for another one."""
 
 
 def _earlier_versions(checkpoint: Checkpoint | None) -> dict[str, str]:

@@ -106,17 +106,16 @@ def prices_on_each(
             estimates = [*pool.map(run, different)]
     else:
         estimates = [*map(run, different)]
-    found = []
-    for number, cluster in enumerate(clusters):
-        prices = {name: estimates[different.index(job)][number] for name, job in jobs.items()}
-        # closed forms only cover workers of one speed, with k micro-batches each, of whole sequences
-        closed = not config.speeds and not config.micro_batches and config.slices_of_a_sequence == 1
-        if config.workers > 1 and closed:
-            devices = config.workers * config.accumulate * config.replicas
-            states = optimizer_states(config, cut, Schedule.from_spec(config.spec().in_mode("dp")))
+    found = [
+        {name: estimates[different.index(job)][number] for name, job in jobs.items()} for number in range(len(clusters))
+    ]
+    # closed forms only cover workers of one speed, with k micro-batches each, of whole sequences
+    if config.workers > 1 and not config.speeds and not config.micro_batches and config.slices_of_a_sequence == 1:
+        devices = config.workers * config.accumulate * config.replicas
+        states = optimizer_states(config, cut, Schedule.from_spec(config.spec().in_mode("dp")))
+        for prices, cluster in zip(found, clusters, strict=True):
             prices["dp ddp"] = price_ddp(cut.costs, cluster, devices, states)
             prices["dp fsdp2"] = price_fsdp2(cut.costs, cluster, devices, states)
-        found.append(prices)
     return found
 
 
