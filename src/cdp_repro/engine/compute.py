@@ -15,11 +15,11 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from cdp_repro.engine.binding import Binding
 from cdp_repro.engine.checkpointing import RefusingReentrant
+from cdp_repro.engine.first_forward import check_what_it_made, reaches_all
 from cdp_repro.engine.loan import Loan
 from cdp_repro.engine.memory import ActivationMeter, storage_key
 from cdp_repro.engine.prefix import Prefix, causal_layers
@@ -149,9 +149,11 @@ class StageCompute:
             raise _changed_parameter(version, writes)
         if not self._has_run:
             self._has_run = True
-            own = [*version.trainable.values(), *inputs, *(prefix.leaves if prefix else ())]
-            self._refuse_what_a_forward_made(buffers_before, own, output)
-            self._refuse_what_would_not_train(version, buffers_before, inputs, own, output)
+            given = [*version.trainable.values(), *inputs, *(prefix.leaves if prefix else ())]
+            check_what_it_made(self._module, buffers_before, given, output)
+            if not reaches_all(version.trainable.values(), given, output):
+                with self._autocast(), self._binding.bound_again(version.tensors, buffers_before), RefusingReentrant():
+                    self._module(*inputs)
         edge = get_gradient_edge(output) if output.requires_grad else None
         if meter is not None and self._loss_fn is None:
             meter.hold(output)
@@ -171,52 +173,6 @@ class StageCompute:
         if not isinstance(output, Tensor):
             raise TypeError(f"a stage must return one tensor, the next stage's input; got {type(output).__name__}")
         return output
-
-    def _refuse_what_a_forward_made(self, buffers: Mapping[str, Tensor], own: Sequence[Tensor], output: Tensor) -> None:
-        """Raise ValueError if a forward has made a buffer, or used what a rehearsal made, which has no values.
-
-        `own` are the tensors that the forward was given; if they are fake, this is a rehearsal.
-        """
-        if isinstance(output, FakeTensor) and not any(isinstance(each, FakeTensor) for each in own):
-            raise ValueError(
-                "a stage or loss_fn computes with a tensor without values, which it has kept from a forward that only "
-                "looks for shapes: keep what forwards make in the stage itself, not in a cache such as lru_cache"
-            )
-        if made := [name for name, _ in self._module.named_buffers() if name not in buffers]:
-            raise ValueError(
-                f"a stage makes its buffer {made[0]} in a forward; each worker has a copy of its own, made before: "
-                "register it with its values in __init__, or keep what is the same for all in a plain attribute"
-            )
-
-    def _refuse_what_would_not_train(
-        self,
-        version: Version,
-        buffers: Mapping[str, Tensor],
-        inputs: Sequence[Tensor],
-        own: Sequence[Tensor],
-        output: Tensor,
-    ) -> None:
-        """Raise ValueError if gradients would be lost: those of a foreign tensor, or of one that no graph leads to.
-
-        Parameters that `output` does not depend on may be due to reentrant checkpointing, but some networks have such
-        parameters anyway. So a second forward looks for the checkpointing call itself; it leaves no trace. torch
-        refuses reentrant checkpointing in the backward, but not in a part whose inputs take no gradient, which it
-        would silently not train.
-
-        `own` are the tensors that may take a gradient here.
-        """
-        reached = {id(leaf): leaf for leaf in _leaves_of(output)}
-        known = {id(tensor) for tensor in own}
-        if foreign := [leaf for key, leaf in reached.items() if key not in known]:
-            raise ValueError(
-                f"a stage or loss_fn uses a tensor {tuple(foreign[0].shape)} that takes a gradient and is no parameter "
-                "of that stage, as it has versions of its own: nothing would train it. Make it a parameter of the "
-                "stage that uses it (of the last one, if loss_fn does), or detach() it"
-            )
-        if all(id(parameter) in reached for parameter in version.trainable.values()):
-            return
-        with self._autocast(), self._binding.bound_again(version.tensors, buffers), RefusingReentrant():
-            self._module(*inputs)
 
     def restored(self, saved: SavedForward, lent: Version | None) -> AbstractContextManager[None]:
         """Return a context with the parameters and buffers for what the backward of `saved` recomputes."""
@@ -295,27 +251,6 @@ def accumulate(
     for name, parameter in parameters.items():
         if (gradient := parameter.grad) is not None:
             sums[name], parameter.grad = gradient, None
-
-
-def children_first(root: Node) -> dict[Node, list[Node]]:
-    """Return all operations of a graph with their children; each comes after its children."""
-    children: dict[Node, list[Node]] = {}
-    found: dict[Node, list[Node]] = {}
-    stack = [root]
-    while stack:
-        node = stack[-1]
-        if node not in children:
-            children[node] = [child for child, _ in node.next_functions if child is not None]
-            stack += children[node]
-        else:  # all that was above it on the stack, and so every child, has been found
-            found.setdefault(stack.pop(), children[node])
-    return found
-
-
-def _leaves_of(output: Tensor) -> list[Tensor]:
-    """Return the leaf tensors that would receive gradients through the graph of `output`."""
-    nodes = children_first(output.grad_fn) if output.grad_fn is not None else ()
-    return [each.variable for each in nodes if hasattr(each, "variable")]  # nodes that accumulate a leaf's gradient
 
 
 def _changed_parameter(version: Version, writes: Sequence[int]) -> ValueError:

@@ -14,7 +14,7 @@ from cdp_repro.engine.compute import Version
 from cdp_repro.engine.delay import DelayFactory, Uncorrected
 from cdp_repro.engine.messages import Layout, broadcast
 from cdp_repro.engine.parameters import Buffers, OptimizerFactory, StageState, average, check_buffers
-from cdp_repro.engine.seal import Seal, StageSeal
+from cdp_repro.engine.seal import Seal, StageSeal, differing
 from cdp_repro.engine.shards import Shards
 from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Schedule, Value
@@ -107,8 +107,8 @@ class Holdings:
                 self.values[value] = {name: theirs[name].detach().to(buffer, copy=True) for name, buffer in like}
 
     def tell_parameters(self) -> None:
-        """Tell other ranks what the parameters of this rank's stages are, by a number for each stage."""
-        sums = {number: _sum_of_bits(self._stages[number]) for number in self.states}
+        """Tell other ranks what the parameters of this rank's stages are, by a number for each."""
+        sums = {number: _sums_of_bits(self._stages[number]) for number in self.states}
         self._team.store.set(f"parameters/{self._team.rank}", json.dumps(sums))
 
     def check_parameters(self) -> None:
@@ -121,11 +121,11 @@ class Holdings:
             rank: json.loads(self._team.store.get(f"parameters/{rank}")) for rank in {*firsts.values(), self._team.rank}
         }
         for number, first in firsts.items():
-            if told[first][str(number)] != told[self._team.rank][str(number)]:
+            if others := differing(told[first][str(number)], told[self._team.rank][str(number)]):
                 raise ValueError(
-                    f"rank {self._team.rank} has other parameters of stage {number} than rank {first}, and ranks do "
-                    "not exchange them at the start: call torch.manual_seed with the same number on all ranks before "
-                    "the stages are made, or load the same weights"
+                    f"rank {self._team.rank} has other parameters of stage {number} than rank {first}, such as "
+                    f"{others[0]}, and ranks do not exchange them at the start: call torch.manual_seed with the same "
+                    "number on all ranks before the stages are made, or load the same weights"
                 )
 
     def check_seals(self) -> None:
@@ -270,14 +270,14 @@ class Holdings:
         return own
 
 
-def _sum_of_bits(stage: nn.Module) -> int:
-    """Return the sum of the bits of the parameters, as whole numbers: it is the same in whatever order a device adds.
+def _sums_of_bits(stage: nn.Module) -> dict[str, int]:
+    """Return the sum of the bits of each parameter, as whole numbers: the same in whatever order a device adds.
 
-    Parameters of another seed or another file have another sum; numbers that have changed places do not show.
+    Parameters of another seed or another file have other sums; numbers that change places within one do not show.
     """
-    total = 0
-    for parameter in stage.parameters():
+    sums = {}
+    for name, parameter in stage.named_parameters():
         values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-        total += int(values.contiguous().view(whole).sum(dtype=torch.int64))
-    return total
+        sums[name] = int(values.contiguous().view(whole).sum(dtype=torch.int64))
+    return sums

@@ -21,7 +21,8 @@ from typing import TypeAlias
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version, accumulate, children_first
+from cdp_repro.engine.autograd_graph import children_first
+from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version, accumulate
 
 _Incoming: TypeAlias = tuple[Tensor | None, ...]
 
