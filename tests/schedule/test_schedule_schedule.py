@@ -8,6 +8,7 @@ import pytest
 from written import ORDERS
 
 from cdp_repro.schedule import MODES, PLACEMENTS, TIMELINES, Op, Program, Schedule, Spec, add_mode, add_timeline
+from cdp_repro.schedule.branches import two_towers
 from cdp_repro.schedule.program import RankProgram
 from cdp_repro.schedule.rules import Clock, Fresh, UniformDelay
 from cdp_repro.schedule.timelines.cyclic import Cyclic
@@ -179,6 +180,15 @@ def test_a_schedule_is_what_its_spec_says():
     assert schedule.data_parallel().timeline.name == "one_f_one_b"
     assert str(schedule) == "placement pipeline with workers=2, stages=4, replicas=2 in mode cdp_v2"
     assert hash(schedule) == hash(Schedule.from_spec(spec))
+
+
+def test_data_parallelism_to_compare_with_has_a_rank_a_stage_where_branches_share_ranks():
+    sources = two_towers(6)
+    for mode in ("cdp_v1", "cdp_v2", "naive", "pipedream", "ampnet"):
+        beside = [Schedule.build(mode, 1, 6, "pipeline", ranks=d, sources=sources).data_parallel() for d in (2, 3, 6)]
+        assert [(schedule.mode, schedule.ranks) for schedule in beside] == [("dp", 6), ("dp", 3), ("dp", 6)]
+    with pytest.raises(ValueError, match=r"ranks=2 puts stages on one rank .* use ranks=3 or ranks=6"):
+        Schedule.build("dp", 1, 6, "pipeline", ranks=2, sources=sources)
 
 
 @pytest.mark.parametrize(("order", "mode"), itertools.product(ORDERS, MODES))

@@ -7,11 +7,12 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from cdp_repro.cli import train
+from cdp_repro.cli import plan, train
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
 from cdp_repro.models import ModelSpec, build_model
 from cdp_repro.models.chain import hidden_matrices
+from cdp_repro.observe.text import format_bytes
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.predict.systems import systems_of
 from cdp_repro.training.equivalence import verify
@@ -50,6 +51,17 @@ def test_a_run_on_a_pipeline_evaluates_and_counts_as_one_device_does(tmp_path):
     export(tmp_path / "ranks", tmp_path / "weights.safetensors")
     plain = build_model("two_towers", ModelSpec(input_shape=(3, 8, 8), classes=10, depth=2, width=4))
     plain.double().load_state_dict(load_file(tmp_path / "weights.safetensors"), strict=True)
+
+
+def test_ranks_that_hold_stages_of_both_towers_train_to_the_end(tmp_path, capsys):
+    choices = (*TOWERS, "mode=cdp_v1", "placement=pipeline", "workers=2", "stages=6", "model.depth=2")
+    assert plan.main(choices) == 0
+    planned = capsys.readouterr().out
+    assert "dp is on 6 ranks: on 2, a rank would hold stages of several branches" in planned
+    assert train.main([*choices, f"run_dir={tmp_path}"]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for name in ("total", "simulated", "simulated_dp"):
+        assert format_bytes(summary[f"memory/activation_peak_bytes_{name}"]) in planned
 
 
 def test_each_part_is_cut_by_itself():

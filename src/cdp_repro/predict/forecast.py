@@ -193,6 +193,8 @@ def _comparison(plan: Plan) -> str:
     shown, state = table(rows), _state(plan)
     programs = [forecast.program for forecast in (plan.forecasts["dp"], plan.chosen)]
     parallel, chosen = (program.schedule for program in programs)
+    if parallel.ranks > chosen.ranks:
+        shown += f"\ndp is on {parallel.ranks} ranks: on {chosen.ranks}, a rank would hold stages of several branches"
     if chosen.sizes.updates_each:
         more = f"a step of dp has {parallel.micro_batches} such micro-batches, one of {chosen.mode} "
         return f"{shown}\n{more}{chosen.micro_batches}\n{state}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from typing import Unpack
@@ -69,8 +69,13 @@ class Schedule:
         return str(self.spec)
 
     def data_parallel(self) -> Schedule:
-        """Return data parallelism on the same sizes, placement and slot order, to compare this schedule with."""
-        return Schedule.from_spec(self.spec.in_mode("dp"), self.gradient_bytes)
+        """Return data parallelism on the same sizes, placement and slot order, to compare this schedule with.
+
+        Where a rank of a pipeline holds stages of several branches, which no flushing pipeline can order, it has a rank
+        for each stage.
+        """
+        spec = self.spec.in_mode("dp")
+        return Schedule.from_spec(replace(spec, ranks=self.stages) if faults_of(spec) else spec, self.gradient_bytes)
 
     @property
     def mode(self) -> str:

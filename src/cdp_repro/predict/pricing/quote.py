@@ -112,7 +112,7 @@ def prices_on_each(
     # closed forms only cover workers of one speed, with k micro-batches each, of whole sequences
     if config.workers > 1 and not config.speeds and not config.micro_batches and config.slices_of_a_sequence == 1:
         devices = config.workers * config.accumulate * config.replicas
-        states = optimizer_states(config, cut, Schedule.from_spec(config.spec().in_mode("dp")))
+        states = optimizer_states(config, cut, config.schedule().data_parallel())
         for prices, cluster in zip(found, clusters, strict=True):
             prices["dp ddp"] = price_ddp(cut.costs, cluster, devices, states)
             prices["dp fsdp2"] = price_fsdp2(cut.costs, cluster, devices, states)
