@@ -115,6 +115,33 @@ def test_a_model_that_cannot_train_is_refused_before_it_does(mine, build, messag
         measure_cut(mine(build))
 
 
+class Turns(nn.Module):
+    """Multiplies the values, as complex numbers, with parameters and with a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.polar(torch.ones(32), torch.arange(32.0)))
+        self.register_buffer("angles", torch.polar(torch.ones(32), torch.arange(32.0)))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        values = torch.view_as_complex(x.flatten(1).view(len(x), 32, 2))
+        return torch.view_as_real(values * self.weight * self.angles).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("precision", "kinds"),
+    [("fp32", (torch.complex64, torch.float32)), ("fp64", (torch.complex128, torch.float64))],
+)
+def test_complex_numbers_stay_complex(mine, precision, kinds):
+    config = mine(lambda spec: nn.Sequential(Turns(), nn.Linear(64, spec.classes)))
+    config.precision = precision
+    first, second = cut_model(config).stages
+    assert (first[0].weight.dtype, second[0].weight.dtype) == kinds
+    assert (first[0].angles.dtype, first[0].count.dtype) == (kinds[0], torch.int64)
+    assert torch.allclose(first[0].angles.angle().float(), Turns().angles.angle(), atol=1e-5)
+
+
 def test_the_code_of_an_installed_package_may_need_weights(built_on, mine):
     """It may compute with values while it builds a model, which the meta device has none of."""
 

@@ -103,10 +103,18 @@ def _typed_model(config: RunConfig, has_weights: bool) -> nn.Sequential:
     """Return the model with numbers of the type, and in the layout, that the configuration asks for."""
     with nullcontext() if has_weights else torch.device("meta"):
         model = model_of(config)
-    model.to(dtype=parameter_dtype(config))
+    real = parameter_dtype(config)
+    model._apply(lambda tensor: tensor.to(dtype=_of_kind(tensor, real)))  # `to` would make complex numbers real
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
     return model
+
+
+def _of_kind(tensor: torch.Tensor, real: torch.dtype) -> torch.dtype:
+    """Return the type of a tensor where fractions have the type `real`: complex ones stay complex, whole ones whole."""
+    if tensor.is_complex():
+        return real.to_complex()
+    return real if tensor.is_floating_point() else tensor.dtype
 
 
 def _ranges(blocks_per_stage: Sequence[int]) -> list[range]:
