@@ -17,6 +17,9 @@ from cdp_repro.training.equivalence import Comparison, verify
 
 logger = logging.getLogger("cdp_repro")
 
+MOST_COPIES = 5
+"""How many of the copies that differ are named."""
+
 USAGE = """usage: cdp-verify [--steps=8] [key=value ...]
 
 Train a few steps in float64 on the placement and on one device, with a drain in the middle, and compare losses,
@@ -65,6 +68,7 @@ def _text(config: RunConfig, comparison: Comparison) -> str:
         "largest difference, over the largest value",
         f"  losses    {comparison.losses:.1e}",
         *(f"  stage {stage:<4}{difference:.1e}" for stage, difference in enumerate(comparison.stages)),
+        *(f"  {copy} differs from that of the first rank that has it" for copy in comparison.copies[:MOST_COPIES]),
         "",
     ]
     limit = "bitwise" if comparison.tolerance == 0 else f"within {comparison.tolerance:.0e}"

@@ -329,6 +329,14 @@ class Engine:
         stages = self._holdings.state_dict(self.step)
         return {"step": self.step, "stages": stages} if self.rank == 0 else {}
 
+    def differing_copies(self) -> list[str]:
+        """Return, on rank 0, what ranks that hold the same stage have differently of it: nothing, unless they err.
+
+        All ranks must call it together. In `state_dict`, each version and optimizer is that of one rank.
+        """
+        self._require_drained()
+        return self._holdings.differing_copies()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue, bitwise, from a result of `state_dict`, on any placement; nothing is traced from there on.
 

@@ -108,7 +108,7 @@ class Holdings:
 
     def tell_parameters(self) -> None:
         """Tell other ranks what the parameters of this rank's stages are, by a number for each."""
-        sums = {number: _sums_of_bits(self._stages[number]) for number in self.states}
+        sums = {number: _sums_of_bits(dict(self._stages[number].named_parameters())) for number in self.states}
         self._team.store.set(f"parameters/{self._team.rank}", json.dumps(sums))
 
     def check_parameters(self) -> None:
@@ -243,6 +243,30 @@ class Holdings:
         versions = {version: tensors for part in parts for version, tensors in part["versions"].items()}
         return {**parts[0], "versions": dict(sorted(versions.items()))}
 
+    def differing_copies(self) -> list[str]:
+        """Return, on rank 0, what a holder of a stage has of it that its first holder has otherwise; collective.
+
+        A state has one copy of each version and of the optimizer: this tells whether it stands for all.
+        """
+        first: dict[str, Any] = {}
+        return [
+            f"{name} on rank {rank}"
+            for rank, own in enumerate(self._team.gather({} if self.shards else self._sums_of_copies()))
+            for name, sums in own.items()
+            if first.setdefault(name, sums) != sums
+        ]
+
+    def _sums_of_copies(self) -> dict[str, dict[str, int]]:
+        """Return the sums of what this rank holds of its stages, by what a reader calls it."""
+        found = {
+            f"version {value.number} of stage {value.stage}": _sums_of_bits(content.tensors)
+            for value, content in self.values.items()
+            if value.kind == PARAMETERS
+        }
+        for number, state in self.states.items():
+            found[f"the optimizer of stage {number}"] = _sums_of_bits(state.kept_by_optimizer())
+        return found
+
     def load_state_dict(self, step: int, stages: Sequence[dict[str, Any]]) -> None:
         """Take over a result of `state_dict` from any placement.
 
@@ -270,14 +294,14 @@ class Holdings:
         return own
 
 
-def _sums_of_bits(stage: nn.Module) -> dict[str, int]:
-    """Return the sum of the bits of each parameter, as whole numbers: the same in whatever order a device adds.
+def _sums_of_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sum of the bits of each tensor, as whole numbers: the same in whatever order a device adds.
 
     Parameters of another seed or another file have other sums; numbers that change places within one do not show.
     """
     sums = {}
-    for name, parameter in stage.named_parameters():
-        values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+    for name, tensor in tensors.items():
+        values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
         sums[name] = int(values.contiguous().view(whole).sum(dtype=torch.int64))
     return sums

@@ -138,6 +138,16 @@ class StageState:
         names = {parameter: name for name, parameter in self._parameters.items()}
         return [names[parameter] for group in self._groups for parameter in group["params"]]
 
+    def kept_by_optimizer(self) -> dict[str, Tensor]:
+        """Return the tensors that the optimizer keeps for each parameter, such as momentum."""
+        entries = self._optimizer.state if self._optimizer else {}
+        return {
+            f"{name}/{key}": value
+            for name, parameter in self._parameters.items()
+            for key, value in entries.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
     def state_dict(self, versions: Mapping[int, Version]) -> dict[str, Any]:
         """Return the optimizer's state and the tensors of `versions`, named by version and parameter."""
         return {

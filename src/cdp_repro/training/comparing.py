@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.numerics import parameter_dtype
 from cdp_repro.config.program_file import program_of
+from cdp_repro.engine.engine import Engine
 from cdp_repro.launch import is_rank_0
 from cdp_repro.launch.process_group import process_group
 from cdp_repro.predict.cutting import CutModel, cut_alike
@@ -40,6 +41,8 @@ class Outcome:
     stages: list[dict[str, Tensor]]
     """By stage: every version, optimizer state and buffer, by its path; complete on rank 0, which compares."""
     cut: StageCut
+    copies: list[str] = field(default_factory=list)
+    """What ranks that hold the same stage have differently; complete on rank 0."""
 
 
 def compare(config: RunConfig, steps: int) -> Comparison | None:
@@ -69,6 +72,7 @@ def compare(config: RunConfig, steps: int) -> Comparison | None:
         steps=steps,
         tolerance=0.0 if is_exact else LIBRARY_TOLERANCE[config.precision],
         dropout=config.model.dropout,
+        copies=found.copies,
     )
 
 
@@ -108,7 +112,7 @@ def _train(config: RunConfig, steps: int, cut: CutModel) -> Outcome:
                 losses += [result.losses for result in engine.run(batches)]
             stages = engine.state_dict().get("stages", [])
         tensors = [{path: tensor.cpu() for path, tensor in named_tensors(stage)} for stage in stages]
-        return Outcome(losses, tensors, cut)
+        return Outcome(losses, tensors, cut, engine.differing_copies() if isinstance(engine, Engine) else [])
 
 
 @contextmanager
@@ -144,6 +148,7 @@ def _difference(mine: Tensor, theirs: Tensor) -> float:
     """Return the largest difference over the largest value; infinite if a value is not finite."""
     if mine.numel() == 0:
         return 0.0
-    difference = (mine.double() - theirs.double()).abs().max().item()
-    scale = theirs.double().abs().max().item() or 1.0
+    kind = torch.complex128 if theirs.is_complex() else torch.float64
+    difference = (mine.to(kind) - theirs.to(kind)).abs().max().item()
+    scale = theirs.to(kind).abs().max().item() or 1.0
     return difference / scale if math.isfinite(difference / scale) else math.inf

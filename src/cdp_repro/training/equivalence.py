@@ -5,6 +5,7 @@ No torch is imported here: the ranks train and compare, and their starter only n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cdp_repro.config import RunConfig
@@ -24,11 +25,13 @@ class Comparison:
     tolerance: float
     dropout: float = 0.0
     """Probability with which the model dropped activations, if it has dropout layers."""
+    copies: Sequence[str] = ()
+    """What ranks that hold the same stage have differently: the stages compared are each of one rank."""
 
     @property
     def agrees(self) -> bool:
-        """Whether no difference is above the tolerance."""
-        return max(self.losses, *self.stages) <= self.tolerance
+        """Whether no difference is above the tolerance, and all ranks have the same of what they share."""
+        return max(self.losses, *self.stages) <= self.tolerance and not self.copies
 
 
 def verify(config: RunConfig, steps: int) -> Comparison | None:
