@@ -139,6 +139,10 @@ def _repeats(spec):
         (_fails, "model mine cannot be built: RuntimeError: no weights for 10 classes"),
         (_repeats, "model mine has one block at several places: give each place a module of its own"),
         (lambda spec: [nn.Flatten()], "model mine is a list: give an nn.Sequential"),
+        (
+            lambda spec: nn.Sequential(nn.Flatten(), nn.LazyLinear(spec.classes)),
+            "model mine does not know the shape of 1.weight yet: run a batch of its shape through it",
+        ),
     ],
 )
 def test_a_model_of_an_installed_package_that_cannot_be_used_is_refused(monkeypatch, build, message):

@@ -18,10 +18,12 @@ from torch import nn
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.numerics import loss_fn
-from cdp_repro.models import ModelSpec
+from cdp_repro.models import ModelSpec, registry
 from cdp_repro.models.registry import build_model, original_tensors
 from cdp_repro.observe.run_directory import RunDirectoryError
 from cdp_repro.predict.cutting import cut_model
+from cdp_repro.schedule import by_name
+from cdp_repro.training import weights
 from cdp_repro.training.assembly import load_data
 from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
 from cdp_repro.training.equivalence import verify
@@ -59,6 +61,58 @@ def test_the_newest_version_goes_out_where_a_step_has_several_updates(tmp_path, 
     found = torch.load(tmp_path / "weights.pt")
     assert found.keys() == newest.keys()
     assert all(torch.equal(found[name], newest[name]) for name in found)
+
+
+class Doubled(nn.Module):
+    """Two layers with one weight, a layer in two places, a buffer that is not stored, and a state that is no tensor."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.tied = nn.Linear(64, width, bias=False), nn.Linear(64, width, bias=False)
+        self.tied.weight = self.first.weight
+        self.layer = nn.Linear(width, width)
+        self.again = self.layer
+        self.register_buffer("ones", torch.ones(width), persistent=False)
+
+    def get_extra_state(self):
+        return {"anything": 1}
+
+    def set_extra_state(self, state):
+        pass
+
+    def forward(self, x):
+        x = (self.first(x.flatten(1)) + self.tied(x.flatten(1))).tanh() + self.ones
+        return self.again(self.layer(x).tanh())
+
+
+def doubled(spec):
+    """The model of a package whose code reads values while it builds."""
+    width = int(torch.linspace(8, 16, 2)[0].item())
+    return nn.Sequential(Doubled(width), nn.Linear(width, spec.classes))
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_a_model_of_a_package_goes_out_and_in_with_all_its_names(tmp_path, monkeypatch, suffix):
+    monkeypatch.setitem(registry._BUILDERS, "mine", doubled)
+    monkeypatch.setattr(by_name, "_entries", lambda group, name: [name] if (group, name) == ("models", "mine") else [])
+    config = compose_config(["dataset=digits", "workers=2", "batch_size=64", "epochs=1", "wandb=disabled"])
+    config.model.name = "mine"
+    train(config, tmp_path / "run", ["test"])
+    checkpoint = CheckpointStore(tmp_path / "run" / "checkpoints").load()
+    file = tmp_path / f"weights{suffix}"
+    monkeypatch.setattr(weights, "load_config", lambda *_, **__: config)  # it does not know the model by its name
+    export(tmp_path / "run", file)
+    plain = doubled(ModelSpec((1, 8, 8), 10))
+    left_out = plain.load_state_dict(load_file(file) if suffix == ".safetensors" else torch.load(file), strict=False)
+    assert left_out == (["0._extra_state"], [])
+    kept = checkpoint.tensors["engine"]["stages"][0]["versions"]
+    assert torch.equal(plain[0].tied.weight, kept[max(kept)]["0.first.weight"])
+    config.model.weights = str(file)
+    weights.check_weights(config)
+    stages = cut_model(config).stages
+    assert start_from_file(config, stages)
+    for name, tensor in nn.Sequential(*(block for stage in stages for block in stage)).named_parameters():
+        assert torch.equal(tensor, plain.get_parameter(name)), name
 
 
 def plain_vit() -> nn.Module:

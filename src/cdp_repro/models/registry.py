@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from cdp_repro.models.gpt import build_gpt, is_transposed_in_transformers, transformers_name
 from cdp_repro.models.mlp import build_mlp
@@ -87,6 +88,8 @@ def _build_entered(spec: ModelSpec, name: str) -> nn.Sequential:
         model: object = _BUILDERS[name](spec)
     if not isinstance(model, nn.Sequential):
         raise ModelError(f"model {name} is a {type(model).__name__}: give an nn.Sequential of its blocks, to cut it")
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise ModelError(f"model {name} does not know the shape of {lazy[0]} yet: run a batch of its shape through it")
     if len({*model}) < len(model):
         raise ModelError(f"model {name} has one block at several places: give each place a module of its own")
     return model

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.run_directory import RunDirectory
 from cdp_repro.observe.text import several
 from cdp_repro.predict.cutting import model_of
+from cdp_repro.schedule.by_name import is_entered
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 
 SUFFIXES = (".safetensors", ".pt")
@@ -82,14 +84,32 @@ def weights_of(config: RunConfig, checkpoint: Checkpoint) -> dict[str, Tensor]:
     for stage in checkpoint.tensors["engine"]["stages"]:
         versions = stage["versions"]  # they count updates, of which a step may have several
         held |= {**versions[max(versions)], **average(stage["buffers"])}
-    with torch.device("meta"):
-        keys = [*model_of(config).state_dict()]  # only the buffers that the model stores
-    if missing := [key for key in keys if key not in held]:
+    model = _without_weights(config)
+    first = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    names = {key: first[id(tensor)] for key, tensor in _stored(model).items()}  # tied ones are kept once
+    if missing := [key for key, name in names.items() if name not in held]:
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} lacks {several(missing, limit=3)} of the model"
         )
-    weights = original_tensors(config.model.name, {key: held[key] for key in keys})
-    return {name: tensor.contiguous() for name, tensor in weights.items()}
+    # a file of safetensors has no two names for one tensor
+    whole = {key: held[name] if key == name else held[name].clone() for key, name in names.items()}
+    return {name: tensor.contiguous() for name, tensor in original_tensors(config.model.name, whole).items()}
+
+
+def _without_weights(config: RunConfig) -> nn.Sequential:
+    """Return the model for its names and shapes; the code of an installed package may need values to build it."""
+    with nullcontext() if is_entered("models", config.model.name) else torch.device("meta"):
+        return model_of(config)
+
+
+def _stored(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a file of the module's weights holds, by name; one tensor may have several names.
+
+    Buffers that the module does not store have no place there, and neither have extra states (`get_extra_state`), which
+    can be anything.
+    """
+    ours = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return {key: each for key, each in module.state_dict(keep_vars=True).items() if id(each) in ours}
 
 
 def _content(weights: Mapping[str, Tensor], suffix: str, about: Mapping[str, str]) -> bytes:
@@ -122,9 +142,7 @@ def check_weights(config: RunConfig) -> None:
         ConfigError: the file cannot be read, or is of another model.
     """
     if config.model.weights is not None:
-        with torch.device("meta"):
-            model = model_of(config)
-        _read(config, Path(config.model.weights), [model])
+        _read(config, Path(config.model.weights), [_without_weights(config)])
 
 
 def _read(
@@ -139,7 +157,7 @@ def _read(
     except OSError as error:
         raise ConfigError([f"model.weights={path} cannot be read: {error.strerror or error}"]) from error
     found = _tensors(content, path)
-    own = {key: tensor for part in parts for key, tensor in part.state_dict().items()}
+    own = {key: tensor for part in parts for key, tensor in _stored(part).items()}
     ours = own if own.keys() == found.keys() else original_tensors(config.model.name, own)
     if differing := _differences(found, ours):
         raise ConfigError(
