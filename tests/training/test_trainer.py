@@ -23,6 +23,7 @@ from cdp_repro import Engine
 from cdp_repro.config import RunConfig, load_config
 from cdp_repro.config.compose import compose_config
 from cdp_repro.data.in_memory import InMemoryDataset
+from cdp_repro.engine.executor import Executor
 from cdp_repro.engine.randomness import generator
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError, arguments_to_go_on
@@ -91,6 +92,29 @@ def test_a_run_writes_every_file_and_they_agree(tmp_path, tiny):
     assert directory.comms_path.read_text() == "slot,source,destination,kind,stage,bytes\n"
     assert "epoch 2/2" in directory.log_path(0).read_text()
     assert summary["ledger/reads"] == 10 * 4 * 4 * 2
+
+
+@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2", "pipedream"])
+@pytest.mark.parametrize("interval", [2, 3, 5])
+def test_seconds_of_a_step_are_those_of_its_work_however_short_the_segments(
+    tmp_path, tiny, monkeypatch, mode, interval
+):
+    """A clock that only ticks for forwards and backwards gives each step the same seconds."""
+    ticks = [0.0]
+
+    def run_action(self, action):
+        ticks[0] += action.op.is_compute
+        plain(self, action)
+
+    plain = Executor._run
+    monkeypatch.setattr(Executor, "_run", run_action)
+    monkeypatch.setattr("cdp_repro.training.trainer.time.perf_counter", lambda: ticks[0])
+    choices = ("epochs=4", f"checkpoint_every_steps={interval}", "traced_steps=0", "workers=2", f"mode={mode}")
+    summary = run(tmp_path / "run", *tiny, *choices)
+    micro_batches, stages = 1 if mode == "pipedream" else 2, 2
+    worked = summary.get("time/step_seconds_median")
+    assert worked == 2 * micro_batches * stages or (worked is None and interval < 5)
+    assert worked is not None or mode != "dp"
 
 
 def test_the_measured_peak_of_dp_is_the_simulated_one(tmp_path, tiny):

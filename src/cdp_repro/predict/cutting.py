@@ -104,7 +104,9 @@ def _typed_model(config: RunConfig, has_weights: bool) -> nn.Sequential:
     with nullcontext() if has_weights else torch.device("meta"):
         model = model_of(config)
     real = parameter_dtype(config)
-    model._apply(lambda tensor: tensor.to(dtype=_of_kind(tensor, real)))  # `to` would make complex numbers real
+    for part in model.modules():  # `to` would make complex numbers real
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            tensor.data = tensor.data.to(_of_kind(tensor, real))
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
     return model

@@ -116,6 +116,8 @@ class Trainer:
         self._total_steps = self._steps_per_epoch * config.epochs
         self._device = config.torch_device
         self._step_seconds: deque[float] = deque(maxlen=1000)
+        self._has_more = True
+        """Whether another step of the segment comes; if not, its pipeline drains."""
         self._earlier_reads = 0
         self._is_read = reading_rule(schedule, engine)
         self._team = engine.team
@@ -221,7 +223,8 @@ class Trainer:
                 continue  # other ranks do not know all losses; after a loss that is not finite none is of interest
             loss = statistics.fmean(result.losses)
             now = time.perf_counter()
-            if result.step > max(step, self._engine.traced_until):  # neither traced nor with a loader's start
+            # neither traced, nor with a loader's start, nor in the drain, when work of a step is already done
+            if result.step > max(step, self._engine.traced_until) and self._has_more:
                 self._step_seconds.append(now - begin)
             begin = now
             if math.isfinite(loss):
@@ -258,11 +261,13 @@ class Trainer:
     def _batches(self, first: int, end: int, stop: StopRequest) -> Iterator[MiniBatch]:
         """Yield the mini-batches of the segment, up to the step before which all ranks agree to stop."""
         batches = iter(self._lookahead)
+        self._has_more = True
         for step in range(first, end):
             wanted = stop.signal is not None or self._divergence is not None or self._lookahead.error is not None
             if self._agreement.ends_before(step, wanted):
-                return
+                break
             yield next(batches)
+        self._has_more = False
 
     def _after_step(self, result: StepResult, loss: float) -> None:
         self.position.loss_sum += loss
