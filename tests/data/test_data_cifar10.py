@@ -90,7 +90,16 @@ def test_chunks_and_processes_change_nothing(tmp_path: Path, monkeypatch: pytest
     assert load(tmp_path, loader_workers=2).fingerprint() == expected
 
 
-def test_grey_images_become_rgb_and_other_files_are_ignored(tmp_path: Path) -> None:
+def test_images_of_16_bits_are_refused_as_pillow_would_make_them_white(tmp_path: Path) -> None:
+    write_tree(tmp_path)
+    Image.fromarray(pixels(0)[:, :, 0].astype("uint16") * 257).save(tmp_path / "train" / "ant" / "0000.png")
+    with pytest.raises(DatasetError, match=r"0000\.png: it has more than 8 bits a channel .* convert it to 8 bits"):
+        load(tmp_path)
+
+
+def test_grey_images_become_rgb_and_other_files_are_told_and_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_tree(tmp_path)
     Image.fromarray(pixels(0)[:, :, 0]).save(tmp_path / "train" / "ant" / "0000.png")
     (tmp_path / "train" / "ant" / "notes.txt").write_text("x")
@@ -98,6 +107,8 @@ def test_grey_images_become_rgb_and_other_files_are_ignored(tmp_path: Path) -> N
     (tmp_path / "train" / ".cache").mkdir()
     data = load(tmp_path)
     assert data.train_size == 12
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.endswith("train only .png, .jpg, .jpeg files are used, not ant/notes.txt")
     assert data._train.images[0].tolist() == [pixels(0)[:, :, 0].tolist()] * 3
 
 

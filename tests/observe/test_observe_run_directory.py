@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -19,9 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from offline_wandb import history, records, wandb_files
 
+from cdp_repro.observe import metrics, run_directory, trace_files
 from cdp_repro.observe.metrics import MetricsLog, read_metrics
 from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError
 from cdp_repro.observe.wandb_mirror import _text
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.predict.simulate import simulate
+from cdp_repro.schedule import Program, Schedule
 
 CONFIG = {
     "mode": "cdp_v2",
@@ -203,6 +208,31 @@ def test_the_summary_is_replaced_whole_and_is_valid_json(tmp_path: Path) -> None
         run.write_summary({"bad": object()})
     assert "summary.json" in names(run.path) and not [name for name in names(run.path) if name.startswith(".")]
     assert strict_json(run.summary_path.read_text())["train/loss"] == "-Infinity"
+
+
+def _full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_named_wherever_the_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory.create(tmp_path / "run", {"seed": 0}, ["cdp-train"])
+    log = MetricsLog(directory.metrics_path)
+    log.log(1, {"train/loss": 1.0})
+    for module in (metrics, run_directory, trace_files):
+        monkeypatch.setattr(module, "replace_file", _full)
+    (directory.path / "command.txt").unlink()
+    (directory.path / "command.txt").symlink_to("/dev/full")
+    trace = simulate(Program(Schedule.build("cdp_v2", 2, 2)), StageCosts.equal(2), 3)
+    writes = {
+        "command.txt": lambda: directory.add_command(["cdp-train"]),
+        "metrics.jsonl": lambda: log.truncate_after(0),
+        "summary.json": lambda: directory.write_summary({}),
+        "trace.json": lambda: trace_files.write_trace_files(trace, directory, lambda rank, stage: 1),
+    }
+    for name, write in writes.items():
+        with pytest.raises(RunDirectoryError, match=rf"cannot write to .*/run/{name}: No space left .* bytes free"):
+            write()
+    assert directory.metrics_path.read_text().count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["logs", "checkpoints"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import math
 import os
 import random
@@ -32,7 +33,7 @@ from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
 from cdp_repro.training.divergence import DivergedError
 from cdp_repro.training.evaluate import Score
 from cdp_repro.training.resuming import refuse_foreign
-from cdp_repro.training.run import train
+from cdp_repro.training.run import _log_file, train
 from cdp_repro.training.trainer import Interrupted, Trainer
 
 MODES = ("mode=dp", "mode=cdp_v1", "mode=cdp_v2", "mode=[[1,2,1,1],[1,1,3,1],[1,1,1,1],[2,1,1,0]]")
@@ -115,6 +116,12 @@ def test_seconds_of_a_step_are_those_of_its_work_however_short_the_segments(
     worked = summary.get("time/step_seconds_median")
     assert worked == 2 * micro_batches * stages or (worked is None and interval < 5)
     assert worked is not None or mode != "dp"
+
+
+def test_the_log_takes_names_that_are_no_text(tmp_path):
+    with _log_file(tmp_path / "logs" / "rank0.log"):
+        logging.getLogger("cdp_repro").warning("a file \udcff.png")
+    assert (tmp_path / "logs" / "rank0.log").read_text().endswith("WARNING a file \\udcff.png\n")
 
 
 def test_the_measured_peak_of_dp_is_the_simulated_one(tmp_path, tiny):

@@ -60,6 +60,16 @@ def unreadable(failures: Sequence[Failure]) -> DatasetError:
     return DatasetError("\n".join([f"{len(failures):,} {noun} cannot be used:", *lines, remedy]))
 
 
+def _rgb(image: Image.Image) -> Image.Image:
+    """Return an image with red, green and blue; raise ValueError if it has more than 8 bits a channel.
+
+    Pillow would cut its values off at 255: most of them would be white.
+    """
+    if image.mode[0] in "IF":
+        raise ValueError(f"it has more than 8 bits a channel (Pillow's mode {image.mode}): convert it to 8 bits")
+    return image.convert("RGB")
+
+
 class _Decoder(TorchDataset[tuple[Tensor, list[Failure]]]):
     """Returns failures instead of raising: an exception would reach the user inside a process's traceback."""
 
@@ -71,7 +81,7 @@ class _Decoder(TorchDataset[tuple[Tensor, list[Failure]]]):
         for file, keys in request:
             try:
                 with Image.open(file) as image:
-                    images.append(self._transform(image.convert("RGB"), keys))
+                    images.append(self._transform(_rgb(image), keys))
             except Exception as error:  # Pillow's decoders raise whatever the bytes lead them to
                 reason = str(error).replace(f" {file!r}", "") or type(error).__name__
                 failures.append(Failure(file, reason))

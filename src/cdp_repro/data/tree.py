@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 from cdp_repro.data.dataset import DatasetError
+from cdp_repro.launch import is_rank_0
 from cdp_repro.observe.text import several
+
+logger = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
@@ -52,7 +56,14 @@ def _scan(folder: Path, problems: list[str]) -> ImageTree | None:
     if not classes:
         problems.append(f"{folder} has no class folders, but {sum(1 for _ in folder.iterdir()):,} other entries")
         return None
-    names = [sorted(_image_names(folder / name)) for name in classes]
+    found = [_entries(folder / name) for name in classes]
+    names = [sorted(images) for images, _ in found]
+    others = [
+        f"{name}{os.sep}{other}" for name, (_, rest) in zip(classes, found, strict=True) for other in sorted(rest)
+    ]
+    if others and is_rank_0():
+        used = ", ".join(IMAGE_SUFFIXES)
+        logger.warning("warning: in %s only %s files are used, not %s", folder, used, several(others, limit=3))
     empty = [name for name, images in zip(classes, names, strict=True) if not images]
     if empty:
         problems.append(f"{folder} has {len(empty)} class folders without images ({several(empty)})")
@@ -65,6 +76,9 @@ def _scan(folder: Path, problems: list[str]) -> ImageTree | None:
     )
 
 
-def _image_names(folder: Path) -> list[str]:
+def _entries(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the names of the images in a folder, and of what else is in it; hidden entries count as neither."""
     with os.scandir(folder) as entries:
-        return [entry.name for entry in entries if entry.name.lower().endswith(IMAGE_SUFFIXES) and entry.name[0] != "."]
+        names = [entry.name for entry in entries if entry.name[0] != "."]
+    images = [name for name in names if name.lower().endswith(IMAGE_SUFFIXES)]
+    return images, [name for name in names if not name.lower().endswith(IMAGE_SUFFIXES)]

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.json_values import from_json, valid_json
-from cdp_repro.observe.run_directory import RunDirectoryError, os_error_text
+from cdp_repro.observe.run_directory import RunDirectoryError, writing
 
 
 class Mirror(Protocol):
@@ -55,7 +55,8 @@ class MetricsLog:
             line for line, row in rows if row["step"] < step or (row["step"] == step and last_key not in row)
         )
         self._file.close()
-        replace_file(self.path, kept)
+        with writing(self.path):
+            replace_file(self.path, kept)
         self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
@@ -66,11 +67,12 @@ class MetricsLog:
         size = os.fstat(self._file.fileno()).st_size
         rest = line
         try:
-            while rest:  # a nearly full disk may take only a part
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
+            with writing(self.path):
+                while rest:  # a nearly full disk may take only a part
+                    rest = rest[self._file.write(rest) :]
+        except RunDirectoryError:
             os.truncate(self.path, size)
-            raise RunDirectoryError(f"cannot write to {self.path}: {os_error_text(error, self.path.parent)}") from error
+            raise
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

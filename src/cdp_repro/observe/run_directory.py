@@ -110,7 +110,7 @@ class RunDirectory:
 
     def add_command(self, command: Sequence[str]) -> None:
         """Append a command line, shell-quoted, to command.txt."""
-        with (self.path / COMMAND).open("a", encoding="utf-8") as file:
+        with writing(self.path / COMMAND), (self.path / COMMAND).open("a", encoding="utf-8") as file:
             file.write(_line(command))
 
     def config(self) -> dict[str, Any]:
@@ -175,7 +175,8 @@ class RunDirectory:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace summary.json at once; NaN and Infinity become strings."""
         text = json.dumps(valid_json(summary), indent=2, allow_nan=False) + "\n"
-        replace_file(self.summary_path, text.encode())
+        with writing(self.summary_path):
+            replace_file(self.summary_path, text.encode())
 
     def _refuse_damaged(self) -> None:
         """Raise RunDirectoryError if there is a file in place of a folder, or the other way round."""
@@ -261,6 +262,15 @@ def _remove_empty(folders: Sequence[Path]) -> None:
     for folder in folders:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise RunDirectoryError, with the free space, if the body cannot write to `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(f"cannot write to {path}: {os_error_text(error, path.parent)}") from error
 
 
 def os_error_text(error: OSError, directory: Path) -> str:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import IO
 
-from cdp_repro.observe.run_directory import RunDirectory
+from cdp_repro.observe.atomic_file import replace_file
+from cdp_repro.observe.run_directory import RunDirectory, writing
 from cdp_repro.observe.wandb_mirror import WandbMirror
 from cdp_repro.trace import Trace, step_and_worker, write_comms_csv, write_memory_csv, write_perfetto
 
 
 def write_trace_files(trace: Trace, directory: RunDirectory, version_bytes: Callable[[int, int], int]) -> None:
     """Write trace.json, memory.csv and comms.csv; `version_bytes` as for `write_memory_csv`."""
-    with directory.trace_path.open("w") as file:
-        write_perfetto(trace, file)
-    with directory.memory_path.open("w") as file:
-        write_memory_csv(trace, file, version_bytes)
-    with directory.comms_path.open("w") as file:
-        write_comms_csv(trace, file)
+    files: dict[Path, Callable[[Trace, IO[str]], None]] = {
+        directory.trace_path: write_perfetto,
+        directory.memory_path: partial(write_memory_csv, version_bytes=version_bytes),
+        directory.comms_path: write_comms_csv,
+    }
+    for path, write in files.items():
+        text = io.StringIO()
+        write(trace, text)
+        with writing(path):
+            replace_file(path, text.getvalue().encode())
 
 
 def mirror_trace(trace: Trace, mode: str, directory: RunDirectory, mirror: WandbMirror) -> None:

@@ -153,7 +153,8 @@ class CheckpointStore:
         kept = f"the newest whole checkpoint is still {survivor}" if survivor else "there is no earlier checkpoint"
         return (
             f"cannot save the checkpoint of step {step} in {self.directory}: {error.strerror or error} "
-            f"({_space(self.directory, needed_bytes)}); {kept}. Free some space or pass run_dir= on another disk"
+            f"({_space(self.directory, needed_bytes)}); {kept}. "
+            "Free some space, move the run to another disk, or begin one there by run_dir="
         )
 
     def _way_on(self, damaged: Path) -> str:

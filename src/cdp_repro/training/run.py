@@ -22,7 +22,7 @@ from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.launch.process_group import process_group, refuse_differing
 from cdp_repro.launch.signals import StopRequest
 from cdp_repro.observe.metrics import MetricsLog
-from cdp_repro.observe.run_directory import RunDirectory, arguments_to_go_on
+from cdp_repro.observe.run_directory import RunDirectory, arguments_to_go_on, writing
 from cdp_repro.observe.text import mode_text
 from cdp_repro.observe.trace_files import mirror_trace, write_trace_files
 from cdp_repro.observe.versions import code_hash, short, versions_since
@@ -336,8 +336,10 @@ def _simulated_peak(program: Program, costs: StageCosts) -> int:
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
     """Copy the log of the package to `path`, with the traceback of an error in the body."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # on another host there is no run directory yet
-    handler = logging.FileHandler(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)  # on another host there is no run directory yet
+        # a message may name a file whose name is no text
+        handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     level = logger.level
     logger.addHandler(handler)
