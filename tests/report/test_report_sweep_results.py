@@ -118,6 +118,26 @@ def test_a_damaged_run_is_named_and_hides_no_other(capsys):
     assert [row["runs"] for row in written("eval-top1_percent_by_mode.name")] == ["1"]
 
 
+@pytest.mark.parametrize("x", ["mode", "epoch"])
+def test_a_seed_that_ran_twice_counts_once(x, capsys):
+    swept()
+    swept("seed=0,1")
+    shown = told(capsys, f"--x={x}", "--y=eval/top1_percent")
+    assert "not in it: seed=0 (the same run as single)" in shown
+    rows = written("eval-top1_percent_by_" + {"mode": "mode.name"}.get(x, x))
+    assert {row["runs"] for row in rows} == {"2"}
+    values = [top1(cell.config) for cell in cells_of(ROOT, [*SETTINGS, "epochs=2", "seed=0,1"], Source())]
+    assert float(rows[-1]["mean of eval/top1_percent"]) == pytest.approx(statistics.fmean(values), abs=1e-3)
+
+
+def test_one_seed_with_two_numbers_is_refused(capsys):
+    swept()
+    swept("seed=0,1", **{"eval/top1_percent": 12.5})
+    said = refused(capsys, "--x=mode", "--y=eval/top1_percent")
+    assert "single and seed=0 are the same run, with seed=0, but differ in eval/top1_percent (" in said
+    assert " and 12.5): move one of the two folders out of the sweep's" in said
+
+
 def test_runs_without_the_number_are_named(capsys):
     swept("seed=0,1")
     run = RunDirectory.open(ROOT / "seed=0")

@@ -96,17 +96,19 @@ def sweep_results(root: Path, x: str | None, y: str | None, group: Sequence[str]
 
     Raises:
         ConfigError: the folder is not of a sweep, or of another version; no run has finished; a key is unknown; runs
-            that would be averaged differ in more than the seed.
+            that would be averaged differ in more than the seed, or have one seed and other numbers.
     """
     runs, left_out = _read(root)
     x, y, chosen = _asked_for(x, y, group or (), runs)
     left_out |= {run.name: f"has no {y}" for run in runs if not _has(run, x, y)}
     runs = [run for run in runs if run.name not in left_out]
     keys = _telling_apart(runs, x) if group is None else chosen
+    left_out |= _repeats(runs, x, y, keys)
+    runs = [run for run in runs if run.name not in left_out]
     by_series: dict[tuple[Value, ...], list[Finished]] = {}
     for run in runs:
         by_series.setdefault(tuple(run.settings[key] for key in keys), []).append(run)
-    series = {values: _points(members, x, y, keys) for values, members in by_series.items()}
+    series = {values: _points(members, x, y) for values, members in by_series.items()}
     versions = len({run.code for run in runs})
     notes = [f"The runs are of {versions} versions of the code: compare them with care."] if versions > 1 else []
     return SweepResults(x, y, keys, series, left_out, notes)
@@ -218,31 +220,55 @@ def _telling_apart(runs: Sequence[Finished], x: str) -> list[str]:
     return chosen
 
 
-def _points(runs: Sequence[Finished], x: str, y: str, group: Sequence[str]) -> dict[Value, Sample]:
+def _repeats(runs: Sequence[Finished], x: str, y: str, group: Sequence[str]) -> dict[str, str]:
+    """Return the runs that repeat another, by name, and which: a seed counts once in a mean.
+
+    Raises:
+        ConfigError: runs of one point differ in more than the seed, or have one seed and other numbers.
+    """
+    first: dict[tuple[Value | None, ...], Finished] = {}
+    once: dict[tuple[Value | None, ...], Finished] = {}
+    repeats: dict[str, str] = {}
+    for run in runs:
+        point = run.settings.get(x), *(run.settings[key] for key in group)  # all epochs of a run are of one mean
+        _refuse_mixture(first.setdefault(point, run), run, x, group)
+        other = once.setdefault((*point, run.settings["seed"]), run)
+        if other is not run:
+            _refuse_other_numbers(other, run, x, y)
+            repeats[run.name] = f"the same run as {other.name}"
+    return repeats
+
+
+def _refuse_other_numbers(one: Finished, other: Finished, x: str, y: str) -> None:
+    ours, theirs = ([row.get(y) for row in run.numbers_at(x).values()] for run in (one, other))
+    if repr(ours) != repr(theirs):  # as text, in which a NaN is one
+        raise ConfigError(
+            [
+                f"{one.name} and {other.name} are the same run, with seed={one.settings['seed']}, but differ in {y} "
+                f"({ours[-1]} and {theirs[-1]}): move one of the two folders out of the sweep's"
+            ]
+        )
+
+
+def _points(runs: Sequence[Finished], x: str, y: str) -> dict[Value, Sample]:
     """Return the samples of a series by their place on the axis, in order."""
-    at: dict[Value, list[Finished]] = {}
     values: dict[Value, list[float]] = {}
     for run in runs:
         for place, row in run.numbers_at(x).items():
             if y in row:
-                at.setdefault(place, []).append(run)
                 values.setdefault(place, []).append(row[y])
-    for members in at.values():
-        _refuse_mixture(members, x, group)
     return {place: Sample.from_values(values[place]) for place in _in_order(values)}
 
 
-def _refuse_mixture(runs: Sequence[Finished], x: str, group: Sequence[str]) -> None:
-    first = runs[0]
-    for run in runs[1:]:
-        keys = [key for key in _differing([first, run]) if key not in (x, *_OF_ONE_RUN)]
-        if keys:
-            raise ConfigError(
-                [
-                    f"{first.name} and {run.name} would be averaged, but differ in {', '.join(keys)}: "
-                    f"give --group={','.join([*group, keys[0]])}"
-                ]
-            )
+def _refuse_mixture(one: Finished, other: Finished, x: str, group: Sequence[str]) -> None:
+    keys = [key for key in _differing([one, other]) if key not in (x, *_OF_ONE_RUN)]
+    if keys:
+        raise ConfigError(
+            [
+                f"{one.name} and {other.name} would be averaged, but differ in {', '.join(keys)}: "
+                f"give --group={','.join([*group, keys[0]])}"
+            ]
+        )
 
 
 def _in_order(values: Iterable[Value]) -> list[Value]:
