@@ -32,7 +32,8 @@ def top1(settings) -> float:
 
 def swept(*overrides: str, unfinished: str = "nothing", **summary) -> None:
     """Leave the directories of a sweep as its runs would have left them."""
-    cells = cells_of(ROOT, [*SETTINGS, "epochs=2", *overrides], Source())
+    settings = [text for text in SETTINGS if "dataset=digits" not in overrides or not text.startswith("dataset")]
+    cells = cells_of(ROOT, [*settings, "epochs=2", *overrides], Source())
     write_list(ROOT, cells)
     for cell in cells:
         run = RunDirectory.create(cell.directory, cell.config.to_dict(), ["cdp-train"])
@@ -136,6 +137,21 @@ def test_one_seed_with_two_numbers_is_refused(capsys):
     said = refused(capsys, "--x=mode", "--y=eval/top1_percent")
     assert "single and seed=0 are the same run, with seed=0, but differ in eval/top1_percent (" in said
     assert " and 12.5): move one of the two folders out of the sweep's" in said
+
+
+def test_runs_on_other_data_are_not_averaged(capsys):
+    digits = "dataset=digits"
+    swept(digits, "seed=0,1", **{"dataset/fingerprint": "f", "dataset/description": "made up"})
+    swept(digits, "seed=2", **{"dataset/fingerprint": "g", "dataset/description": "drawn anew"})
+    said = refused(capsys, "--x=mode", "--y=eval/top1_percent")
+    assert "seed=0 (made up) and single (drawn anew) would be averaged, but their data differ: move one" in said
+
+
+def test_images_that_are_drawn_from_the_seed_are_averaged_over_seeds(capsys):
+    for seed in (0, 1):
+        swept(f"seed={seed},{seed + 5}", **{"dataset/fingerprint": f"of {seed}"})
+    told(capsys, "--x=mode", "--y=eval/top1_percent")
+    assert [row["runs"] for row in written("eval-top1_percent_by_mode.name")] == ["4"]
 
 
 def test_runs_without_the_number_are_named(capsys):

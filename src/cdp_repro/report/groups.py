@@ -184,12 +184,19 @@ def _mixed(rows: Sequence[Row]) -> Iterable[str]:
                 f"{short(row.summary['version/git_commit'])}) would be averaged, but their code differs: train one of "
                 "them again with the code of the other"
             )
-        elif first.summary["dataset/fingerprint"] != row.summary["dataset/fingerprint"]:
-            yield (
-                f"{first.source} ({first.summary['dataset/description']}) and {row.source} "
-                f"({row.summary['dataset/description']}) would be averaged, but their data differ: keep them in "
-                "different studies (cdp-report collect --study=NAME)"
-            )
+        elif said := other_data(first.source, first.summary, row.source, row.summary):
+            yield f"{said}: keep them in different studies (cdp-report collect --study=NAME)"
+
+
+def other_data(one: str, ours: Mapping[str, Any], other: str, theirs: Mapping[str, Any]) -> str:
+    """Return that two runs would be averaged but differ in their data; empty if they do not.
+
+    `one` and `other` name the runs, `ours` and `theirs` are their summaries.
+    """
+    if ours.get("dataset/fingerprint") == theirs.get("dataset/fingerprint"):
+        return ""
+    first, second = (f"{name} ({said.get('dataset/description')})" for name, said in ((one, ours), (other, theirs)))
+    return f"{first} and {second} would be averaged, but their data differ"
 
 
 def differing(one: Row, other: Row) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from cdp_repro.config.keys import settings_of
 from cdp_repro.config.source import GROUPS
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError
-from cdp_repro.report.groups import Sample
+from cdp_repro.report.groups import Sample, other_data
 from cdp_repro.report.tables import Table
 from cdp_repro.studies.cells import read_list
 from cdp_repro.studies.status import run_state
@@ -28,6 +29,8 @@ Value = int | float | str
 _OF_ONE_RUN = ("seed", "run_dir")
 """Settings in which averaged runs may differ."""
 
+_MOVE = "move one of the two folders out of the sweep's"
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -36,12 +39,19 @@ class Finished:
     name: str
     settings: Mapping[str, Value]
     """By dotted key."""
-    numbers: Mapping[str, float]
-    """Numbers of its summary."""
+    summary: Mapping[str, Any]
     epochs: Sequence[Mapping[str, float]]
     """What was logged at the end of each epoch."""
-    code: str
-    """Hash of the code that it ran."""
+
+    @cached_property
+    def numbers(self) -> Mapping[str, float]:
+        """Numbers of its summary."""
+        return _numbers(self.summary)
+
+    @property
+    def code(self) -> str:
+        """Hash of the code that it ran."""
+        return str(self.summary.get("version/code"))
 
     def numbers_at(self, x: str) -> dict[Value, Mapping[str, float]]:
         """Return the numbers by their place on the axis `x`."""
@@ -96,7 +106,7 @@ def sweep_results(root: Path, x: str | None, y: str | None, group: Sequence[str]
 
     Raises:
         ConfigError: the folder is not of a sweep, or of another version; no run has finished; a key is unknown; runs
-            that would be averaged differ in more than the seed, or have one seed and other numbers.
+            that would be averaged differ in more than the seed or in their data, or have one seed and other numbers.
     """
     runs, left_out = _read(root)
     x, y, chosen = _asked_for(x, y, group or (), runs)
@@ -149,13 +159,11 @@ def _read(root: Path) -> tuple[list[Finished], dict[str, str]]:
 
 def _finished(directory: Path) -> Finished:
     run = RunDirectory.open(directory)
-    summary = run.summary()
     return Finished(
         directory.name,
         {key: _shown(value) for key, value in settings_of(run.config()).items()},
-        _numbers(summary),
+        run.summary(),
         [_numbers(row) for row in read_metrics(run.metrics_path) if "train/epoch_loss" in row],
-        str(summary.get("version/code")),
     )
 
 
@@ -224,7 +232,8 @@ def _repeats(runs: Sequence[Finished], x: str, y: str, group: Sequence[str]) -> 
     """Return the runs that repeat another, by name, and which: a seed counts once in a mean.
 
     Raises:
-        ConfigError: runs of one point differ in more than the seed, or have one seed and other numbers.
+        ConfigError: runs of one point differ in more than the seed or in their data, or have one seed and other
+            numbers.
     """
     first: dict[tuple[Value | None, ...], Finished] = {}
     once: dict[tuple[Value | None, ...], Finished] = {}
@@ -245,7 +254,7 @@ def _refuse_other_numbers(one: Finished, other: Finished, x: str, y: str) -> Non
         raise ConfigError(
             [
                 f"{one.name} and {other.name} are the same run, with seed={one.settings['seed']}, but differ in {y} "
-                f"({ours[-1]} and {theirs[-1]}): move one of the two folders out of the sweep's"
+                f"({ours[-1]} and {theirs[-1]}): {_MOVE}"
             ]
         )
 
@@ -261,14 +270,18 @@ def _points(runs: Sequence[Finished], x: str, y: str) -> dict[Value, Sample]:
 
 
 def _refuse_mixture(one: Finished, other: Finished, x: str, group: Sequence[str]) -> None:
-    keys = [key for key in _differing([one, other]) if key not in (x, *_OF_ONE_RUN)]
-    if keys:
+    differing = [key for key in _differing([one, other]) if key != x]
+    if keys := [key for key in differing if key not in _OF_ONE_RUN]:
         raise ConfigError(
             [
                 f"{one.name} and {other.name} would be averaged, but differ in {', '.join(keys)}: "
                 f"give --group={','.join([*group, keys[0]])}"
             ]
         )
+    if "seed" in differing and one.settings["dataset.name"] == "synthetic":
+        return  # its images are drawn from the seed
+    if said := other_data(one.name, one.summary, other.name, other.summary):
+        raise ConfigError([f"{said}: {_MOVE}"])
 
 
 def _in_order(values: Iterable[Value]) -> list[Value]:
