@@ -30,10 +30,9 @@ def top1(settings) -> float:
     return 80 + 100 * settings.optim.lr + settings.seed + (0.5 if settings.mode.name == "dp" else 0)
 
 
-def swept(*overrides: str, unfinished: str = "nothing", **summary) -> None:
+def swept(*overrides: str, unfinished: str = "nothing", fixed=(*SETTINGS, "epochs=2"), **summary) -> None:
     """Leave the directories of a sweep as its runs would have left them."""
-    settings = [text for text in SETTINGS if "dataset=digits" not in overrides or not text.startswith("dataset")]
-    cells = cells_of(ROOT, [*settings, "epochs=2", *overrides], Source())
+    cells = cells_of(ROOT, [*fixed, *overrides], Source())
     write_list(ROOT, cells)
     for cell in cells:
         run = RunDirectory.create(cell.directory, cell.config.to_dict(), ["cdp-train"])
@@ -103,6 +102,26 @@ def test_of_settings_that_go_together_one_is_enough(capsys):
     assert "optim.beta1" not in written("eval-top1_percent_by_epochs")[0]
 
 
+def test_a_setting_that_follows_from_the_axis_has_a_line_of_its_own(capsys):
+    swept("mode=dp", "optim.lr=0.02,0.1")
+    swept("mode=cdp_v2", "optim.lr=0.2,0.4")
+    told(capsys, "--x=optim.lr", "--y=eval/top1_percent")
+    rows = written("eval-top1_percent_by_optim.lr")
+    assert [(row["mode.name"], row["optim.lr"]) for row in rows] == [
+        ("dp", "0.02"), ("dp", "0.1"), ("cdp_v2", "0.2"), ("cdp_v2", "0.4"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("swept_for", ["optim=sgd,adamw", "dataset=digits,synthetic"])
+def test_settings_that_the_choice_on_the_axis_sets_have_no_line(swept_for, capsys):
+    axis = swept_for.partition("=")[0]
+    swept(swept_for, "mode=dp,cdp_v2", fixed=["model=mlp"])
+    told(capsys, f"--x={axis}", "--y=eval/top1_percent")
+    rows = written(f"eval-top1_percent_by_{axis}.name")
+    assert [row["mode.name"] for row in rows] == ["dp", "dp", "cdp_v2", "cdp_v2"]
+    assert [*rows[0]][:3] == ["mode.name", f"{axis}.name", "mean of eval/top1_percent"]
+
+
 def test_runs_that_are_not_in_it_are_named(capsys):
     swept("mode=dp,cdp_v2", "seed=0,1", unfinished="mode=dp,seed=1")
     shown = told(capsys, "--x=mode", "--y=eval/top1_percent")
@@ -140,9 +159,9 @@ def test_one_seed_with_two_numbers_is_refused(capsys):
 
 
 def test_runs_on_other_data_are_not_averaged(capsys):
-    digits = "dataset=digits"
-    swept(digits, "seed=0,1", **{"dataset/fingerprint": "f", "dataset/description": "made up"})
-    swept(digits, "seed=2", **{"dataset/fingerprint": "g", "dataset/description": "drawn anew"})
+    digits = ["dataset=digits", "model=mlp", "epochs=2"]
+    swept("seed=0,1", fixed=digits, **{"dataset/fingerprint": "f", "dataset/description": "made up"})
+    swept("seed=2", fixed=digits, **{"dataset/fingerprint": "g", "dataset/description": "drawn anew"})
     said = refused(capsys, "--x=mode", "--y=eval/top1_percent")
     assert "seed=0 (made up) and single (drawn anew) would be averaged, but their data differ: move one" in said
 

@@ -29,6 +29,9 @@ Value = int | float | str
 _OF_ONE_RUN = ("seed", "run_dir")
 """Settings in which averaged runs may differ."""
 
+_TAKEN_FROM = {"dataset.name": ("batch_size", "epochs")}
+"""Settings outside a group that take their default from its choice."""
+
 _MOVE = "move one of the two folders out of the sweep's"
 
 
@@ -216,16 +219,25 @@ def _telling_apart(runs: Sequence[Finished], x: str) -> list[str]:
     """Return the fewest settings, in order, that tell runs apart beside `x` and the seed.
 
     A setting that follows from those before it is left out: `optim=sgd,adamw` differ in many settings, one suffices.
+    One that follows from `x` is left out only if the choice of `x` sets it: where each mode has rates of its own, a
+    line over the rates is still of one mode.
     """
     chosen: list[str] = []
     for key in _differing(runs):
         if key in (x, *_OF_ONE_RUN):
             continue
-        before = {tuple(run.settings[each] for each in (x, *chosen) if each != EPOCH) for run in runs}
-        after = {tuple(run.settings[each] for each in (x, *chosen, key) if each != EPOCH) for run in runs}
+        known = [x, *chosen] if _comes_with(key, x) else chosen
+        before = {tuple(run.settings[each] for each in known) for run in runs}
+        after = {tuple(run.settings[each] for each in (*known, key)) for run in runs}
         if len(after) > len(before):
             chosen.append(key)
     return chosen
+
+
+def _comes_with(key: str, x: str) -> bool:
+    """Return whether the choice of a group, such as `dataset.name`, sets a key beside."""
+    group = x.removesuffix(".name")
+    return f"{group}.name" == x and group in GROUPS and (key.startswith(f"{group}.") or key in _TAKEN_FROM.get(x, ()))
 
 
 def _repeats(runs: Sequence[Finished], x: str, y: str, group: Sequence[str]) -> dict[str, str]:
