@@ -173,6 +173,36 @@ def test_images_that_are_drawn_from_the_seed_are_averaged_over_seeds(capsys):
     assert [row["runs"] for row in written("eval-top1_percent_by_mode.name")] == ["4"]
 
 
+def test_settings_that_change_no_number_split_nothing_until_they_are_named(capsys):
+    swept("seed=0", "checkpoint_every_steps=5")
+    swept("seed=1,2", "checkpoint_every_steps=7")
+    for arguments in (["--x=mode"], ["--x=mode", "--group="]):
+        told(capsys, *arguments, "--y=eval/top1_percent")
+        assert [row["runs"] for row in written("eval-top1_percent_by_mode.name")] == ["3"]
+    told(capsys, "--x=mode", "--y=eval/top1_percent", "--group=checkpoint_every_steps")
+    assert [row["runs"] for row in written("eval-top1_percent_by_mode.name")] == ["1", "2"]
+    told(capsys, "--x=checkpoint_every_steps", "--y=eval/top1_percent")
+    assert [row["runs"] for row in written("eval-top1_percent_by_checkpoint_every_steps")] == ["1", "2"]
+
+
+def test_such_a_setting_is_offered_where_one_seed_has_two_numbers(capsys):
+    for steps in (5, 7):
+        swept(f"checkpoint_every_steps={steps},{steps + 1}", **{"time/step_seconds_median": 0.1 * steps})
+    said = refused(capsys, "--x=mode", "--y=time/step_seconds_median")
+    assert "out of the sweep's, or give --group=checkpoint_every_steps" in said
+
+
+@pytest.mark.parametrize("contents", [("f", "f"), ("f", "g")])
+def test_where_the_data_lie_has_a_line_if_other_data_lie_there(contents, capsys):
+    for seed, (root, fingerprint) in enumerate(zip("ab", contents, strict=True)):
+        Path(root).mkdir()
+        text = ["dataset=text", "model=gpt", "optim=adamw", "batch_size=4", "dataset.root=" + root]
+        swept(f"seed={seed},{seed + 5}", fixed=text, **{"dataset/fingerprint": fingerprint})
+    told(capsys, "--x=mode", "--y=eval/top1_percent")
+    runs = [row["runs"] for row in written("eval-top1_percent_by_mode.name")]
+    assert runs == (["4"] if contents == ("f", "f") else ["2", "2"])
+
+
 def test_runs_without_the_number_are_named(capsys):
     swept("seed=0,1")
     run = RunDirectory.open(ROOT / "seed=0")

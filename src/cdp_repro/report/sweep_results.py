@@ -11,7 +11,7 @@ from typing import Any
 
 from cdp_repro.config import ConfigError
 from cdp_repro.config.errors import collecting, nearest, refuse
-from cdp_repro.config.keys import settings_of
+from cdp_repro.config.keys import RUN_KEYS, settings_of
 from cdp_repro.config.source import GROUPS
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError
@@ -25,9 +25,6 @@ EPOCH = "epoch"
 
 Value = int | float | str
 """A setting's value, as tables and axes show it; lists and `null` as text."""
-
-_OF_ONE_RUN = ("seed", "run_dir")
-"""Settings in which averaged runs may differ."""
 
 _TAKEN_FROM = {"dataset.name": ("batch_size", "epochs")}
 """Settings outside a group that take their default from its choice."""
@@ -216,7 +213,7 @@ def _differing(runs: Sequence[Finished]) -> list[str]:
 
 
 def _telling_apart(runs: Sequence[Finished], x: str) -> list[str]:
-    """Return the fewest settings, in order, that tell runs apart beside `x` and the seed.
+    """Return the fewest settings, in order, that tell runs apart beside `x` and those that change no number.
 
     A setting that follows from those before it is left out: `optim=sgd,adamw` differ in many settings, one suffices.
     One that follows from `x` is left out only if the choice of `x` sets it: where each mode has rates of its own, a
@@ -224,7 +221,7 @@ def _telling_apart(runs: Sequence[Finished], x: str) -> list[str]:
     """
     chosen: list[str] = []
     for key in _differing(runs):
-        if key in (x, *_OF_ONE_RUN):
+        if key in (x, *_may_differ(runs)):
             continue
         known = [x, *chosen] if _comes_with(key, x) else chosen
         before = {tuple(run.settings[each] for each in known) for run in runs}
@@ -232,6 +229,13 @@ def _telling_apart(runs: Sequence[Finished], x: str) -> list[str]:
         if len(after) > len(before):
             chosen.append(key)
     return chosen
+
+
+def _may_differ(runs: Sequence[Finished]) -> frozenset[str]:
+    """Return the settings in which averaged runs may differ; where the data lie only if all of them are the same."""
+    names = {run.settings["dataset.name"] for run in runs}
+    contents = {(run.settings["dataset.name"], run.summary.get("dataset/fingerprint")) for run in runs}
+    return RUN_KEYS if len(contents) == len(names) else RUN_KEYS - {"dataset.root"}
 
 
 def _comes_with(key: str, x: str) -> bool:
@@ -255,18 +259,20 @@ def _repeats(runs: Sequence[Finished], x: str, y: str, group: Sequence[str]) -> 
         _refuse_mixture(first.setdefault(point, run), run, x, group)
         other = once.setdefault((*point, run.settings["seed"]), run)
         if other is not run:
-            _refuse_other_numbers(other, run, x, y)
+            _refuse_other_numbers(other, run, x, y, group)
             repeats[run.name] = f"the same run as {other.name}"
     return repeats
 
 
-def _refuse_other_numbers(one: Finished, other: Finished, x: str, y: str) -> None:
+def _refuse_other_numbers(one: Finished, other: Finished, x: str, y: str, group: Sequence[str]) -> None:
     ours, theirs = ([row.get(y) for row in run.numbers_at(x).values()] for run in (one, other))
     if repr(ours) != repr(theirs):  # as text, in which a NaN is one
+        keys = _differing([one, other])  # a time may differ by them
+        or_apart = f", or give --group={','.join([*group, keys[0]])}" if keys else ""
         raise ConfigError(
             [
                 f"{one.name} and {other.name} are the same run, with seed={one.settings['seed']}, but differ in {y} "
-                f"({ours[-1]} and {theirs[-1]}): {_MOVE}"
+                f"({ours[-1]} and {theirs[-1]}): {_MOVE}{or_apart}"
             ]
         )
 
@@ -283,7 +289,7 @@ def _points(runs: Sequence[Finished], x: str, y: str) -> dict[Value, Sample]:
 
 def _refuse_mixture(one: Finished, other: Finished, x: str, group: Sequence[str]) -> None:
     differing = [key for key in _differing([one, other]) if key != x]
-    if keys := [key for key in differing if key not in _OF_ONE_RUN]:
+    if keys := [key for key in differing if key not in _may_differ([one, other])]:
         raise ConfigError(
             [
                 f"{one.name} and {other.name} would be averaged, but differ in {', '.join(keys)}: "
