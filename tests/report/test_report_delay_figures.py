@@ -66,6 +66,31 @@ def test_the_caption_says_how_wide_the_range_of_good_rates_is():
         assert said in caption
 
 
+def test_the_caption_counts_in_how_many_settings_delay_narrows_the_range():
+    widths = "settings with delay have a narrower range than dp with the same optimizer, "
+    assert f"3 of 3 {widths}0 one as wide, 0 a wider one." in rate_caption({"digits": tuning_groups()})
+    steep = {"dp": (1.2, 1.0, 1.02, 1.2), "cdp_v1": (1.05, 1.0, 1.02, 1.2), "cdp_v2": (1.2, 1.02, 1.0, 1.2)}
+    groups = [
+        replace(group, rows=tuple(replace(row, summary={**row.summary, "train/loss": loss}) for row in group.rows))
+        for group in tuning_groups()
+        for loss in [steep[group.mode][SMALL.grid.index(group.config["optim.lr"])]]
+        if not group.diverged and group.config["delay.name"] == "none"
+    ]
+    groups += [replace(group, rows=(replace(group.rows[0], summary={"train/loss": 1.2}),))
+               for group in tuning_groups() if group.diverged]  # fmt: skip
+    assert f"0 of 2 {widths}1 one as wide, 1 a wider one." in rate_caption({"digits": groups})
+
+
+def test_ranges_that_rates_cut_off_are_not_compared():
+    groups = tuning_groups()
+    alike = {"train/loss": 1.0}
+    flat = [replace(group, rows=(replace(group.rows[0], summary=alike),)) for group in groups]
+    few = [group for group in groups if group.mode == "dp" or group.config["optim.lr"] < 0.8]
+    for each in (flat, few):
+        caption = rate_caption({"digits": each})
+        assert "Too few rates ran to compare how wide these ranges are." in caption and "narrow" not in caption
+
+
 def test_differences_are_those_of_paired_seeds_with_their_interval():
     shifts = [(0.0, 1.0, 2.0), (-1.0, 0.0, 1.0), (0.0, 1.5, 1.5), (0.0, 1.0, 2.0)]
     figure = differences({"digits": standings(DELAY, {DELAY.name: delay_groups(DELAY, shifts)})})

@@ -1,4 +1,4 @@
-"""The figures of what delay costs: where it narrows the range of learning rates, and what each method makes up for."""
+"""The figures of what delay costs: how wide the range of good learning rates is, and what each method makes up for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.ticker import NullLocator
 from cdp_repro.report.charts import plain_axes, style
 from cdp_repro.report.groups import Group
 from cdp_repro.report.standing import Standing
-from cdp_repro.report.tuning import loss_of, method_of
+from cdp_repro.report.tuning import loss_of, method_of, optimizer_of
 
 NEAR = 0.1
 """A learning rate is near the best if the training loss exceeds the lowest by at most this share."""
@@ -88,27 +88,59 @@ def rate_caption(tunings: Groups) -> str:
     """Return the caption of `rate_curves`: how wide the range of good learning rates is."""
     said = [
         "Training loss at the end against the learning rate, one run a point; what leaves the frame is more than "
-        f"{100 * (SHOWN - 1):.0f} % above the lowest. Delay narrows the range where the line of dp stays low and "
-        "others rise."
+        f"{100 * (SHOWN - 1):.0f} % above the lowest."
     ]
     for title, groups in tunings.items():
         ranges = [f"{mode} ({method}) {_near_best(curve)}" for (mode, method), curve in _curves(groups).items()]
         said.append(f"{title}: within {100 * NEAR:g} % of its own lowest loss are {'; '.join(ranges)}.")
+        said.append(_widths(groups))
     return " ".join(said)
 
 
+def _widths(groups: Sequence[Group]) -> str:
+    """Return in how many settings with delay the range of good rates is narrower than, as wide as, or wider than dp's.
+
+    It takes settings that ran at all rates, as dp with the same optimizer did. Where all rates are good for both,
+    either range may go on beyond them.
+    """
+    curves = _curves(groups)
+    optimizers = {(group.mode, method_of(group.config)): optimizer_of(group.config) for group in groups}
+    rates = {rate for curve in curves.values() for rate in curve}
+    counts = [0, 0, 0]
+    for (mode, method), curve in curves.items():
+        dp = curves.get(("dp", optimizers[mode, method]), {})
+        if mode == "dp" or not curve.keys() == dp.keys() == rates:
+            continue
+        ours, theirs = len(_good_rates(curve)), len(_good_rates(dp))
+        if min(ours, theirs) < len(rates):
+            counts[(ours > theirs) + (ours >= theirs)] += 1
+    if not any(counts):
+        return "Too few rates ran to compare how wide these ranges are."
+    return (
+        f"Counted in rates of the grid, {counts[0]} of {sum(counts)} settings with delay have a narrower range than dp "
+        f"with the same optimizer, {counts[1]} one as wide, {counts[2]} a wider one."
+    )
+
+
 def _near_best(curve: Mapping[float, float]) -> str:
-    """Return the range of learning rates around the best whose loss is near the lowest; `curve` is sorted by rate."""
+    """Return the range of good learning rates as text."""
+    if not (rates := _good_rates(curve)):
+        return "none, as all diverge"
+    return f"{rates[0]:g} to {rates[-1]:g}" if len(rates) > 1 else f"{rates[0]:g} alone"
+
+
+def _good_rates(curve: Mapping[float, float]) -> Sequence[float]:
+    """Return the learning rates around the best whose loss is near the lowest; `curve` is sorted by rate."""
     lowest = min(curve.values())
     if math.isinf(lowest):
-        return "none, as all diverge"
+        return ()
     rates = [*curve]
     first = last = rates.index(min(curve, key=curve.__getitem__))
     while first > 0 and curve[rates[first - 1]] <= (1 + NEAR) * lowest:
         first -= 1
     while last < len(rates) - 1 and curve[rates[last + 1]] <= (1 + NEAR) * lowest:
         last += 1
-    return f"{rates[first]:g} to {rates[last]:g}" if first < last else f"{rates[first]:g} alone"
+    return rates[first : last + 1]
 
 
 def differences(panels: Mapping[str, Sequence[Standing]]) -> Figure | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cdp_repro.config.task import Task, task_of
 from cdp_repro.report.groups import Group, compared, data_parallel
-from cdp_repro.report.tuning import Setting, TunedRate, method_of, setting_of, tuned_rates
+from cdp_repro.report.tuning import Setting, TunedRate, method_of, optimizer_of, setting_of, tuned_rates
 from cdp_repro.report.two_one_sided import WORSE, Equivalence, equivalence
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.delay_studies import METHOD_KEYS, OPTIMIZER_KEYS
@@ -54,7 +54,7 @@ class Standing:
     @property
     def optimizer(self) -> str:
         """The optimizer, which is also that of the data parallelism on the other side."""
-        return method_of({**self.group.config, "delay.name": "none", "accumulate": 1})
+        return optimizer_of(self.group.config)
 
     @property
     def text(self) -> str:

@@ -48,6 +48,11 @@ def method_of(settings: Mapping[str, Any]) -> str:
     return f"{settings['optim.name']}{nesterov}{delay}{more}"
 
 
+def optimizer_of(settings: Mapping[str, Any]) -> str:
+    """Return the method of a run without what it does against delay: that of the data parallelism beside it."""
+    return method_of({**settings, "delay.name": "none", "accumulate": 1})
+
+
 def loss_of(group: Group) -> float:
     """Return the mean training loss at the end; infinite if a run has diverged."""
     return math.inf if group.diverged else group.sample(LOSS).mean
