@@ -15,6 +15,7 @@ from cdp_repro.report.bounded_staleness import (
     WIDTH,
     draw_regret,
     measured,
+    regret_caption,
     regret_table,
 )
 
@@ -25,6 +26,12 @@ def test_regret_stays_below_its_bound_after_any_number_of_pushes():
         assert each.widest**2 / 2 <= WIDTH**2  # else the bound would not apply
         for exponent, regret in enumerate(each.regret):
             assert 0 <= regret <= each.bound(2**exponent)
+
+
+@pytest.mark.parametrize(("jitter", "said"), [(0, "of their own that push"), (1, "of their own, and jitter, that")])
+def test_the_caption_says_whether_there_is_jitter(jitter, said, monkeypatch):
+    monkeypatch.setattr("cdp_repro.report.bounded_staleness.JITTER", jitter)
+    assert said in regret_caption()
 
 
 def test_the_bound_is_that_of_the_paper():

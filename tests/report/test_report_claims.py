@@ -34,6 +34,13 @@ def test_memory_is_about_half_and_flat_or_lower_or_not(flops, activations, uneve
     assert memory_verdict({"flops": flops, "activations": activations}, 0.5625, unevenness) == verdict
 
 
+@pytest.mark.parametrize(("high", "said"), [(1.0064986, "0.7"), (1.0061, "0.7"), (1.006, "0.6"), (1.0, "0.0")])
+def test_how_far_memory_is_above_its_mean_is_rounded_up(high, said, monkeypatch):
+    case = SimpleNamespace(workers=8, partition="flops", model="mlp", ratios={"paper": 0.6, "backward_first": 0.6})
+    monkeypatch.setattr("cdp_repro.report.claims._unevenness", lambda case: high)
+    assert f"at most {said} % above the mean." in claims([case], (), (), ())[0].because
+
+
 def test_cdp_is_compared_with_data_parallelism_by_ordered_messages():
     lines = [
         Line(each, 2, {"chain": 1}, {}, {"chain": 9 if each.collectives else 1})

@@ -56,7 +56,7 @@ class Bounded:
 
 @cache
 def measured() -> tuple[Bounded, ...]:
-    """Return the workers of `SPEEDS`, with jitter, for each of `BOUNDS`."""
+    """Return the workers of `SPEEDS`, with `JITTER`, for each of `BOUNDS`."""
     return tuple(map(_measured, BOUNDS))
 
 
@@ -105,6 +105,16 @@ def draw_regret(found: Sequence[Bounded]) -> Figure:
     plain_axes(axis)
     axis.legend(frameon=False, fontsize="small", ncols=2)
     return figure
+
+
+def regret_caption() -> str:
+    """Return the caption of `draw_regret`."""
+    jitter = ", and jitter," if JITTER else ""
+    return (
+        f"Workers with speeds of their own{jitter} that push to a server: regret on a convex problem of which all is "
+        "known, and the bound of Ho et al. (2013) for the smallest and the largest s. A fast worker cannot run ahead "
+        "for ever, so that every s above 0 waits alike; without a bound nobody waits, and reads are older."
+    )
 
 
 def regret_table(found: Sequence[Bounded]) -> Table:

@@ -96,7 +96,8 @@ def _halved(memory: Sequence[Case]) -> Claim:
     return Claim(
         1, text, verdict,
         f"Executed peak over data parallelism's with N = {largest} ({theory(largest):.3f} for equal stages): "
-        f"{'; '.join(parts)}. In the steady state the highest slot is at most {100 * (flat - 1):.1f} % above the mean.",
+        f"{'; '.join(parts)}. In the steady state the highest slot is at most {_upper_percent(flat - 1)} % above the "
+        "mean.",
         brief=_peaks(by_cut, largest),
     )  # fmt: skip
 
@@ -128,6 +129,11 @@ def _unevenness(case: Case) -> float:
     stages = case.dp.rows[0].costs.stages
     full = case.cdp["paper"].rows[0].activation_bytes[2 * stages : 6 * stages]
     return max(full) / (sum(full) / len(full)) if full else math.nan
+
+
+def _upper_percent(share: float) -> str:
+    """Return a share in percent, rounded up to a tenth, as a bound must be."""
+    return f"{math.ceil(round(1000 * share, 6)) / 10:.1f}" if math.isfinite(share) else str(share)
 
 
 def _pair(costs: Sequence[Line], placement: str) -> tuple[Line, Line] | None:

@@ -21,7 +21,7 @@ from cdp_repro.report.accuracy import (
     tuning_table,
 )
 from cdp_repro.report.activation_memory import SHOWN_WORKERS, Case, answer, cases, memory_table
-from cdp_repro.report.bounded_staleness import draw_regret, measured, regret_table
+from cdp_repro.report.bounded_staleness import draw_regret, measured, regret_caption, regret_table
 from cdp_repro.report.claims import HOLDS, Claim, claim_table, claims, verdict_table
 from cdp_repro.report.cost_table import (
     OF_STEPS,
@@ -221,7 +221,7 @@ class Report:
             if rows and draw is not None
         }
         systems = Shown(partial(draw_curves, curves()), _digest([repr(curves())]), _CURVES)
-        regret = Shown(partial(draw_regret, measured()), _digest([repr(measured())]), _REGRET)
+        regret = Shown(partial(draw_regret, measured()), _digest([repr(measured())]), regret_caption())
         return {**shown, "systems": systems, "regret": regret}
 
     def _memory_figures(self) -> _Figures:
@@ -392,11 +392,6 @@ _CURVES = (
     "Pipelines of 4 ranks with equal stages, from their programs. Left: micro-batches whose activations the first rank "
     "keeps. Right: idle share; one_f_one_b idles as gpipe does, interleaved has two stages a rank, zero_bubble counts "
     "a part of a backward as a slot, and cdp_v2 is never idle."
-)
-_REGRET = (
-    "Workers with speeds of their own, and jitter, that push to a server: regret on a convex problem of which all is "
-    "known, and the bound of Ho et al. (2013) for the smallest and the largest s. A fast worker cannot run ahead for "
-    "ever, so that every s above 0 waits alike; without a bound nobody waits, and reads are older."
 )
 _LATE_STUDY = "cifar10-late-systems"
 _LATE = (
