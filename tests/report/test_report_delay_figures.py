@@ -106,6 +106,14 @@ def test_differences_are_those_of_paired_seeds_with_their_interval():
     assert not axis.patches, "no margin was stated"
 
 
+def test_a_difference_whose_interval_is_unknown_is_a_marker_alone():
+    shifts = [(0.0, 1.0, 2.0), (1.0, 2.0, 3.0), (0.0, 1.5, 1.5), (0.0, 1.0, 2.0)]
+    figure = differences({"digits": standings(DELAY, {DELAY.name: delay_groups(DELAY, shifts)})})
+    alike, apart, _ = figure.axes[0].containers
+    assert alike.lines[0].get_xdata()[0] == pytest.approx(1.0) and apart.has_xerr
+    assert not alike.has_xerr, "equal differences say nothing of how far seeds differ"
+
+
 def test_the_margin_of_a_study_is_shown():
     both = {study.name: delay_groups(study, [(0.0, 0.1, 0.2)] * 4) for study in (DELAY, VERDICT)}
     figure = differences({"digits": [*standings(DELAY, both), *standings(VERDICT, both)]})

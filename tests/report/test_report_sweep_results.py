@@ -14,6 +14,9 @@ from cdp_repro.cli import report as command
 from cdp_repro.config.source import Source
 from cdp_repro.observe.metrics import MetricsLog
 from cdp_repro.observe.run_directory import RunDirectory
+from cdp_repro.report.groups import Sample
+from cdp_repro.report.sweep_figure import sweep_figure
+from cdp_repro.report.sweep_results import SweepResults
 from cdp_repro.studies.cells import cells_of, write_list
 
 ROOT = Path("sweep")
@@ -86,6 +89,21 @@ def test_a_number_by_the_epoch(capsys):
     ]  # fmt: skip
     first, last = (float(row["mean of eval/top1_percent"]) for row in rows[:2])
     assert last == pytest.approx(2 * first, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ((1000000, 1000001), ["1000000", "1000001"]),
+        ((0.1, 0.1000001), ["0.1", "0.1000001"]),
+        ((0.02, 0.1), ["0.02", "0.1"]),
+        ((10**18, 10**18 + 1), ["1000000000000000000", "1000000000000000001"]),
+    ],
+)
+def test_labels_of_an_axis_tell_its_values_apart(values, labels):
+    points = {value: Sample.from_values([1.0]) for value in values}
+    (axis,) = sweep_figure(SweepResults("x", "y", (), {(): points}, {}, ())).axes
+    assert [text.get_text() for text in axis.get_xticklabels()] == labels
 
 
 def test_an_axis_of_names_and_a_folder_of_ones_own(capsys):

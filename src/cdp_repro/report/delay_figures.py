@@ -146,7 +146,7 @@ def _good_rates(curve: Mapping[float, float]) -> Sequence[float]:
 def differences(panels: Mapping[str, Sequence[Standing]]) -> Figure | None:
     """Draw the difference of each setting from data parallelism with its 95 % interval: a panel a network.
 
-    A difference on one seed has no interval, and is not drawn.
+    A difference on one seed has no interval, and is not drawn. One whose interval is unknown is a marker alone.
     Circles are studies without a verdict; diamonds are the fresh seeds that judge. The grey band is the margin of
     equivalence.
     """
@@ -169,8 +169,7 @@ def _draw_differences(axis: Axes, standings: Sequence[Standing]) -> None:
     for place, each in enumerate(standings):
         assert each.found is not None
         found = each.found.difference
-        ends = [[0.0 if math.isnan(found.low) else found.mean - found.low],
-                [0.0 if math.isnan(found.high) else found.high - found.mean]]  # fmt: skip
+        ends = None if math.isnan(found.low) else [[found.mean - found.low], [found.high - found.mean]]
         mark = "o" if each.study.margin is None else "D"
         colour = style(each.group.mode)["color"]
         axis.errorbar([found.mean], [place], xerr=ends, fmt=mark, markersize=4, capsize=3, color=colour)

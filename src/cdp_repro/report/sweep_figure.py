@@ -62,11 +62,20 @@ def sweep_figure(results: SweepResults) -> Figure:
     return figure
 
 
+def _labels(values: Sequence[float]) -> list[str]:
+    """Return numbers as text, as short as tells them apart."""
+    for digits in range(6, 18):  # 6 as by default, 17 are all of a float
+        labels = [f"{value:.{digits}g}" for value in values]
+        if len({*labels}) == len(values):
+            return labels
+    return [*map(str, values)]
+
+
 def _number_axis(axis: Axes, x: str, values: Sequence[float]) -> None:
     if x != EPOCH and values[0] > 0 and values[-1] / values[0] >= _SPAN_OF_A_LOG_AXIS:
         axis.set_xscale("log")
     if len(values) <= _MOST_TICKS:
-        axis.set_xticks(values, [f"{value:g}" for value in values])
+        axis.set_xticks(values, _labels(values))
         axis.xaxis.set_minor_locator(NullLocator())
     elif all(isinstance(value, int) for value in values):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
