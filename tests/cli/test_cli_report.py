@@ -9,7 +9,7 @@ import pytest
 
 from cdp_repro.cli import report
 from cdp_repro.observe.run_directory import RunDirectory
-from cdp_repro.studies.rows import read_rows
+from cdp_repro.studies.rows import NEEDED, read_rows
 from cdp_repro.studies.study import Cell, Study
 
 CELL = Cell(("mode=cdp_v1", "epochs=1"))
@@ -27,8 +27,9 @@ def write_run(status: str, name: str = "run", seed: int = 0, top1: float = 50) -
     """Write a run directory, of a run of one epoch that has ended so."""
     config = replace(CELL.config, seed=seed)
     run = RunDirectory.create(Path(name), config.to_dict(), ["cdp-train", *CELL.overrides])
-    numbers = {"version/code": "c", "dataset/fingerprint": "f", "eval/top1_percent": top1, "ranks": 1, "workers": 4}
-    run.write_summary({"status": status, **numbers})
+    described = dict.fromkeys(NEEDED, "said") | {"ledger/reads": 80, "step": 10, "staleness": [[1] * 4] * 4}
+    numbers = {"eval/top1_percent": top1, "train/loss": 0.5, "ranks": 1, "workers": 4}
+    run.write_summary({"status": status, **described, **numbers})
     run.metrics_path.write_text('{"step": 1, "epoch": 1, "train/epoch_loss": 1.0}\n')
 
 

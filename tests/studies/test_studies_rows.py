@@ -131,6 +131,21 @@ def test_a_row_of_another_version_is_named(tmp_path, row, change):
     assert str(path) in str(told.value)
 
 
+@pytest.mark.parametrize("key", ["hardware", "version/torch", "train/loss", "eval/top1_percent"])
+def test_a_row_that_lacks_what_tables_need_is_of_another_version(tmp_path, row, key):
+    summary = {name: value for name, value in row.summary.items() if name != key}
+    path = write_row(replace(row, summary=summary), tmp_path)
+    with pytest.raises(RowError, match=f"is a row of another version .its summary lacks {key}.: remove it") as told:
+        read_row(path)
+    assert str(path) in str(told.value)
+
+
+def test_a_row_of_a_run_that_has_diverged_needs_no_numbers_of_its_end(tmp_path, row):
+    ends = ("train/loss", "eval/top1_percent")
+    summary = {name: value for name, value in row.summary.items() if name not in ends} | {rows.DIVERGED: True}
+    assert read_row(write_row(replace(row, summary=summary), tmp_path)).has_diverged
+
+
 def test_all_problems_of_a_folder_are_named_at_once(tmp_path, row):
     path = write_row(row, tmp_path)
     twin = path.with_name("twin.json")

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from cdp_repro.config.keys import RUN_KEYS, settings_of
-from cdp_repro.config.task import task_of
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import COMMAND, RunDirectory, RunDirectoryError
 from cdp_repro.schedule import Op
-from cdp_repro.studies.rows import DIVERGED, Row, RowError
+from cdp_repro.studies.rows import DIVERGED, Row, RowError, lacking
 
 _DRAWN_MICRO_BATCHES = 8
 """Up to this many micro-batches, a row holds the actions of the traced steps."""
@@ -43,10 +42,8 @@ def _collected(run_dir: Path, study: str, diverged_too: bool) -> Row:
         state = summary.get("status", "unfinished")
         raise RowError(f"{run_dir} is {state}: finish it by cdp-train resume={run_dir}, and collect it then")
     config = settings_of(run.config())
-    metric = task_of(config["dataset.name"]).metric
-    needed = ["version/code", "dataset/fingerprint", *([] if diverged else [metric])]
-    missing = [key for key in needed if key not in summary]
-    if missing:
+    own = _own(summary) | ({DIVERGED: True} if diverged else {})
+    if missing := lacking(own, config):
         raise RowError(f"{run.summary_path} lacks {', '.join(missing)}: it is of an older version; train again")
     epochs = _epochs(read_metrics(run.metrics_path))
     if len(epochs.get("epoch", ())) != config["epochs"] and not diverged:
@@ -58,7 +55,7 @@ def _collected(run_dir: Path, study: str, diverged_too: bool) -> Row:
         study=study,
         config={key: value for key, value in config.items() if key not in RUN_KEYS or key == "seed"},
         command=_command((run.path / COMMAND).read_text().splitlines()[0]),
-        summary=_own(summary) | _parameter_peak(run.memory_path) | ({DIVERGED: True} if diverged else {}),
+        summary=own | _parameter_peak(run.memory_path),
         epochs=epochs,
         activation_bytes=_activation_bytes(run.memory_path) if summary["ranks"] == 1 else [],
         sent_bytes=_sent_bytes(run.comms_path),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cdp_repro.config.keys import RUN_KEYS, defaults, flat
+from cdp_repro.config.task import task_of
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.schedule import Action, Slot
@@ -22,6 +23,12 @@ FORMAT = 1
 
 DIVERGED = "diverged"
 """Status of a run whose loss is no longer finite; also a key in the summary of its row."""
+
+NEEDED = (
+    "dataset/description", "dataset/fingerprint", "hardware", "ledger/reads", "staleness", "step", "version/code",
+    "version/git_commit", "version/python", "version/torch",
+)  # fmt: skip
+"""Entries of a summary without which no table can show a run."""
 
 ROWS = "rows"
 """Folder of the rows, below that of the results."""
@@ -162,9 +169,23 @@ def read_row(path: Path) -> Row:
     if found.get("digest") != _digest(content):
         raise RowError(f"{path} is damaged, its digest differs: restore it from git, or remove it and collect again")
     try:
-        return Row(**{**content, "config": {**_defaults_that_matter(), **content["config"]}}, source=str(path))
+        row = Row(**{**content, "config": {**_defaults_that_matter(), **content["config"]}}, source=str(path))
+        lacks = lacking(row.summary, row.config)
     except (KeyError, TypeError) as error:
-        raise RowError(f"{path} is a row of another version ({error}): remove it, and collect the run again") from error
+        raise _of_another_version(path, error) from error
+    if lacks:
+        raise _of_another_version(path, f"its summary lacks {', '.join(lacks)}")
+    return row
+
+
+def lacking(summary: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Return what tables need and a summary lacks; a run that has diverged needs no numbers of its end."""
+    ends = () if DIVERGED in summary else ("train/loss", task_of(config["dataset.name"]).metric)
+    return [key for key in (*NEEDED, *ends) if key not in summary]
+
+
+def _of_another_version(path: Path, why: object) -> RowError:
+    return RowError(f"{path} is a row of another version ({why}): remove it, and collect the run again")
 
 
 def read_rows(folder: Path) -> list[Row]:
