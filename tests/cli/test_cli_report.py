@@ -77,6 +77,18 @@ def test_other_runs_of_present_rows_are_all_named_before_any_row_is_written(monk
     assert read_rows(Path("results/rows")) == before, "nor that of again1, which is fine"
 
 
+def test_two_runs_of_one_cell_and_seed_are_refused_before_any_row_is_written(capsys):
+    write_run("finished", "one")
+    write_run("finished", "two", top1=51)
+    write_run("finished", "same")
+    assert report.main(["collect", "one", "two", "same"]) == 2
+    said = capsys.readouterr().err
+    assert "one and two are runs of one cell and seed, for the study scores, with other numbers: give one" in said
+    assert "same" not in said and not Path("results").exists()
+    assert report.main(["collect", "one", "same"]) == 0
+    assert len(read_rows(Path("results/rows"))) == 1
+
+
 def test_a_run_that_diverged_is_a_result_of_no_study_of_accuracy(monkeypatch, capsys):
     monkeypatch.setattr(report, "STUDIES", {"scores": SCORES})
     write_run("diverged")

@@ -136,10 +136,22 @@ def _collect(options: dict[str, str], words: list[str]) -> int:
             rows.append(row)
         except (ConfigError, RunDirectoryError, RowError) as error:
             problems.append(str(error))
-    refuse(problems)  # before any row is written
+    refuse([*problems, *_twice(rows)])  # before any row is written
     for row in rows:
         write_out(f"{write_row(row, folder)}\n")
     return 0
+
+
+def _twice(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a sentence for each row whose file an earlier one with other content would take."""
+    first: dict[tuple[str, str, int], Row] = {}
+    for row in rows:
+        other = first.setdefault((row.study, row.cell, row.seed), row)
+        if other != row:
+            yield (
+                f"{other.source} and {row.source} are runs of one cell and seed, for the study {row.study}, with other "
+                "numbers: give one of them"
+            )
 
 
 def _with_study(run_dir: Path, study: str | None) -> Row:
