@@ -106,6 +106,10 @@ def test_a_run_that_diverged_is_a_result_of_no_study_of_accuracy(monkeypatch, ca
             "sweep a b --z=1",
             ["knows no --z=: it takes --group=, --out=, --x=, --y=", "one directory of a sweep, not a b"],
         ),
+        (
+            "sweep a --y=b --y=c --group=d --group=e",
+            ["--y= is given 2 times: give one of b, c", "--group= is given 2 times: give --group=d,e"],
+        ),
         ("sweep --x --y", ["knows no --x, --y:", "one directory of a sweep, not none"]),
         ("status rate --x", ["knows no --x:", "unknown study rate: choose scores, rates"]),
     ],

@@ -261,6 +261,20 @@ def test_what_a_device_keeps_between_two_runs_counts(world):
         assert world.table("verdict").rows[1][7].startswith(shown)
 
 
+def test_what_a_device_keeps_is_told_by_a_run_that_has_finished(world):
+    verdict, peak = world.studies["verdict"], {"memory/parameter_peak_bytes_per_device": 2**20}
+    first = verdict.cells[0].seeds[0]
+    groups = compared(
+        verdict, lambda number, seed: None if seed == first else 90 + 0.1 * seed,
+        **peak, **{"memory/parameter_bytes_per_device": 2**20},
+    )  # fmt: skip
+    for group in groups:
+        assert group.rows[0].has_diverged
+        del group.rows[0].summary["memory/parameter_peak_bytes_per_device"]
+    world.have("verdict", groups)
+    assert {row[7] for row in world.table("verdict").rows} == {"1.00 + 1.00 + 2.00"}
+
+
 def test_verdicts_come_from_fresh_seeds_alone_and_the_other_table_chooses(world):
     world.judge(0.05, 1.0)
     table = world.table("verdict", {("digits", setting_of(world.studies["verdict"].cells[1].settings)): "1.02"})

@@ -57,9 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with exit_code_of() as result:
         if name not in commands:
             raise ConfigError([f"unknown command {name!r}: choose {', '.join(commands)}"])
-        options = dict(text.removeprefix("--").split("=", 1) for text in rest if text.startswith("--") and "=" in text)
-        words = [text for text in rest if not (text.startswith("--") and "=" in text)]
-        refuse([*_unknown(name, options, words), *_wrong_words(name, words)])
+        given = [text for text in rest if text.startswith("--") and "=" in text]
+        options = dict(text.removeprefix("--").split("=", 1) for text in given)
+        words = [text for text in rest if text not in given]
+        refuse([*_unknown(name, options, words), *_wrong_words(name, words), *_repeated(given)])
         result.code = commands[name](options, words)
     return result.code
 
@@ -91,6 +92,18 @@ def _wrong_words(command: str, given: Sequence[str]) -> Iterator[str]:
         yield f"cdp-report sweep takes one directory of a sweep, not {' '.join(words) or 'none'}"
     if command == "status" and (unknown := [word for word in words if word not in STUDIES]):
         yield f"unknown study {', '.join(unknown)}: choose {', '.join(STUDIES)}"
+
+
+def _repeated(options: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each option that is given more than once."""
+    values: dict[str, list[str]] = {}
+    for text in options:
+        name, _, value = text.partition("=")
+        values.setdefault(name, []).append(value)
+    for name, found in values.items():
+        if len(found) > 1:
+            one = f"{name}={','.join(found)}" if name == "--group" else f"one of {', '.join(found)}"
+            yield f"{name}= is given {len(found)} times: give {one}"
 
 
 def _files(options: dict[str, str], draws: bool) -> dict[Path, bytes]:

@@ -148,7 +148,7 @@ def _state(group: Group) -> str:
 
     What the method keeps comes in two numbers if stale reads see copies and the row counts them.
     """
-    summary: Mapping[str, Any] = group.rows[0].summary
+    summary: Mapping[str, Any] = (group.finished or group).rows[0].summary  # one that diverged may end untraced
     kinds = ["memory/parameter_peak_bytes", "memory/optimizer_bytes", "memory/delay_bytes"]
     if summary.get(f"{_COPIES}_per_device"):
         kinds.append(_COPIES)
