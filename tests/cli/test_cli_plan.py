@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from cdp_repro.cli import plan as command
+from cdp_repro.cli import train
+from cdp_repro.observe.text import format_bytes
 
 
 def shown_by(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -201,6 +203,28 @@ def test_a_plan_knows_what_comes_after_the_steps_that_it_draws(capsys, choices, 
     assert int(cells[-4]) == kept
     assert int(cells[-1]) == messages
     assert ("a step of dp has 4 such micro-batches, one of pipedream 1" in shown) == ("mode=pipedream" in choices)
+
+
+@pytest.mark.parametrize(
+    ("choices", "kept"),
+    [
+        (("mode=cdp_v1", "placement=replicated"), "1 (2 in a drain)"),
+        (("mode=ampnet", "workers=3"), "1 (3 in a drain)"),
+        (("mode=cdp_v2",), "2"),
+    ],
+)
+def test_versions_of_a_drain_are_told_apart_from_those_of_the_training(capsys, tmp_path, tiny, choices, kept):
+    """A run counts the former in its parameter bytes, and the latter in its trace."""
+    choices = ("batch_size=12", "workers=2", *choices)
+    row = next(
+        line for line in shown_by(capsys, *tiny, *choices).splitlines() if re.match(r"(cdp|ampnet).* paper", line)
+    )
+    cells = re.split(r"  +", row)
+    assert cells[4] == kept
+    assert train.main([*tiny, *choices, f"run_dir={tmp_path}"]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["memory/versions_kept"] == int(kept[0])
+    assert format_bytes(summary["memory/parameter_bytes_per_device"]) == cells[5]
 
 
 def test_a_row_of_a_pipeline_is_no_rank_and_the_plan_says_so(capsys):

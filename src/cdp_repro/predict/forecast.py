@@ -45,12 +45,19 @@ class Forecast:
 
     @property
     def versions_kept(self) -> int:
-        """Largest number of parameter versions of one stage that are alive on one rank."""
-        return max(total.versions_kept for total in self.totals)
+        """Largest number of parameter versions of one stage that are alive on one rank while steps follow steps."""
+        before_drain = self.totals[: (self.program.steady_step + 1) * self.program.schedule.slots_per_step]
+        return max(total.versions_kept for total in before_drain)
+
+    @property
+    def versions_text(self) -> str:
+        """`versions_kept`, and how many there are in a drain, at the end of an epoch or for a checkpoint, if more."""
+        most = max(total.versions_kept for total in self.totals)
+        return f"{self.versions_kept}" + (f" ({most} in a drain)" if most > self.versions_kept else "")
 
     @property
     def version_bytes(self) -> int:
-        """Largest number of bytes of all parameter versions that are alive on one rank."""
+        """Largest number of bytes of all parameter versions that are alive on one rank, drains included."""
         return max(total.state_bytes_per_device for total in self.totals)
 
     @property
@@ -185,7 +192,7 @@ def _comparison(plan: Plan) -> str:
                 schedule.spec.slot_order,
                 format_bytes(peak),
                 f"{peak / baseline:.3f}",
-                str(forecast.versions_kept),
+                forecast.versions_text,
                 format_bytes(forecast.version_bytes),
                 str(forecast.messages_per_step),
             )
@@ -193,7 +200,7 @@ def _comparison(plan: Plan) -> str:
     shown, state = table(rows), _state(plan)
     programs = [forecast.program for forecast in (plan.forecasts["dp"], plan.chosen)]
     parallel, chosen = (program.schedule for program in programs)
-    if parallel.ranks > chosen.ranks:
+    if parallel.sizes.pipeline_ranks > chosen.sizes.pipeline_ranks:
         shown += f"\ndp is on {parallel.ranks} ranks: on {chosen.ranks}, a rank would hold stages of several branches"
     if chosen.sizes.updates_each:
         more = f"a step of dp has {parallel.micro_batches} such micro-batches, one of {chosen.mode} "
