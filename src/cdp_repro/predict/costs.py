@@ -53,7 +53,8 @@ class StageCosts:
         if sum(self.forward_bytes) != sum(self.backward_bytes):
             raise ValueError(
                 f"forwards leave {sum(self.forward_bytes)} activation bytes alive but backwards release "
-                f"{sum(self.backward_bytes)}: a micro-batch must release exactly what it took"
+                f"{sum(self.backward_bytes)}: a micro-batch must release exactly what it took. A stage that "
+                "computes with a tensor of its own, neither parameter nor buffer, keeps it: use register_buffer"
             )
 
     @property
