@@ -118,7 +118,8 @@ def test_seconds_of_a_step_are_those_of_its_work_however_short_the_segments(
     assert worked is not None or mode != "dp"
 
 
-def test_the_log_takes_names_that_are_no_text(tmp_path):
+def test_the_log_takes_names_that_are_no_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("cdp_repro"), "propagate", False)  # pytest's processes send what it captures
     with _log_file(tmp_path / "logs" / "rank0.log"):
         logging.getLogger("cdp_repro").warning("a file \udcff.png")
     assert (tmp_path / "logs" / "rank0.log").read_text().endswith("WARNING a file \\udcff.png\n")
