@@ -235,6 +235,13 @@ def test_a_full_disk_is_named_wherever_the_run_writes(tmp_path: Path, monkeypatc
     assert directory.metrics_path.read_text().count("\n") == 1
 
 
+def test_where_even_the_folder_cannot_be_made_the_free_space_is_that_around_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "logs" / "rank0.log"
+    with pytest.raises(RunDirectoryError, match=rf"cannot write to {path}: .*bytes free"), run_directory.writing(path):
+        path.parent.mkdir(parents=True)
+
+
 @pytest.mark.parametrize("name", ["logs", "checkpoints"])
 def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path, name: str) -> None:
     run = RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)

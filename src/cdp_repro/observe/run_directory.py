@@ -94,11 +94,9 @@ class RunDirectory:
 
         Raises RunDirectoryError if one does already, or nothing can be written.
         """
-        try:
+        with writing(self.path):
             (self.path / LOGS).mkdir(exist_ok=True)
             file = (self.path / LOGS / ".lock").open("w")
-        except OSError as error:
-            raise RunDirectoryError(f"cannot write to {self.path}: {os_error_text(error, self.path)}") from error
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,15 +204,16 @@ class RunDirectory:
     def _fill(self, config: str, command: Sequence[str]) -> None:
         """Write the files of a new run; the run exists from the moment its configuration is there, whole."""
         try:
-            replace_file(self.path / COMMAND, _line(command).encode())
-            replace_file(self.path / CONFIG, config.encode())
-            for folder in (self.checkpoints_path, self.path / LOGS):
-                folder.mkdir()
-        except OSError as error:
+            with writing(self.path):
+                replace_file(self.path / COMMAND, _line(command).encode())
+                replace_file(self.path / CONFIG, config.encode())
+                for folder in (self.checkpoints_path, self.path / LOGS):
+                    folder.mkdir()
+        except RunDirectoryError:
             for name in (CONFIG, COMMAND):
                 (self.path / name).unlink(missing_ok=True)
             _remove_empty([self.checkpoints_path, self.path / LOGS])
-            raise RunDirectoryError(f"cannot write to {self.path}: {os_error_text(error, self.path)}") from error
+            raise
 
 
 def _line(command: Sequence[str]) -> str:
@@ -270,12 +269,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunDirectoryError(f"cannot write to {path}: {os_error_text(error, path.parent)}") from error
-
-
-def os_error_text(error: OSError, directory: Path) -> str:
-    """Return why a file in `directory` cannot be written, with the free space."""
-    return f"{error.strerror or error} ({shutil.disk_usage(directory).free:,} bytes free)"
+        folder = next(each for each in (path, *path.parents) if each.is_dir())  # that of the file may not exist
+        free = f"{shutil.disk_usage(folder).free:,} bytes free"
+        raise RunDirectoryError(f"cannot write to {path}: {error.strerror or error} ({free})") from error
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
