@@ -176,3 +176,12 @@ def test_ranks_agree_over_nccl(tmp_path, workers, mode, placement):
     ranks = compose_config(overrides, check_device=False).processes
     (code, said), *_ = run_ranks(_on_the_one_gpu, ranks, [*overrides, "--steps=4"], folder=tmp_path, joins=True)
     assert code == 0 and "they agree within 1e-09" in said
+
+
+def test_what_holders_of_a_stage_have_differently_is_named():
+    config = compose_config(["placement=replicated", "workers=2"])
+    copies = [f"version 8 of stage {stage} on rank 1" for stage in range(7)]
+    said = command._text(config, Comparison(losses=0, stages=[0], ranks=2, steps=8, tolerance=0, copies=copies))
+    assert "  other than on the first rank that has it: version 8 of stage 0 on rank 1, version 8" in said
+    assert "version 8 of stage 4 on rank 1 and 2 more\n" in said
+    assert said.endswith("they do NOT agree bitwise\n")

@@ -13,12 +13,10 @@ from cdp_repro.config.compose import compose_config
 from cdp_repro.config.loading import without_effect_on_steps
 from cdp_repro.config.program_file import with_header_of_program
 from cdp_repro.launch import is_rank_0
+from cdp_repro.observe.text import several
 from cdp_repro.training.equivalence import Comparison, verify
 
 logger = logging.getLogger("cdp_repro")
-
-MOST_COPIES = 5
-"""How many of the copies that differ are named."""
 
 USAGE = """usage: cdp-verify [--steps=8] [key=value ...]
 
@@ -68,7 +66,7 @@ def _text(config: RunConfig, comparison: Comparison) -> str:
         "largest difference, over the largest value",
         f"  losses    {comparison.losses:.1e}",
         *(f"  stage {stage:<4}{difference:.1e}" for stage, difference in enumerate(comparison.stages)),
-        *(f"  {copy} differs from that of the first rank that has it" for copy in comparison.copies[:MOST_COPIES]),
+        *([f"  other than on the first rank that has it: {several(comparison.copies)}"] if comparison.copies else []),
         "",
     ]
     limit = "bitwise" if comparison.tolerance == 0 else f"within {comparison.tolerance:.0e}"
