@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from cdp_repro.config import RunConfig
+    from cdp_repro.models import ModelSpec
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Before torch is imported: ranks have one thread each, and with more a reference adds in another order."""
@@ -35,6 +42,24 @@ def registries_restored() -> Iterator[None]:
     for registry, entries in zip(registries, before, strict=True):
         registry.clear()
         registry |= entries
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
+    """Return the configuration of a run, with overrides, whose model is that of a package that has entered `build`."""
+    from cdp_repro.config.compose import compose_config
+    from cdp_repro.models import registry
+    from cdp_repro.schedule import by_name
+
+    def enter(build: Callable[[ModelSpec], nn.Sequential], *overrides: str) -> RunConfig:
+        monkeypatch.setitem(registry._BUILDERS, "mine", build)
+        entered = ("models", "mine")
+        monkeypatch.setattr(by_name, "_entries", lambda group, name: [name] if (group, name) == entered else [])
+        config = compose_config(["workers=2", *overrides])
+        config.model.name = "mine"
+        return config
+
+    return enter
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

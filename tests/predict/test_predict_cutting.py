@@ -13,7 +13,6 @@ from cdp_repro.config.compose import compose_config
 from cdp_repro.models import ModelError, registry
 from cdp_repro.predict.cutting import cut_model, measure_cut
 from cdp_repro.predict.stage_cut import StageCut
-from cdp_repro.schedule import by_name
 
 MODELS = (
     ("model=mlp", "precision=fp64"),
@@ -78,21 +77,6 @@ def _tied(spec):
     blocks = [nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, spec.classes)]
     blocks[3].weight = blocks[1].weight
     return nn.Sequential(*blocks)
-
-
-@pytest.fixture
-def mine(monkeypatch):
-    """Return the configuration of a run with the model of a package that has entered `build`."""
-
-    def enter(build):
-        monkeypatch.setitem(registry._BUILDERS, "mine", build)
-        entered = ("models", "mine")
-        monkeypatch.setattr(by_name, "_entries", lambda group, name: [name] if (group, name) == entered else [])
-        config = compose_config(["workers=2"])
-        config.model.name = "mine"
-        return config
-
-    return enter
 
 
 @pytest.mark.parametrize(

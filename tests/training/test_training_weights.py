@@ -18,11 +18,10 @@ from torch import nn
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.numerics import loss_fn
-from cdp_repro.models import ModelSpec, registry
+from cdp_repro.models import ModelSpec
 from cdp_repro.models.registry import build_model, original_tensors
 from cdp_repro.observe.run_directory import RunDirectoryError
 from cdp_repro.predict.cutting import cut_model
-from cdp_repro.schedule import by_name
 from cdp_repro.training import weights
 from cdp_repro.training.assembly import load_data
 from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
@@ -92,11 +91,8 @@ def doubled(spec):
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_a_model_of_a_package_goes_out_and_in_with_all_its_names(tmp_path, monkeypatch, suffix):
-    monkeypatch.setitem(registry._BUILDERS, "mine", doubled)
-    monkeypatch.setattr(by_name, "_entries", lambda group, name: [name] if (group, name) == ("models", "mine") else [])
-    config = compose_config(["dataset=digits", "workers=2", "batch_size=64", "epochs=1", "wandb=disabled"])
-    config.model.name = "mine"
+def test_a_model_of_a_package_goes_out_and_in_with_all_its_names(tmp_path, monkeypatch, mine, suffix):
+    config = mine(doubled, "dataset=digits", "batch_size=64", "epochs=1", "wandb=disabled")
     train(config, tmp_path / "run", ["test"])
     checkpoint = CheckpointStore(tmp_path / "run" / "checkpoints").load()
     file = tmp_path / f"weights{suffix}"
