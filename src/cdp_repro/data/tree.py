@@ -80,5 +80,8 @@ def _entries(folder: Path) -> tuple[list[str], list[str]]:
     """Return the names of the images in a folder, and of what else is in it; hidden entries count as neither."""
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if entry.name[0] != "."]
-    images = [name for name in names if name.lower().endswith(IMAGE_SUFFIXES)]
-    return images, [name for name in names if not name.lower().endswith(IMAGE_SUFFIXES)]
+    images: list[str] = []
+    others: list[str] = []
+    for name in names:
+        (images if name.lower().endswith(IMAGE_SUFFIXES) else others).append(name)
+    return images, others

@@ -91,34 +91,35 @@ def rate_caption(tunings: Groups) -> str:
         f"{100 * (SHOWN - 1):.0f} % above the lowest."
     ]
     for title, groups in tunings.items():
-        ranges = [f"{mode} ({method}) {_near_best(curve)}" for (mode, method), curve in _curves(groups).items()]
+        curves = _curves(groups)
+        ranges = [f"{mode} ({method}) {_near_best(curve)}" for (mode, method), curve in curves.items()]
         said.append(f"{title}: within {100 * NEAR:g} % of its own lowest loss are {'; '.join(ranges)}.")
-        said.append(_widths(groups))
+        said.append(_widths(curves, groups))
     return " ".join(said)
 
 
-def _widths(groups: Sequence[Group]) -> str:
+def _widths(curves: Mapping[tuple[str, str], Mapping[float, float]], groups: Sequence[Group]) -> str:
     """Return in how many settings with delay the range of good rates is narrower than, as wide as, or wider than dp's.
 
     It takes settings that ran at all rates, as dp with the same optimizer did. Where all rates are good for both,
     either range may go on beyond them.
     """
-    curves = _curves(groups)
     optimizers = {(group.mode, method_of(group.config)): optimizer_of(group.config) for group in groups}
     rates = {rate for curve in curves.values() for rate in curve}
-    counts = [0, 0, 0]
+    both: list[tuple[int, int]] = []
     for (mode, method), curve in curves.items():
         dp = curves.get(("dp", optimizers[mode, method]), {})
         if mode == "dp" or not curve.keys() == dp.keys() == rates:
             continue
-        ours, theirs = len(_good_rates(curve)), len(_good_rates(dp))
-        if min(ours, theirs) < len(rates):
-            counts[(ours > theirs) + (ours >= theirs)] += 1
-    if not any(counts):
+        good = len(_good_rates(curve)), len(_good_rates(dp))
+        if min(good) < len(rates):
+            both.append(good)
+    if not both:
         return "Too few rates ran to compare how wide these ranges are."
+    narrower, wider = sum(ours < dp for ours, dp in both), sum(ours > dp for ours, dp in both)
     return (
-        f"Counted in rates of the grid, {counts[0]} of {sum(counts)} settings with delay have a narrower range than dp "
-        f"with the same optimizer, {counts[1]} one as wide, {counts[2]} a wider one."
+        f"Counted in rates of the grid, {narrower} of {len(both)} settings with delay have a narrower range than dp "
+        f"with the same optimizer, {len(both) - narrower - wider} one as wide, {wider} a wider one."
     )
 
 
