@@ -60,7 +60,7 @@ def check_way_on(lines: list[str], run: Path) -> None:
 @pytest.mark.parametrize("what", ["placement=replicated", "placement=pipeline", "mode=dp baseline=ddp"])
 def test_the_rank_that_stalls_is_named_in_a_few_lines(tmp_path, what):
     run = tmp_path / "run"
-    process, ranks = stop_a_rank(run, *what.split(), "timeout_seconds=3", "grace_seconds=1")
+    process, ranks = stop_a_rank(run, *what.split(), "timeout_seconds=10", "grace_seconds=1")
     cause, *where = ended(process, ranks)
     assert process.returncode == 1
     assert cause == "error: rank 1 stalls: the others have waited for timeout_seconds in vain"

@@ -53,6 +53,25 @@ def test_ranks_that_wait_for_each_other_are_not_accused(ranks):
     assert error.ranks == () and str(error).startswith("the ranks wait for each other in vain\n")
 
 
+@pytest.mark.parametrize(("slow", "named"), [([0], "rank 0"), ([0, 1], "one of ranks 0, 1")])
+def test_a_rank_that_was_too_slow_is_told_from_a_deadlock(ranks, slow, named):
+    for rank in slow:
+        ranks[rank].enter("cutting the model")
+        ranks[rank].give_up(BROKEN)
+    for other in ranks[len(slow) :]:
+        other.give_up(WAITED)
+    error = ranks[2].stalled(WAITED)
+    cause, first, *_ = str(error).splitlines()
+    assert error.ranks == () and cause.startswith(f"{named} kept others waiting for more than timeout_seconds: raise ")
+    assert first.startswith("  rank 0 began cutting the model; it was left by the others: RuntimeError: ")
+
+
+def test_a_rank_that_failed_itself_makes_none_too_slow(ranks):
+    for rank, error in enumerate((ValueError("an own error"), BROKEN)):
+        ranks[rank].give_up(error)
+    assert str(ranks[2].stalled(WAITED)).startswith("the ranks wait for each other in vain\n")
+
+
 def test_a_later_group_of_the_same_process_has_not_given_up(ranks):
     ranks[1].give_up(WAITED)
     store = ranks[1]._store

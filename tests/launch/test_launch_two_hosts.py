@@ -152,7 +152,7 @@ STORE_LOST = "the store at which the ranks have met is gone"
     ids=["link", "host of rank 0", "other host"],
 )
 def test_a_link_or_a_host_that_is_gone_ends_all_ranks_with_the_cause(tmp_path, hosts, gone, causes):
-    with slow_run(hosts, tmp_path / "run", tmp_path, "timeout_seconds=12") as (_, outputs):
+    with slow_run(hosts, tmp_path / "run", tmp_path, "timeout_seconds=20") as (_, outputs):
         left = [number for number in (0, 1) if causes[number]]
         assert all(of_ranks(hosts[number]) for number in left)
         if gone is None:

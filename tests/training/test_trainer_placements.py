@@ -24,6 +24,7 @@ from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import Program
+from cdp_repro.training import assembly
 from cdp_repro.training.checkpoint import CheckpointStore
 from cdp_repro.training.run import train
 from cdp_repro.training.trainer import Interrupted, Trainer
@@ -168,7 +169,7 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_bitwise(tmp_path, tiny, alon
 
 @pytest.mark.parametrize(("mode", "placement"), RUNS)
 def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path, tiny, placement, mode):
-    config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split(), "timeout_seconds=6")
+    config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split(), "timeout_seconds=20")
     hurt = random.randrange(config.processes)
     with pytest.raises(StalledError, match=f"^rank {hurt} stalls: ") as failure:
         launch(train_run, (config, tmp_path / "run", False, 4, (hurt, signal.SIGSTOP)), config.processes, 2.0)
@@ -177,6 +178,26 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path, tiny, p
     for rank in range(config.processes):  # it was hurt between the checkpoint and its first slot
         began = "the checkpoint of step 4" if rank == hurt else r"(slot \d+|the checkpoint of step 4)"
         assert any(re.match(rf"  rank {rank} began {began}", line) for line in told), told
+
+
+def train_slowly(config, run_dir):
+    """Train; rank 0, which cuts the model for all, takes longer for it than others wait."""
+    honest = assembly.cut_model
+
+    def slow(*arguments):
+        time.sleep(config.timeout_seconds + 3)
+        return honest(*arguments)
+
+    assembly.cut_model = slow
+    return train(config, run_dir, ["test"])
+
+
+def test_a_rank_that_takes_longer_than_others_wait_is_told_from_a_deadlock(tmp_path, tiny):
+    config = config_of(tiny, "placement=replicated", "timeout_seconds=8")
+    with pytest.raises(StalledError, match=r"^rank 0 kept others waiting for more than ") as failure:
+        launch(train_slowly, (config, tmp_path / "run"), config.processes, 2.0)
+    assert "\n  rank 0 began cutting the model; it was left by the others: " in str(failure.value)
+    assert "\n  rank 1 began cutting the model; it has waited in vain" in str(failure.value)
 
 
 # Images that are decoded on the way

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from cdp_repro.launch.failures import StalledError, is_timeout
+from cdp_repro.launch.failures import StalledError, is_lost_peer, is_timeout
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -19,6 +19,7 @@ within about a slot."""
 _LOST_SECONDS = 0.5
 """The same for a rank whose connection broke: the kernel tells all ranks at once."""
 _POLL_SECONDS = 0.05
+_WAITED, _LEFT = "has waited in vain", "was left by the others"
 _ITS_PLACE = "rank 0, or what started it, has ended, or its host or the network to it is down"
 """Why the store is gone, with several hosts. On one host it is in the ranks' server, and they end with that."""
 
@@ -60,9 +61,8 @@ class Positions:
     def give_up(self, error: BaseException) -> None:
         """Write down why this rank does not go on, as others would wait for it in vain."""
         if self._store is not None:
-            why = "has waited in vain" if is_timeout(error) else f"ended with {type(error).__name__}: {error}"
             with suppress(RuntimeError):  # the error that ended the run must be the one that is raised
-                self._store.set(_gave_up(self._rank), why)
+                self._store.set(_gave_up(self._rank), _why(error))
 
     def report(self) -> str:
         """Return one line per rank: what it began last, and whether it has given up."""
@@ -93,15 +93,27 @@ class Positions:
         except RuntimeError as broken:
             why = str(broken).splitlines()[0]
             return StalledError([0], f"the store at which the ranks have met is gone ({why}): {_ITS_PLACE}", "")
-        return StalledError(silent, _cause(silent, timed_out), self.report())
+        return StalledError(silent, _cause(silent, self._left(), timed_out), self.report())
 
     def _silent(self, seconds: float) -> list[int]:
         """Return the ranks that have not given up after `seconds`; return at once when there are none."""
         return _last(lambda: [rank for rank in range(self.ranks) if not self._text(_gave_up(rank))], seconds)
 
+    def _left(self) -> list[int]:
+        """Return the ranks that went on after others had waited for them in vain, as far as errors tell them apart."""
+        why = [self._text(_gave_up(rank)).partition(":")[0] for rank in range(self.ranks)]
+        return [rank for rank, word in enumerate(why) if word == _LEFT] if set(why) == {_WAITED, _LEFT} else []
+
 
 def _gave_up(rank: int | None) -> str:
     return f"{_PREFIX}/{rank}/gave-up"
+
+
+def _why(error: BaseException) -> str:
+    if is_timeout(error):
+        return _WAITED
+    told = f"{type(error).__name__}: {error}"
+    return f"{_LEFT}: {told}" if is_lost_peer(error) else f"ended with {told}"
 
 
 def _last(found: Callable[[], list[int]], seconds: float) -> list[int]:
@@ -112,10 +124,17 @@ def _last(found: Callable[[], list[int]], seconds: float) -> list[int]:
     return answer
 
 
-def _cause(silent: list[int], timed_out: bool) -> str:
+def _cause(silent: list[int], left: list[int], timed_out: bool) -> str:
+    if left and not silent:
+        slow = f"{'one of ' if len(left) > 1 else ''}{_those(left)}"
+        return f"{slow} kept others waiting for more than timeout_seconds: raise it if what was begun may take so long"
     if not silent:
         return "the ranks wait for each other in vain"
-    those = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
     if timed_out:
-        return f"{those} stall{'' if len(silent) > 1 else 's'}: the others have waited for timeout_seconds in vain"
-    return f"the connection to {those} is lost: look what ended there first"
+        stall = "stall" if len(silent) > 1 else "stalls"
+        return f"{_those(silent)} {stall}: the others have waited for timeout_seconds in vain"
+    return f"the connection to {_those(silent)} is lost: look what ended there first"
+
+
+def _those(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -71,6 +71,8 @@ def train(
         team = team_of(config)
         stack.enter_context(team.naming_stalled())
         directory, checkpoint, finished = None, None, None
+        if resume:
+            team.positions.enter("reading the checkpoint")
         if resume and team.rank == 0:
             directory = RunDirectory.open(run_dir)
             finished = _finished(directory)
@@ -85,7 +87,9 @@ def train(
             return finished
         if checkpoint is not None:
             refuse_foreign(checkpoint.meta, {"config": config.to_dict()})  # nothing is known of data and engine yet
+        team.positions.enter("reading the data")
         dataset = load_data(config)
+        team.positions.enter("cutting the model")
         cut = same_cut(config, team, _earlier_cut(checkpoint))
         program = program_of(config, cut.costs.gradient_bytes)
         weights = "" if checkpoint else start_from_file(config, cut.stages)
@@ -99,6 +103,7 @@ def train(
             },
             team.control,
         )
+        team.positions.enter("opening the run directory")
         if directory is not None:
             directory.add_command(command)
         elif team.rank == 0:
