@@ -20,6 +20,7 @@ from cdp_repro.config.compose import compose_config
 from cdp_repro.data import DatasetError
 from cdp_repro.data.order import epoch_order
 from cdp_repro.launch import RankFailedError, StalledError, launch
+from cdp_repro.launch.team import _store_of_all
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.predict.simulate import simulate
@@ -181,12 +182,14 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path, tiny, p
 
 
 def train_slowly(config, run_dir):
-    """Train; rank 0, which cuts the model for all, takes longer for it than others wait."""
+    """Train; rank 0, which cuts the model for all, has it only when rank 1 has waited for it in vain."""
     honest = assembly.cut_model
 
     def slow(*arguments):
-        time.sleep(config.timeout_seconds + 3)
-        return honest(*arguments)
+        cut, store = honest(*arguments), _store_of_all()
+        while store.get("cdp_repro/position/1/gave-up") == b"":
+            time.sleep(0.1)
+        return cut
 
     assembly.cut_model = slow
     return train(config, run_dir, ["test"])

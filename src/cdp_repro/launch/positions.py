@@ -20,6 +20,7 @@ _LOST_SECONDS = 0.5
 """The same for a rank whose connection broke: the kernel tells all ranks at once."""
 _POLL_SECONDS = 0.05
 _WAITED, _LEFT = "has waited in vain", "was left by the others"
+"""Why a rank has given up, if not for an error of its own."""
 _ITS_PLACE = "rank 0, or what started it, has ended, or its host or the network to it is down"
 """Why the store is gone, with several hosts. On one host it is in the ranks' server, and they end with that."""
 
@@ -90,17 +91,21 @@ class Positions:
         timed_out = is_timeout(error)
         try:
             silent = self._silent(_TIMED_OUT_SECONDS if timed_out else _LOST_SECONDS)
+            slow = [] if silent else self._slow()
         except RuntimeError as broken:
             why = str(broken).splitlines()[0]
             return StalledError([0], f"the store at which the ranks have met is gone ({why}): {_ITS_PLACE}", "")
-        return StalledError(silent, _cause(silent, self._left(), timed_out), self.report())
+        return StalledError(silent, _cause(silent, slow, timed_out), self.report())
 
     def _silent(self, seconds: float) -> list[int]:
         """Return the ranks that have not given up after `seconds`; return at once when there are none."""
         return _last(lambda: [rank for rank in range(self.ranks) if not self._text(_gave_up(rank))], seconds)
 
-    def _left(self) -> list[int]:
-        """Return the ranks that went on after others had waited for them in vain, as far as errors tell them apart."""
+    def _slow(self) -> list[int]:
+        """Return the ranks one of which went on after others had waited for it in vain; none if they cannot be told.
+
+        It finds its connections closed. So does a rank that has waited for less long than the one that closed them.
+        """
         why = [self._text(_gave_up(rank)).partition(":")[0] for rank in range(self.ranks)]
         return [rank for rank, word in enumerate(why) if word == _LEFT] if set(why) == {_WAITED, _LEFT} else []
 
@@ -124,10 +129,10 @@ def _last(found: Callable[[], list[int]], seconds: float) -> list[int]:
     return answer
 
 
-def _cause(silent: list[int], left: list[int], timed_out: bool) -> str:
-    if left and not silent:
-        slow = f"{'one of ' if len(left) > 1 else ''}{_those(left)}"
-        return f"{slow} kept others waiting for more than timeout_seconds: raise it if what was begun may take so long"
+def _cause(silent: list[int], slow: list[int], timed_out: bool) -> str:
+    if slow:
+        one = f"{'one of ' if len(slow) > 1 else ''}{_those(slow)}"
+        return f"{one} kept others waiting for more than timeout_seconds: raise it if what was begun may take so long"
     if not silent:
         return "the ranks wait for each other in vain"
     if timed_out:
