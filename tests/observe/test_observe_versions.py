@@ -1,4 +1,4 @@
-"""The hash of the code."""
+"""The hash of the code, and how versions are named."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import subprocess
 
 from cdp_repro.observe import versions as versions_module
-from cdp_repro.observe.versions import code_hash, git_commit, short
+from cdp_repro.observe.versions import code_hash, git_commit, joined, short
 
 
 def test_the_code_hash_depends_on_names_and_contents_of_code(tmp_path, monkeypatch):
@@ -47,3 +47,7 @@ def test_a_short_commit_says_whether_the_tree_was_changed():
     commit = 40 * "a"
     assert [short(commit), short(f"{commit}-dirty"), short("unknown")] == [12 * "a", f"{12 * 'a'}-dirty", "unknown"]
     assert short(f"{commit} and {40 * 'b'}-dirty") == f"{12 * 'a'} and {12 * 'b'}-dirty"
+
+
+def test_versions_of_several_runs_are_named_once_those_of_one_that_went_on_too():
+    assert joined(["A", "A and B", "B", "C"]) == "A and B and C"

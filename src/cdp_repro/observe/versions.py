@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import cdp_repro
@@ -47,6 +47,11 @@ def versions_since(earlier: Mapping[str, str]) -> dict[str, str]:
         past = earlier.get(name, present)
         found[name] = past if present in past.split(_AND) else f"{past}{_AND}{present}"
     return found
+
+
+def joined(versions: Iterable[str]) -> str:
+    """Return the versions of several runs, each once, in order: those of a run that went on may be "A and B"."""
+    return _AND.join(dict.fromkeys(each for version in versions for each in version.split(_AND)))
 
 
 def git_commit() -> str:

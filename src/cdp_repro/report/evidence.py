@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cdp_repro.observe.versions import short
+from cdp_repro.observe.versions import joined, short
 from cdp_repro.studies.rows import Row
 
 _SHOWN = 12
@@ -19,22 +19,26 @@ def provenance(rows: Sequence[Row], study: str = "") -> list[str]:
 def _evidence(rows: Sequence[Row]) -> str:
     """Return data, seeds, hardware, versions and commits of runs."""
     summaries = [row.summary for row in rows]
+    data = " and ".join(dict.fromkeys(each["dataset/description"] for each in summaries))
+    commit, torch, python, hardware = _origin(summaries)
     return (
-        f"{len(rows)} run{'s' if len(rows) > 1 else ''}; data: {_all(s['dataset/description'] for s in summaries)}; "
-        f"seeds {_numbers(row.seed for row in rows)}; {_all(s['hardware'] for s in summaries)}; "
-        f"torch {_all(s['version/torch'] for s in summaries)}, Python {_all(s['version/python'] for s in summaries)}; "
-        f"commit {_all(short(s['version/git_commit']) for s in summaries)}."
+        f"{len(rows)} run{'s' if len(rows) > 1 else ''}; data: {data}; seeds {_numbers(row.seed for row in rows)}; "
+        f"{hardware}; torch {torch}, Python {python}; commit {commit}."
     )
 
 
 def origin(results: Iterable[Mapping[str, Any]]) -> str:
     """Return commits, versions and hardware of results that carry the entries of `versions`."""
-    found = list(results)
-    return (
-        f"commit {_all(short(each['version/git_commit']) for each in found)}, "
-        f"torch {_all(each['version/torch'] for each in found)}, "
-        f"Python {_all(each['version/python'] for each in found)}, {_all(each['hardware'] for each in found)}"
+    commit, torch, python, hardware = _origin(list(results))
+    return f"commit {commit}, torch {torch}, Python {python}, {hardware}"
+
+
+def _origin(results: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str]:
+    """Return the commits, versions of torch and of Python, and hardware of results, each once."""
+    torch, python, hardware = (
+        joined(each[name] for each in results) for name in ("version/torch", "version/python", "hardware")
     )
+    return joined(short(each["version/git_commit"]) for each in results), torch, python, hardware
 
 
 def _commands(rows: Iterable[Row]) -> str:
@@ -47,10 +51,6 @@ def _commands(rows: Iterable[Row]) -> str:
 
 def _without_seed(command: str) -> str:
     return " ".join(word for word in command.split() if not word.startswith("seed="))
-
-
-def _all(texts: Iterable[str]) -> str:
-    return " and ".join(dict.fromkeys(texts))
 
 
 def _numbers(values: Iterable[int]) -> str:
