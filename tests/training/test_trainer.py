@@ -159,6 +159,32 @@ def test_a_run_stopped_in_mid_epoch_resumes_bitwise(tmp_path, tiny, mode, monkey
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
+def run_interrupted(monkeypatch, at, *arguments):
+    """Run, as `run` does, until a signal that comes when the mini-batch of step `at` is read."""
+    batches = Trainer._batches
+
+    def interrupted(self, first, end, stop):
+        for step, batch in enumerate(batches(self, first, end, stop), start=first):
+            if step == at:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield batch
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Trainer, "_batches", interrupted)
+        run(*arguments)
+
+
+@pytest.mark.parametrize("mode", ["dp", "cdp_v2", "pipedream"])
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_a_run_stopped_while_it_is_traced_is_traced_again(tmp_path, tiny, monkeypatch, mode, step):
+    whole = run(tmp_path / "whole", *tiny, f"mode={mode}", "model=mlp")
+    run_interrupted(monkeypatch, step, tmp_path / "cut", *tiny, f"mode={mode}", "model=mlp")
+    resume(tmp_path / "cut")
+    cut = json.loads((tmp_path / "cut" / "summary.json").read_text())
+    names = [name for name in whole if name.startswith(("memory/", "comm/"))]
+    assert {name: cut.get(name) for name in names} == {name: whole[name] for name in names}
+
+
 def recorded_labels(monkeypatch) -> dict[int, list[int]]:
     """Return, by the engine's own count of training steps, the labels that it is given from now on."""
     seen: dict[int, list[int]] = {}
@@ -180,18 +206,7 @@ def recorded_labels(monkeypatch) -> dict[int, list[int]]:
 def test_a_run_resumed_in_mid_epoch_trains_on_the_documented_images(tmp_path, tiny, monkeypatch):
     every_image_a_class = [*tiny, "dataset.classes=80", "dataset.train_samples=80", "seed=3", "mode=cdp_v2"]
     seen = recorded_labels(monkeypatch)
-    batches = Trainer._batches
-
-    def interrupted(self, first, end, stop):
-        for step, batch in enumerate(batches(self, first, end, stop), start=first):
-            if step == 6:
-                os.kill(os.getpid(), signal.SIGINT)
-            yield batch
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_batches", interrupted)
-        with pytest.raises(Interrupted):
-            run(tmp_path / "run", *every_image_a_class)
+    run_interrupted(monkeypatch, 6, tmp_path / "run", *every_image_a_class)
     assert 5 < len(seen) < 10, "stopped in mid-epoch"
     resume(tmp_path / "run")
     orders = [torch.randperm(80, generator=generator("cpu", 3, "order", epoch)).tolist() for epoch in range(2)]

@@ -69,7 +69,9 @@ class Position:
     evaluation: dict[str, float] = field(default_factory=dict)
     """The newest evaluation."""
     traced: dict[str, float] = field(default_factory=dict)
-    """Totals of the trace of the first steps, by their key in the summary."""
+    """Totals of the trace, by their key in the summary."""
+    traced_until: int = 0
+    """The first step that the trace does not need: a state before it has totals of a part of the trace."""
 
 
 class Trainer:
@@ -141,7 +143,9 @@ class Trainer:
                 raise ValueError(f"it holds step {checkpoint.tensors['engine']['step']}, named {checkpoint.step}")
             self._engine.load_state_dict(checkpoint.tensors["engine"])
             torch.set_rng_state(checkpoint.tensors["torch_random_state"])
-            self._trace_again_if_moved(checkpoint.meta["config"])
+            is_cut = checkpoint.step < min(self.position.traced_until, self._total_steps)
+            if is_cut or is_moved(checkpoint.meta["config"], self._facts["config"]):
+                self._trace_again()
         except CheckpointError:
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # it has other content
@@ -149,11 +153,10 @@ class Trainer:
             raise CheckpointError(f"the checkpoint of step {checkpoint.step} does not fit this run: {lacks}") from error
         self._truncate_metrics(checkpoint.step)
 
-    def _trace_again_if_moved(self, earlier: Mapping[str, Any]) -> None:
-        """Replace the trace if the run goes on elsewhere: its messages and memory were those of another placement."""
-        if is_moved(earlier, self._facts["config"]):
-            self.position.traced = {}
-            self._engine.trace_again()
+    def _trace_again(self) -> None:
+        """Replace a trace of another placement, or of less than it needs: its messages and memory are not the run's."""
+        self.position.traced = {}
+        self._engine.trace_again()
 
     def _truncate_metrics(self, step: int) -> None:
         if self._metrics is not None:
@@ -362,6 +365,7 @@ class Trainer:
         if not self._is_main:
             return
         self._on_trace(trace)
+        self.position.traced_until = self._engine.traced_until
         self.position.traced = {
             "memory/activation_peak_bytes_per_device": trace.activation_peak_bytes_per_device,
             "memory/activation_peak_bytes_total": trace.activation_peak_bytes_total,
