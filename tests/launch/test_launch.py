@@ -426,6 +426,12 @@ def test_slurm_without_several_tasks_starts_no_ranks(environment):
     assert launch(own_rank, [], 1)["RANK"] is None
 
 
+def test_the_shell_of_salloc_is_no_rank(environment):
+    under_srun(environment)
+    environment.setenv("SLURM_STEP_ID", str(0xFFFFFFFA))
+    assert launch(own_rank, [], 1)["RANK"] is None
+
+
 # The process group
 
 

@@ -249,10 +249,23 @@ def test_on_several_nodes_srun_starts_the_ranks(tiny, capsys):
         'srun --ntasks=$ranks --cpus-per-task=4 "${PYTHON:-python}" -m cdp_repro.cli.train "${arguments[@]}" &'
         in script
     )
-    assert 'scancel --signal=TERM "$SLURM_JOB_ID"' in script and "kill -TERM" not in script
+    of_the_job = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'  # the last job's own number is that of the array
+    assert f"scancel --signal=TERM {of_the_job}" in script and "kill -TERM" not in script
     assert sweep(*words, "launcher.nodes=3") == 2
     assert (
         "launcher.nodes=3 cannot share the 2 ranks of seed=0 equally: use launcher.nodes=1" in capsys.readouterr().err
+    )
+
+
+def test_what_slurm_would_read_in_the_name_of_a_folder_stays_as_it_is(tiny, capsys):
+    words = ["-m", *tiny, "seed=0,1", "--dry-run", *SLURM]
+    assert command.main([*words, "hydra.sweep.dir=a@command@/100%a"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --output=a@command@/100%%a/slurm/%A_%a.log\n" in script
+    assert "\n# Status: cdp-train --status=a@command@/100%a\n" in script
+    assert command.main([*words, r"hydra.sweep.dir=back\slash"]) == 2
+    assert (
+        r"SLURM cannot write into back\slash/slurm, whose name has a \: use another run_dir=" in capsys.readouterr().err
     )
 
 

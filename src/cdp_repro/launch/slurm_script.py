@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from cdp_repro.launch.failures import LaunchError
 
 _SCRIPT = r"""#!/bin/bash
 @comment@
@@ -33,7 +36,7 @@ stop() {
     wait "$child"
     code=$?
     if [ "$1" = requeue ] && [ "$code" -eq 143 ]; then
-        scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
+        scontrol requeue "@job@"
     fi
     exit "$code"
 }
@@ -44,7 +47,9 @@ wait "$child"
 """
 
 _HERE = 'kill -TERM "$child" 2>/dev/null'
-_BY_SRUN = 'scancel --signal=TERM "$SLURM_JOB_ID"  # to the ranks: srun would answer a signal by killing them'
+_JOB = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
+"""The last job of an array has the array's number as its own, which would mean all of its jobs."""
+_BY_SRUN = f'scancel --signal=TERM "{_JOB}"  # to the ranks: srun would answer a signal by killing them'
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,8 @@ class ArrayScript:
     jobs: int
     options: Sequence[str]
     """Options of sbatch, such as `--nodes=1`."""
-    output: str
-    """File of a job's output, with %A and %a."""
+    output_folder: str
+    """Folder of the jobs' output, one file each."""
     command: str
     """Shell command of a job; $SLURM_ARRAY_TASK_ID is the number of the job."""
     prepare: str = ""
@@ -69,18 +74,31 @@ class ArrayScript:
     """Whether the command is an `srun`, which starts one process per rank."""
 
     def text(self) -> str:
-        """Return the script."""
+        """Return the script.
+
+        Raises:
+            LaunchError: SLURM cannot write into the folder.
+        """
         values = {
             "comment": self.comment,
             "name": shlex.quote(self.name),
             "array": f"0-{self.jobs - 1}" + (f"%{self.at_once}" if self.at_once else ""),
             "options": "\n".join(f"#SBATCH {option}" for option in self.options),
-            "output": shlex.quote(self.output),
+            "output": shlex.quote(f"{_literal(self.output_folder)}/%A_%a.log"),
             "prepare": self.prepare,
             "command": self.command,
             "terminate": _BY_SRUN if self.by_srun else _HERE,
+            "job": _JOB,
         }
-        text = _SCRIPT
-        for key, value in values.items():
-            text = text.replace(f"@{key}@", value)
-        return text
+        return re.sub(f"@({'|'.join(values)})@", lambda found: values[found[1]], _SCRIPT)
+
+
+def _literal(folder: str) -> str:
+    """Return a folder as sbatch reads it in a pattern of names: "%a" would be a number.
+
+    Raises:
+        LaunchError: no pattern can name it.
+    """
+    if "\\" in folder:
+        raise LaunchError(f"SLURM cannot write into {folder}, whose name has a \\: use another run_dir= or --runs=")
+    return folder.replace("%", "%%")

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 from cdp_repro.launch.failures import LaunchError
 
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""From here on, SLURM's numbers of steps mean the batch script, the shell of salloc, and the like."""
 _UNSET = "torchrun and srun set it; unset it, and the processes are started here"
 
 
@@ -22,11 +24,12 @@ def variables_of_starter(environ: Mapping[str, str]) -> dict[str, str] | None:
     if {"RANK", "WORLD_SIZE"} <= environ.keys():
         _check_rank(environ, "RANK", "WORLD_SIZE")
         return {name: environ[name] for name in ("RANK", "WORLD_SIZE")}
-    # A batch script has the first two as well, but runs once; only srun sets the node list of a step.
+    # A batch script has the first two as well, and the shell of salloc all three, but they run once.
     by_srun = {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"} <= environ.keys()
-    if by_srun and _number(environ, "SLURM_NTASKS") > 1:
+    step = _number(environ, "SLURM_STEP_ID", missing="0") if by_srun else 0
+    if by_srun and step < _FIRST_SPECIAL_STEP and _number(environ, "SLURM_NTASKS") > 1:
         _check_rank(environ, "SLURM_PROCID", "SLURM_NTASKS")
-        job, step = (_number(environ, name, missing="0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        job = _number(environ, "SLURM_JOB_ID", missing="0")
         return {
             "RANK": environ["SLURM_PROCID"],
             "LOCAL_RANK": "0" if _has_own_gpu(environ) else environ.get("SLURM_LOCALID", "0"),  # it chooses the GPU

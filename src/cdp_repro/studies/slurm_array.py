@@ -47,6 +47,6 @@ def _script(options: Options, script: str, path: Path, output: Path) -> str:
         name=f"cdp-{'-'.join(options.studies)}",
         jobs=len(runs),
         options=["--nodes=1", "--ntasks=1", f"--cpus-per-task={max(4, most)}"],
-        output=f"{output}/%A_%a.log",
+        output_folder=str(output),
         command=f'"${{PYTHON:-python}}" {shlex.join(arguments)} --run="$SLURM_ARRAY_TASK_ID"',
     ).text()

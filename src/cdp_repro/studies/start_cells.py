@@ -97,7 +97,7 @@ def array_script(root: Path, cells: Sequence[Cell], launcher: SlurmLauncher) -> 
         jobs=len(cells),
         at_once=launcher.at_once,
         options=_options(launcher, max(processes.values())),
-        output=f"{root}/slurm/%A_%a.log",
+        output_folder=f"{root}/slurm",
         prepare=_cases(cells, by_srun),
         # since SLURM 22.05, srun does not take over the CPUs of sbatch
         command=f"srun --ntasks=$ranks --cpus-per-task={launcher.cpus_per_task} {train}" if by_srun else train,
