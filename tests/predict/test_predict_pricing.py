@@ -73,6 +73,17 @@ def test_a_flush_costs_its_slots(n, forward, backward):
         assert found.step_seconds == pytest.approx((2 * n - 1) * (forward + backward))
 
 
+@given(n=st.integers(2, 5), forward=SECONDS, backward=SECONDS, update=SECONDS)
+@few
+def test_a_pipeline_sends_its_gradients_before_it_updates(n, forward, backward, update):
+    """So a flush ends with one update, that of the first stage, and does not wait for those of later stages."""
+    cluster = Cluster.equal(n, forward, backward, update)
+    for schedule in ("gpipe", "one_f_one_b"):
+        found = priced("dp", "pipeline", n, cluster, pipeline_schedule=schedule)
+        assert found.step_seconds == pytest.approx((2 * n - 1) * (forward + backward) + update)
+    assert priced("cdp_v2", "pipeline", n, cluster).step_seconds == pytest.approx(n * (forward + backward) + update)
+
+
 @pytest.mark.parametrize("devices_per_host", [1, 2])
 @pytest.mark.parametrize("n", [2, 4])
 def test_collectives_of_free_compute_take_their_rings_one_after_the_other(n, devices_per_host):

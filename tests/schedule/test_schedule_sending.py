@@ -6,11 +6,13 @@ from collections import Counter
 
 import pytest
 from hypothesis import given, settings
-from written import CYCLIC, DISTRIBUTED, schedules, written
+from written import CYCLIC, DISTRIBUTED, kinds, schedules, written
 
 from cdp_repro.schedule import Op, Schedule
+from cdp_repro.schedule.values import LENT
 
 STEPS = 3
+KINDS = [schedule for schedule in kinds() if schedule.ranks > 1]
 
 
 @given(schedules(placements=DISTRIBUTED))
@@ -46,6 +48,19 @@ def test_buffers_follow_their_worker(mode, n, k, r):
 def test_elsewhere_buffers_stay_with_their_worker(schedule):
     for slot in written(schedule, STEPS):
         assert not [a for a in slot.actions if a.op is Op.SEND and a.value.kind == "b"]
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_no_message_waits_for_an_update_but_the_parameters_that_it_makes(kind):
+    """Another rank waits for the message, and would wait for the optimizer, too."""
+    for slot in written(KINDS[kind], STEPS):
+        updated = {}
+        for action in slot.actions:
+            if action.op is Op.UPDATE:
+                updated.setdefault(action.rank, set()).add((action.stage, action.version))
+            elif action.op is Op.SEND and action.rank in updated:
+                assert (action.value.stage, action.value.version) in updated[action.rank], f"{slot.number}: {action}"
+                assert action.value.kind in LENT
 
 
 @given(schedules(placements=DISTRIBUTED))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from cdp_repro.schedule.actions import Op
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation.all_reduce import sum_by_all_reduce
@@ -22,10 +23,15 @@ Strategy = Callable[[Slots, Schedule, frozenset[int]], Slots]
 
 
 def add_sums(slots: Slots, schedule: Schedule) -> Slots:
-    """Sum the gradients of every stage by its strategy, and update."""
+    """Sum the gradients of every stage by its strategy, and update.
+
+    Updates come last in their slot: other ranks wait for the messages of a slot, and none of these for an update.
+    """
     chosen = [strategy_of(schedule, stage) for stage in range(schedule.stages)]
     for strategy in dict.fromkeys(chosen):
         slots = strategy(slots, schedule, frozenset(stage for stage, own in enumerate(chosen) if own is strategy))
+    for actions in slots:
+        actions.sort(key=lambda action: action.op is Op.UPDATE)
     return slots
 
 
