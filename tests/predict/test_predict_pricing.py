@@ -209,6 +209,38 @@ def test_an_extrapolation_to_more_workers_is_what_a_simulation_finds(mode, place
     assert guess.state_bytes == pytest.approx(truth.state_bytes, rel=0.03)  # a whole number of versions
 
 
+@pytest.mark.parametrize("mode", ["naive", "gpipe", "interleaved", "zero_bubble", "chimera", "cdp_v1"])
+def test_an_extrapolated_pipeline_is_the_one_that_is_simulated(mode):
+    """One micro-batch at a time takes seconds that are quadratic; both ways, hosts border on the middle."""
+    stages = 40 if mode == "interleaved" else 20
+    job, costs = Spec(mode, 20, stages, "pipeline"), StageCosts.equal(stages, 6, 3)
+    cluster = replace(linked(Cluster.equal(stages, 1.0, 2.0, 0.5), 0.1, 10.0, 2), within_host=Link(0, 100))
+    guess, truth = (estimated(job, costs, cluster, simulated=number) for number in (16, 800))
+    assert (guess.method, truth.method) == ("extrapolated", "simulated")
+    for name in ("step_seconds", "busy_seconds", "within_host_bytes", "between_hosts_bytes", "activation_bytes"):
+        assert getattr(guess, name) == pytest.approx(getattr(truth, name), rel=1e-6), name
+    assert guess.at_most_seconds >= guess.step_seconds
+
+
+@pytest.mark.parametrize("mode", ["chimera", "interleaved"])
+def test_no_estimate_takes_ranks_to_have_neighbouring_stages(mode):
+    """The first stages, which are the slowest, are on ranks with last ones."""
+    stages = 40 if mode == "interleaved" else 20
+    slow = Cluster((10.0,) * 2 + (1.0,) * (stages - 2), (10.0,) * 2 + (1.0,) * (stages - 2))
+    job, costs = Spec(mode, 20, stages, "pipeline"), StageCosts.equal(stages, 6, 3)
+    guess, truth = (estimated(job, costs, slow, simulated=number) for number in (16, 800))
+    assert 0.98 * truth.step_seconds < guess.step_seconds < 1.000001 * truth.step_seconds
+
+
+@pytest.mark.parametrize(
+    "of_each", [{"speeds": (1,) * 32 + (2,)}, {"sources": ((), (), (0, 1), *((j,) for j in range(2, 32)))}]
+)
+def test_jobs_that_name_each_worker_or_stage_are_simulated(of_each):
+    mode, place = ("gpipe", "pipeline") if "sources" in of_each else ("dp", "parameter_server")
+    job = Spec(mode, 33, 33, place, **of_each)
+    assert estimated(job, StageCosts.equal(33), Cluster.equal(33)).method == "simulated"
+
+
 @pytest.mark.parametrize("servers", [None, 2, 5])
 @pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2"])
 def test_an_extrapolation_knows_that_a_server_serves_all_workers(mode, servers):

@@ -39,18 +39,20 @@ def estimate(
     unchanged. Each is extrapolated from three simulated jobs, with 2n, 3n and 4n of it. How exact this is:
 
     - Devices and bytes are polynomials of degree 2 in N and in R, which three points determine. They are exact for
-      equal stages if n is a multiple of `devices_per_host`, which holds up to 8. Larger hosts count as n devices, with
-      too many borders between them. On `model_parallel` they are not exact: hosts and stages never align, and the large
-      job is given the same shares of links as the small one.
-    - Seconds are a maximum of such terms. The terms are linear, except for data parallelism on `zero`, where the owner
-      of a stage serves all others, for parameter servers, each of which serves all workers, and for collectives, whose
-      rings grow with the number of ranks. The last points determine the largest term there. It is exact unless another
-      term overtakes it later; then `step_seconds` is too low. So two more are extrapolated from the same job with free
-      links and with free compute, where terms compete less: the step is taken to last at least the longer and at most
-      the sum of the two. Where steps differ, these estimates are of means, and can miss on either side.
+      equal stages if N R and n are multiples of `devices_per_host` (of twice as many, if micro-batches pass the ranks
+      both ways), which holds for n up to 8. Larger hosts count as n devices, with too many borders between them. On
+      `model_parallel` they are not exact: hosts and stages never align, and the large job is given the same shares of
+      links as the small one.
+    - Seconds are a maximum of such terms. The terms are linear, except where one micro-batch runs at a time, for data
+      parallelism on `zero`, where the owner of a stage serves all others, for parameter servers, each of which serves
+      all workers, and for collectives, whose rings grow with the number of ranks. The last points determine the largest
+      term there. It is exact unless another term overtakes it later; then `step_seconds` is too low. So two more are
+      extrapolated from the same job with free links and with free compute, where terms compete less: the step is taken
+      to last at least the longer and at most the sum of the two. Where steps differ, these estimates are of means, and
+      can miss on either side.
     - A job of fewer workers has fewer stages, each the mean of its share of the stages. This is exact for equal stages,
-      and for sums over all stages. No estimate is below the compute time of the mean device, or of the busiest device
-      of a pipeline.
+      and for sums over all stages; with unequal ones both bounds can be missed by some percent. No estimate is below
+      the compute time of the mean device, or of the busiest device of a pipeline.
     """
     sizes = {cluster.devices_per_host for cluster in clusters}
     if len(sizes) > 1:
@@ -88,7 +90,7 @@ def is_extrapolated(job: Spec, cluster: Cluster, simulated: int = SIMULATED_FORW
     has_smaller = getattr(job, axis) > 4 * unit
     if axis == "workers":  # whose stages and ranks are whole numbers, and with which the micro-batches become fewer
         has_smaller &= not any(unit * number % job.workers for number in (job.stages, job.ranks or 0))
-        has_smaller &= job.micro_batches is None
+        has_smaller &= job.micro_batches is None and not job.speeds and not job.sources  # which name each of them
     forwards = job.sizes.micro_batches * job.stages
     return forwards > simulated and has_smaller and (axis == "replicas" or isinstance(job.mode, str))
 
@@ -104,20 +106,30 @@ def _extrapolated(
     unit = _unit(hosts, axis, job)
     growth = unit * job.replicas if axis == "workers" else unit
     at_least = [_busiest_rank_seconds(job, cluster) for cluster in clusters]
-    if growth % hosts.devices_per_host and job.workers * job.replicas > hosts.devices_per_host:
-        clusters = [replace(cluster, devices_per_host=growth) for cluster in clusters]
-    small = []
+    if growth % _aligned(job, hosts) and job.workers * job.replicas > hosts.devices_per_host:
+        clusters = [replace(cluster, devices_per_host=growth // _directions(job)) for cluster in clusters]
+    small, slots = [], []
     for units in (2, 3, 4):
         resized = _resized(job, axis, units, unit, costs, clusters)
         shrunk = _differences(_sums_to(optimizer_states, resized[0].stages)) if optimizer_states else ()
         small.append(_extrapolated(*resized, shrunk, simulated))
+        slots.append(Schedule.from_spec(resized[0]).timeline.period)
+    is_quadratic = slots[2] - slots[1] != slots[1] - slots[0] or _one_serves_all(job, axis)
     return [
-        _from_three(job, axis, getattr(job, axis) / unit, prices, least)
+        _from_three(job, axis, getattr(job, axis) / unit, prices, least, is_quadratic)
         for prices, least in zip(zip(*small, strict=True), at_least, strict=True)
     ]
 
 
-def _from_three(job: Spec, axis: str, size: float, prices: Sequence[Price], at_least: float) -> Price:
+def _one_serves_all(job: Spec, axis: str) -> bool:
+    """Whether the work of a rank, or of a ring, grows with the number of workers as well as with their stages."""
+    is_served = job.placement == "parameter_server" or (job.mode == "dp" and job.placement == "zero")
+    return axis == "workers" and (is_served or job.collectives)
+
+
+def _from_three(
+    job: Spec, axis: str, size: float, prices: Sequence[Price], at_least: float, is_quadratic: bool
+) -> Price:
     """Return the price at `size` from those at 2, 3 and 4; its seconds are at least `at_least`."""
     names = ("devices", "busy_seconds", "within_host_bytes", "between_hosts_bytes", "activation_bytes")
     found = {name: _through([getattr(each, name) for each in prices], size) for name in names}
@@ -129,42 +141,48 @@ def _from_three(job: Spec, axis: str, size: float, prices: Sequence[Price], at_l
     found["state_bytes"] = least + (most - least) / 2 * (size - 2)
     if job.placement == "zero" and job.collectives and axis == "replicas":
         found["state_bytes"] = 4 * most / size  # shards of the same stages
-    seconds = _extrapolated_seconds(job, axis, size, [each.step_seconds for each in prices])
-    step_seconds = max(at_least, found["busy_seconds"] / found["devices"], seconds)
+    two, three, four = seconds = [each.step_seconds for each in prices]
+    if job.collectives and axis == "replicas":  # 1 - 1/R of the bytes: a polynomial once multiplied by R
+        grown = _through([2 * two, 3 * three, 4 * four], size) / size
+    else:
+        grown = _through(seconds, size) if is_quadratic else four + (four - three) * (size - 4)
+    step_seconds = max(at_least, found["busy_seconds"] / found["devices"], grown)
     found["devices"] = round(found["devices"])
     return Price(**found, step_seconds=step_seconds, method="extrapolated")  # type: ignore[arg-type]
-
-
-def _extrapolated_seconds(job: Spec, axis: str, size: float, seconds: Sequence[float]) -> float:
-    """Return the seconds at `size` from those at 2, 3 and 4, assuming that the same term stays the largest."""
-    two, three, four = seconds
-    if job.collectives and axis == "replicas":  # 1 - 1/R of the bytes: a polynomial once multiplied by R
-        return _through([2 * two, 3 * three, 4 * four], size) / size
-    one_serves_all = job.placement == "parameter_server" or (job.mode == "dp" and job.placement == "zero")
-    if axis == "workers" and (one_serves_all or job.collectives):
-        return _through(seconds, size)
-    return four + (four - three) * (size - 4)
 
 
 def _unit(cluster: Cluster, axis: str, job: Spec) -> int:
     """Return n, such that hosts are full if few devices suffice for that."""
     shared = math.gcd(cluster.devices_per_host, job.replicas) if axis == "workers" else 1
     least = 2 if axis == "workers" and job.replicas > 1 else 4
-    return min(8, math.lcm(least, cluster.devices_per_host // shared))
+    return min(8 * _directions(job), math.lcm(least, _aligned(job, cluster) // shared))
+
+
+def _aligned(job: Spec, cluster: Cluster) -> int:
+    """Return the number of devices after which the borders of hosts are at the same places of a pipeline.
+
+    Where it runs both ways, the two ranks of a stage are as far from its middle, which has to be a border, too.
+    """
+    return cluster.devices_per_host * _directions(job)
+
+
+def _directions(job: Spec) -> int:
+    """Return 2 if micro-batches pass the ranks both ways, else 1."""
+    return 1 + (job.chosen_mode.timeline_class.layout == "both_ways")
 
 
 def _busiest_rank_seconds(job: Spec, cluster: Cluster) -> float:
     """Return the compute seconds of the busiest rank of a pipeline in a training step; 0 for other placements."""
     if job.placement != "pipeline":
         return 0.0
-    per_stage = [
-        job.sizes.turns * (forward + backward) + update
-        for forward, backward, update in zip(
-            cluster.forward_seconds, cluster.backward_seconds, cluster.update_seconds, strict=True
-        )
-    ]
-    per_rank = job.stages // (job.ranks or job.workers)
-    return max(sum(per_stage[first : first + per_rank]) for first in range(0, job.stages, per_rank))
+    schedule = Schedule.from_spec(job)
+    seconds = [0.0] * schedule.ranks
+    for stage in range(job.stages):
+        holders = schedule.placement.holders(stage)  # which take turns
+        computes = cluster.forward_seconds[stage] + cluster.backward_seconds[stage]
+        for rank in holders:
+            seconds[rank] += schedule.micro_batches / len(holders) * computes + cluster.update_seconds[stage]
+    return max(seconds)
 
 
 def _resized(

@@ -189,6 +189,10 @@ def quote_text(quote: Quote) -> str:
     micro_batches |= {name: Schedule.from_spec(job).micro_batches for name, job in _jobs(config).items()}
     rows = [columns, *(_row(name, each, micro_batches[name] * micro_batch) for name, each in quote.prices.items())]
     notes = "one training step; activations, parameters+optimizer: the device with most; sent: the mean device"
+    if any(price.at_most_seconds for price in quote.prices.values()):
+        notes += (
+            "\na .. b: extrapolated from smaller jobs; of unequal stages, the true seconds can lie somewhat outside"
+        )
     if reads_ahead(config, config.schedule()):
         notes += (
             f"\ndelay={config.delay.name}: with the last steps that it keeps, without the copies that stale reads see, "
