@@ -209,13 +209,16 @@ def test_an_extrapolation_to_more_workers_is_what_a_simulation_finds(mode, place
     assert guess.state_bytes == pytest.approx(truth.state_bytes, rel=0.03)  # a whole number of versions
 
 
-@pytest.mark.parametrize("mode", ["naive", "gpipe", "interleaved", "zero_bubble", "chimera", "cdp_v1"])
-def test_an_extrapolated_pipeline_is_the_one_that_is_simulated(mode):
+@pytest.mark.parametrize(("mode", "workers", "hosts"), [
+    ("naive", 20, 2), ("gpipe", 20, 2), ("interleaved", 20, 2), ("zero_bubble", 20, 2), ("cdp_v1", 20, 2),
+    ("chimera", 40, 4),
+])  # fmt: skip
+def test_an_extrapolated_pipeline_is_the_one_that_is_simulated(mode, workers, hosts):
     """One micro-batch at a time takes seconds that are quadratic; both ways, hosts border on the middle."""
-    stages = 40 if mode == "interleaved" else 20
-    job, costs = Spec(mode, 20, stages, "pipeline"), StageCosts.equal(stages, 6, 3)
-    cluster = replace(linked(Cluster.equal(stages, 1.0, 2.0, 0.5), 0.1, 10.0, 2), within_host=Link(0, 100))
-    guess, truth = (estimated(job, costs, cluster, simulated=number) for number in (16, 800))
+    stages = 2 * workers if mode == "interleaved" else workers
+    job, costs = Spec(mode, workers, stages, "pipeline"), StageCosts.equal(stages, 6, 3)
+    cluster = replace(linked(Cluster.equal(stages, 1.0, 2.0, 0.5), 0.1, 10.0, hosts), within_host=Link(0, 100))
+    guess, truth = (estimated(job, costs, cluster, simulated=number) for number in (16, workers * stages))
     assert (guess.method, truth.method) == ("extrapolated", "simulated")
     for name in ("step_seconds", "busy_seconds", "within_host_bytes", "between_hosts_bytes", "activation_bytes"):
         assert getattr(guess, name) == pytest.approx(getattr(truth, name), rel=1e-6), name
