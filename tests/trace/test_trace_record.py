@@ -117,7 +117,7 @@ def trace_of_runs(program, *lengths):
         messages += [replace(each, slot=begins[-1] + each.slot) for each in run.messages]
         begins.append(begins[-1] + run.records[-1].slot + 1)
         step += length
-    return Trace(run.sizes, run.lanes, tuple(records), tuple(messages), tuple(begins[:-1]))
+    return Trace(run.sizes, run.lanes, tuple(records), tuple(messages), tuple(begins[:-1]), fill=run.fill)
 
 
 @pytest.mark.parametrize(
@@ -127,17 +127,31 @@ def trace_of_runs(program, *lengths):
 def test_a_drain_among_the_traced_steps_changes_no_traffic(mode, placement):
     program = Program(Schedule.build(mode, 3, placement=placement))
     length = program.schedule.slots_per_step
-    steady = trace_of_runs(program, 4)
+    long = program.steady_step + 2
+    steady = trace_of_runs(program, long)
     assert steady.messages_per_step(length) and steady.idle_share(length) < 1
-    for lengths in ((1, 1, 1, 1), (2, 2), (1, 2, 1), (1, 4), (4, 1), (2, 3)):
+    for lengths in ((1, 1, 1, 1), (2, 2), (1, 2, 1), (1, long), (long, 1), (2, 3)):
         trace = trace_of_runs(program, *lengths)
         assert trace.messages_per_step(length) == steady.messages_per_step(length), lengths
         sent = trace.bytes_sent_per_device_per_step(length)
         assert sent == pytest.approx(steady.bytes_sent_per_device_per_step(length)), lengths
-        if max(lengths) > 3:
+        if max(lengths) >= long:
             assert trace.idle_share(length) == steady.idle_share(length), lengths
         else:
             assert steady.idle_share(length) <= trace.idle_share(length) < 1, lengths
+
+
+@pytest.mark.parametrize("mode", ["pipedream", "ampnet"])
+def test_steps_of_a_long_fill_are_no_steps_of_the_steady_state(mode):
+    program = Program(Schedule.build(mode, 4, placement="pipeline"))
+    length = program.schedule.slots_per_step
+    full = trace_of_runs(program, 12)
+    assert full.idle_share(length) == 0
+    for lengths in ((3, 3), (3,) * 4):  # checkpoints in the fill
+        trace = trace_of_runs(program, *lengths)
+        assert 0 < trace.idle_share(length) < 1 and trace.measured_slots(length)[1] == sum(lengths)
+    begun = replace(full, records=tuple(each for each in full.records if each.slot < 3 * length), is_cut=True)
+    assert begun.measured_slots(length) == (range(0), 1)
 
 
 @pytest.mark.parametrize(("mode", "placement"), [("dp", "replicated"), ("cdp_v2", "model_parallel")])

@@ -130,6 +130,16 @@ def test_the_measured_peak_of_dp_is_the_simulated_one(tmp_path, tiny):
     assert summary["memory/activation_peak_bytes_total"] == summary["memory/activation_peak_bytes_simulated_dp"]
 
 
+def test_a_trace_that_ends_in_the_fill_gives_no_numbers_of_a_step(tmp_path, tiny, caplog):
+    of_a_step = {"comm/bytes_per_device_per_step", "comm/messages_per_step", "time/idle_share_of_slots"}
+    for steps, has in ((1, False), (2, False), (3, True)):
+        caplog.clear()
+        summary = run(tmp_path / str(steps), *tiny, "mode=cdp_v2", f"traced_steps={steps}")
+        assert of_a_step & summary.keys() == (of_a_step if has else set())
+        assert summary["memory/activation_peak_bytes_total"] > 0
+        assert ("use traced_steps=3 or more" in caplog.text) != has
+
+
 def test_a_pipeline_that_fills_for_more_than_three_steps_is_measured_until_it_is_full(tmp_path, tiny):
     summary = run(tmp_path / "run", *tiny, "mode=pipedream", "model=mlp")
     assert summary["memory/versions_kept"] == 4

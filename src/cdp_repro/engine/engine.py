@@ -135,7 +135,8 @@ class Engine:
         clips = None if clip_norm is None else clipping(clip_norm, program, self.team)
         self._network = Network([*self._stages], loss_fn, autocast, self.schedule.sizes.sources)
         self._holdings = Holdings(self.schedule, self._network.stages, self.team, optimizer, delay, clips)
-        self._traced_steps = max(3, program.steady_step + 1) if traced_steps is None else traced_steps
+        self._fill = program.steady_step
+        self._traced_steps = max(3, self._fill + 1) if traced_steps is None else traced_steps
         self._tracer = Tracer(self.schedule, self.team, self._traced_steps)
         self._executor = Executor(
             RankProgram(program, self.rank, needs_batches(self.team.device)),
@@ -275,7 +276,7 @@ class Engine:
         recorded = self._tracer.recorded()
         parts = [from_plain(each) for each in self.team.gather(as_plain(recorded))] or [recorded]
         sizes, lanes, tracer = self.schedule.sizes, self.schedule.timeline.lanes, self._tracer
-        return Trace.merged(sizes, lanes, parts, tracer.begins, is_cut=not tracer.active)
+        return Trace.merged(sizes, lanes, parts, tracer.begins, is_cut=not tracer.active, fill=self._fill)
 
     @property
     def ledger_reads(self) -> int:

@@ -166,7 +166,7 @@ def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int) 
     """Return the cost of a mini-batch of `micro_batches` on one system, without seconds."""
     updates = micro_batches // schedule.sizes.sample_parts
     program = Program(schedule)
-    trace = simulate_slots(schedule, costs, program.until_it_repeats(updates), is_cut=True)
+    trace = simulate_slots(schedule, costs, program.until_it_repeats(updates), is_cut=True, fill=program.steady_step)
     size = version_bytes(schedule, costs)
     first = program.steady_step * schedule.slots_per_step
     last = range(first, first + updates * schedule.slots_per_step)

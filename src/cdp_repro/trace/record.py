@@ -62,10 +62,9 @@ class _Run(NamedTuple):
     is_whole: bool
     """Whether the trace has the drain."""
 
-    @property
-    def steady_steps(self) -> int:
-        """Training steps after the first two, but for the last before a drain: none brings parameters for the next."""
-        return self.steps - 2 - self.is_whole
+    def steady_steps(self, fill: int) -> int:
+        """Training steps after `fill`, but for the last before a drain: none brings parameters for the next."""
+        return self.steps - fill - self.is_whole
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,8 @@ class Trace:
     """The first slot of each run; before the next one, the pipeline drains."""
     is_cut: bool = False
     """Whether the last run went on after the trace; else the trace has its drain."""
+    fill: int = 0
+    """Training steps of a run before those that repeat: `Program.steady_step`."""
 
     @classmethod
     def merged(
@@ -92,12 +93,13 @@ class Trace:
         begins: Sequence[int] = (0,),
         *,
         is_cut: bool = False,
+        fill: int = 0,
     ) -> Trace:
         """Return one trace from the records of all ranks."""
         parts = list(parts)
         records = sorted((r for records, _ in parts for r in records), key=lambda r: (r.slot, r.rank))
         messages = sorted((m for _, messages in parts for m in messages), key=lambda m: (m.slot, m.source))
-        return cls(sizes, lanes, tuple(records), tuple(messages), tuple(begins), is_cut)
+        return cls(sizes, lanes, tuple(records), tuple(messages), tuple(begins), is_cut, fill)
 
     @property
     def activation_bytes_per_slot(self) -> dict[int, int]:
@@ -191,17 +193,17 @@ class Trace:
     def measured_slots(self, slots_per_step: int) -> tuple[range, int]:
         """Return the slots by which a training step is measured, and the number of steps whose work they hold.
 
-        In the steady state that is one step: the slots from its start to that of the next one. A run is in it after its
-        first two steps, until it drains. If no run is long enough, as with a checkpoint after each step, whole runs
-        count, with fill and drain.
+        In the steady state that is one step: the slots from its start to that of the next one. A run is in it once its
+        steps repeat, until it drains. If no run is long enough, as with a checkpoint after each step, whole runs count,
+        with fill and drain. A trace that ends in its first fill has no such slots.
         """
-        if not self._runs:
-            return range(0), 1
-        longest = max(self._runs, key=lambda run: run.steady_steps)
+        longest = max(self._runs, key=lambda run: run.steady_steps(self.fill), default=None)
         whole = [run for run in self._runs if run.is_whole]
-        if longest.steady_steps > 0 or not whole:
+        if longest and longest.steady_steps(self.fill) > 0:
             begin = longest.slots.start + max(0, longest.steps - 1 - longest.is_whole) * slots_per_step
             return range(begin, begin + slots_per_step), 1
+        if not whole:
+            return range(0), 1
         return range(whole[0].slots.start, whole[-1].slots.stop), sum(run.steps for run in whole)
 
     @cached_property

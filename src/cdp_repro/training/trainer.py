@@ -369,16 +369,18 @@ class Trainer:
         self.position.traced = {
             "memory/activation_peak_bytes_per_device": trace.activation_peak_bytes_per_device,
             "memory/activation_peak_bytes_total": trace.activation_peak_bytes_total,
-            "comm/bytes_per_device_per_step": trace.bytes_sent_per_device_per_step(self._slots_per_step),
-            "comm/most_bytes_of_a_device_per_step": max(
-                trace.bytes_sent_by_rank(self._slots_per_step).values(), default=0.0
-            ),
-            "comm/messages_per_step": trace.messages_per_step(self._slots_per_step),
+            "memory/versions_kept": trace.versions_kept,
             "comm/max_messages_per_slot": trace.max_messages_per_slot,
             "comm/max_chain_per_slot": trace.max_chain_per_slot,
-            "memory/versions_kept": trace.versions_kept,
-            _IDLE_SHARE: trace.idle_share(self._slots_per_step),
         }
+        length = self._slots_per_step
+        if trace.measured_slots(length)[0]:
+            self.position.traced |= {
+                "comm/bytes_per_device_per_step": trace.bytes_sent_per_device_per_step(length),
+                "comm/most_bytes_of_a_device_per_step": max(trace.bytes_sent_by_rank(length).values(), default=0.0),
+                "comm/messages_per_step": trace.messages_per_step(length),
+                _IDLE_SHARE: trace.idle_share(length),
+            }
 
     @property
     def _units_per_step(self) -> int:
