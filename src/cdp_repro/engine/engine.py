@@ -67,9 +67,9 @@ class Engine:
             training step (a schedule).
         delay: makes the method against delay of a stage from the staleness of its micro-batches, e.g. `ErrorFeedback`
             of `engine.delay`. Stages must be held whole.
-        clip_norm: largest norm of the mean gradient of a training step. The norm is taken over all stages if no
-            micro-batch reads a new version before all gradients are complete, as in "dp" and "cdp_v1"; else, as in
-            "cdp_v2", over each stage separately.
+        clip_norm: largest norm of the mean gradient of a training step. The norm is taken over all stages if all
+            reads are of the newest complete version or all are older, as in "dp" and "cdp_v1"; else, as in "cdp_v2",
+            over each stage separately, since a micro-batch may read a stage before all gradients are complete.
         autocast: makes the context in which forwards run, e.g. `lambda: torch.autocast("cpu", torch.bfloat16)`.
         traced_steps: number of training steps, from the first on, whose actions and live activation bytes are recorded;
             None: until the timeline repeats itself, at least 3.
