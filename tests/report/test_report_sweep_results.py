@@ -203,6 +203,17 @@ def test_settings_that_change_no_number_split_nothing_until_they_are_named(capsy
     assert [row["runs"] for row in written("eval-top1_percent_by_checkpoint_every_steps")] == ["1", "2"]
 
 
+def test_a_run_counts_where_it_has_ended_not_where_it_began(capsys):
+    swept("seed=0,1")
+    run = RunDirectory.open(ROOT / "seed=1")
+    run.write_summary(run.summary() | {"config": run.config() | {"placement": {"name": "pipeline"}}})
+    said = refused(capsys, "--x=mode", "--y=eval/top1_percent", "--group=")
+    assert "seed=0 and seed=1 would be averaged, but differ in placement.name" in said
+    told(capsys, "--x=placement", "--y=eval/top1_percent")
+    rows = written("eval-top1_percent_by_placement.name")
+    assert [(row["placement.name"], row["runs"]) for row in rows] == [("single_device", "1"), ("pipeline", "1")]
+
+
 def test_such_a_setting_is_offered_where_one_seed_has_two_numbers(capsys):
     for steps in (5, 7):
         swept(f"checkpoint_every_steps={steps},{steps + 1}", **{"time/step_seconds_median": 0.1 * steps})

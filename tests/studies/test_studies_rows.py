@@ -67,6 +67,28 @@ def test_another_run_of_the_same_cell_and_seed_is_refused(tmp_path, row):
     assert path.read_text() == before
 
 
+def test_a_run_that_went_on_on_another_placement_is_filed_under_that_on_which_it_ended(tmp_path, run_dir, row):
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    summary = json.loads((copy / "summary.json").read_text())
+    ended = summary["config"] | {"placement": {"name": "pipeline"}, "ranks": 2}
+    (copy / "summary.json").write_text(json.dumps(summary | {"config": ended}))
+    moved = collect(copy, "mine")
+    assert (moved.config["placement.name"], moved.config["ranks"]) == ("pipeline", 2) and moved.cell != row.cell
+    assert moved.command == f"{row.command} placement=pipeline ranks=2"
+    (copy / "command.txt").write_text("cdp-train placement=replicated ranks=4 model=mlp\n")
+    assert collect(copy, "mine").command == "cdp-train model=mlp placement=pipeline ranks=2"
+
+
+def test_a_run_of_an_older_version_whose_summary_has_no_configuration_is_filed_as_it_began(tmp_path, run_dir, row):
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    summary = json.loads((copy / "summary.json").read_text())
+    del summary["config"]
+    (copy / "summary.json").write_text(json.dumps(summary))
+    assert collect(copy, "mine") == row
+
+
 @pytest.mark.parametrize("status", [{"status": "interrupted"}, None])
 def test_an_unfinished_run_is_refused_with_the_way_out(tmp_path, run_dir, status):
     unfinished = tmp_path / "run"

@@ -126,6 +126,21 @@ def test_it_trains_what_is_missing_and_repeats_nothing(quick, capsys):
     assert len(quick) == 2 and len(rows()) == 2
 
 
+def test_a_run_that_went_on_on_another_placement_is_no_result_of_the_study(quick, capsys):
+    assert sweeps("--run=0") == 0
+    next(Path("results/rows").rglob("*-dp-*")).unlink()
+    run = RunDirectory.open(directory(SHORT))
+    config = run.config()
+    run.write_summary(run.summary() | {"config": config | {"placement": {**config["placement"], "name": "pipeline"}}})
+    capsys.readouterr()
+    assert sweeps("--run=0") == 1 and len(quick) == 1 and not rows()
+    assert f"{directory(SHORT)} has ended on another placement: move it away" in capsys.readouterr().err
+    assert report.main(["collect", str(run.path)]) == 2 and not rows()
+    assert report.main(["collect", str(run.path), "--study=mine"]) == 0
+    (row,) = read_rows(Path("results/rows/mine"))
+    assert row.config["placement.name"] == "pipeline" and "-dp-pipeline-" in row.file_name
+
+
 def test_seeds_and_run_choose_from_the_whole_list(quick, capsys):
     assert sweeps("seeds", "--seeds=2", "--run=1") == 0
     assert [row.seed for row in rows(SEEDS)] == [1]

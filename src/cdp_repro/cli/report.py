@@ -176,7 +176,7 @@ def _with_study(run_dir: Path, study: str | None) -> Row:
     if study is not None and study not in STUDIES:
         return collect(run_dir, study)
     run = RunDirectory.open(run_dir)
-    config = run.config()
+    config = run.config_at_end()
     own, seed = cell_hash(settings_of(config)), config.get("seed")
     asked = [STUDIES[study]] if study else [*STUDIES.values()]
     its = [each for each in asked if any(cell.hash == own and seed in cell.seeds for cell in each.cells)]

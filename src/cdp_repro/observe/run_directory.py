@@ -1,10 +1,10 @@
 """The run directory: one folder with all records of a run.
 
 run_dir/
-  config.yaml          resolved configuration; makes the directory a run directory
+  config.yaml          resolved configuration with which it began; makes the directory a run directory
   command.txt          one shell-quoted line per start or resume
   metrics.jsonl        one JSON object per line, with "step"
-  summary.json         final numbers, keys with units
+  summary.json         final numbers, keys with units; the configuration with which it ended
   trace.json           timeline for Perfetto
   memory.csv comms.csv
   checkpoints/  logs/rank{k}.log  wandb/
@@ -122,6 +122,14 @@ class RunDirectory:
         if not config:
             raise RunDirectoryError(f"{self.path / CONFIG} is empty: put back what it held, or begin another run")
         return {str(key): value for key, value in config.items()}
+
+    def config_at_end(self) -> dict[str, Any]:
+        """The configuration with which the run has ended, as plain data: it may have gone on on another placement.
+
+        A run without a summary, or with one of an older version, says only with which it began.
+        """
+        found = self.summary().get("config")
+        return found if isinstance(found, dict) else self.config()
 
     @property
     def metrics_path(self) -> Path:

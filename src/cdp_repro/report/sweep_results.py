@@ -161,7 +161,7 @@ def _finished(directory: Path) -> Finished:
     run = RunDirectory.open(directory)
     return Finished(
         directory.name,
-        {key: _shown(value) for key, value in settings_of(run.config()).items()},
+        {key: _shown(value) for key, value in settings_of(run.config_at_end()).items()},
         run.summary(),
         [_numbers(row) for row in read_metrics(run.metrics_path) if "train/epoch_loss" in row],
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cdp_repro.config.keys import RUN_KEYS, settings_of
+from cdp_repro.config.keys import PLACEMENT_KEYS, RUN_KEYS, settings_of
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import COMMAND, RunDirectory, RunDirectoryError
 from cdp_repro.schedule import Op
@@ -41,7 +41,7 @@ def _collected(run_dir: Path, study: str, diverged_too: bool) -> Row:
     if summary.get("status") != "finished" and not diverged:
         state = summary.get("status", "unfinished")
         raise RowError(f"{run_dir} is {state}: finish it by cdp-train resume={run_dir}, and collect it then")
-    config = settings_of(run.config())
+    began, config = map(settings_of, (run.config(), run.config_at_end()))
     own = _own(summary) | ({DIVERGED: True} if diverged else {})
     if missing := lacking(own, config):
         raise RowError(f"{run.summary_path} lacks {', '.join(missing)}: it is of an older version; train again")
@@ -54,7 +54,7 @@ def _collected(run_dir: Path, study: str, diverged_too: bool) -> Row:
     return Row(
         study=study,
         config={key: value for key, value in config.items() if key not in RUN_KEYS or key == "seed"},
-        command=_command((run.path / COMMAND).read_text().splitlines()[0]),
+        command=_command((run.path / COMMAND).read_text().splitlines()[0], _moved(began, config)),
         summary=own | _parameter_peak(run.memory_path),
         epochs=epochs,
         activation_bytes=_activation_bytes(run.memory_path) if summary["ranks"] == 1 else [],
@@ -84,10 +84,17 @@ def _own(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in summary.items() if key not in said}
 
 
-def _command(line: str) -> str:
-    """Return the command line without options that locate files."""
-    places = ("run_dir=", "dataset.root=", "wandb=", "wandb_project=")
-    return shlex.join(text for text in shlex.split(line) if not text.startswith(places))
+def _moved(began: Mapping[str, Any], ended: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings, as they are given, of the placement on which a run has ended if it began on another."""
+    keys = [key for key in PLACEMENT_KEYS if began[key] != ended[key]]
+    return {key.removesuffix(".name"): ended[key] for key in keys}
+
+
+def _command(line: str, moved: Mapping[str, Any]) -> str:
+    """Return the command line without options that locate files, and with the settings `moved` in place of its own."""
+    out = {"run_dir", "dataset.root", "wandb", "wandb_project", *moved}
+    words = [text for text in shlex.split(line) if text.partition("=")[0] not in out]
+    return shlex.join([*words, *(f"{key}={value}" for key, value in moved.items() if value is not None)])
 
 
 def _epochs(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:

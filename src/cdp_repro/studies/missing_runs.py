@@ -178,6 +178,8 @@ def _complete(run: Run, options: Options, stop: StopRequest, label: str) -> str 
                 if code and verb not in ends:
                     return None if stop.signal is not None else _failure(name, code, log_path(directory))
             row = collect(directory, run.study, diverged_too)
+            if row.cell != run.cell.hash:
+                return f"{name}: {directory} has ended on another placement: move it away, and this run is trained anew"
             write_row(row, options.results / ROWS)
             task = task_of(row.config["dataset.name"])
             score = "" if row.has_diverged else f", {task.name} {task.score_text(row.summary)}"
