@@ -100,6 +100,23 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on(tiny, monkeypatch, capsys):
     assert "stopped: 0 of 2 runs have finished, in sweep; the same command goes on" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("folder", "beside"),
+    [
+        (["run_dir=my sweep"], ""),
+        ([], " with run_dir=runs/sweep-TIME"),
+        (["hydra.sweep.dir='a b-${now:%f}'"], " with 'run_dir=a b-TIME'"),
+    ],
+)
+def test_a_sweep_that_is_stopped_names_its_folder_unless_the_same_command_does(
+    folder, beside, tiny, monkeypatch, capsys
+):
+    monkeypatch.setattr(command, "train_here", lambda cells, jobs: Ended((), signal.SIGINT))
+    assert command.main(["-m", *tiny, "seed=0,1", *folder]) == 128 + signal.SIGINT
+    said = re.sub(r"-[\d-]{6,}", "-TIME", capsys.readouterr().err)
+    assert f"; the same command{beside} goes on\n" in said
+
+
 def child_of(process: int) -> int:
     """Return the process that another one has started."""
     found = [pid for path in Path(f"/proc/{process}/task").glob("*/children") for pid in path.read_text().split()]

@@ -228,8 +228,7 @@ def _sweep(line: CommandLine) -> int:
     write_list(root, cells)
     outcome = train_here(cells, launcher.jobs)
     if outcome.signal is not None:
-        done = [cell for cell in cells if RunDirectory(cell.directory).summary().get("status") == "finished"]
-        write_error(f"stopped: {len(done)} of {len(cells)} runs have finished, in {root}; the same command goes on\n")
+        write_error(_stopped_text(root, cells, is_named=_folder_of_sweep(line) == root))
         return 128 + outcome.signal
     for failure in outcome.failures:
         write_error(f"{failure}\n")
@@ -246,8 +245,7 @@ def _asked_for(line: CommandLine, dry: bool) -> tuple[Launcher, Path, list[Cell]
         launcher = launcher_of(line.overrides)
     root = Path("runs")  # in its place, to find the mistakes of cells if the folder is wrong
     with collecting(problems):
-        given = [text.partition("=")[2] for text in overrides if text.startswith("run_dir=")]
-        root = Path(typed_path(given[-1])) if given else output_folder("sweep", overrides, line.source)
+        root = _folder_of_sweep(line)
     of_cells = [text for text in overrides if not text.startswith("run_dir=")]
     here = isinstance(launcher, LocalLauncher) and not dry  # else another machine may have the device
     with collecting(problems):
@@ -255,6 +253,20 @@ def _asked_for(line: CommandLine, dry: bool) -> tuple[Launcher, Path, list[Cell]
     refuse(problems)
     assert launcher is not None
     return launcher, root, cells
+
+
+def _stopped_text(root: Path, cells: Sequence[Cell], is_named: bool) -> str:
+    """Say how far a sweep is, and how it goes on; `is_named` is whether its command line gives this folder again."""
+    done = [cell for cell in cells if RunDirectory(cell.directory).summary().get("status") == "finished"]
+    beside = "" if is_named else f" with {shlex.quote(f'run_dir={root}')}"
+    return f"stopped: {len(done)} of {len(cells)} runs have finished, in {root}; the same command{beside} goes on\n"
+
+
+def _folder_of_sweep(line: CommandLine) -> Path:
+    """Return the folder that the command line gives a sweep; a default one is another at any time."""
+    overrides = of_runs(line.overrides)
+    given = [text.partition("=")[2] for text in overrides if text.startswith("run_dir=")]
+    return Path(typed_path(given[-1])) if given else output_folder("sweep", overrides, line.source)
 
 
 def _check_weights(cells: Sequence[Cell]) -> None:

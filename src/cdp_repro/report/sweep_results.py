@@ -153,7 +153,8 @@ def _read(root: Path) -> tuple[list[Finished], dict[str, str]]:
             unfinished[name] = f"damaged ({error})"
     if not found:
         said = ", ".join(f"{name} is {state}" for name, state in unfinished.items())
-        raise ConfigError([f"no run of {root} has finished: {said or 'it has none'}; start the sweep again to go on"])
+        way_on = f"start the sweep again with run_dir={root} to go on"
+        raise ConfigError([f"no run of {root} has finished: {said or 'it has none'}; {way_on}"])
     return found, unfinished
 
 

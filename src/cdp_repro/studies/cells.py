@@ -27,7 +27,6 @@ from cdp_repro.observe.text import several
 
 LIST = "sweep.json"
 FORMAT, VERSION = "cdp-repro sweep", 1
-_WAY_ON = "delete it and start the sweep again, which keeps its runs"
 
 
 @dataclass(frozen=True)
@@ -151,13 +150,14 @@ def read_list(root: Path) -> SweepList:
         ConfigError: the folder is not of a sweep, or of one of another version, or the file is damaged.
     """
     path = root / LIST
+    way_on = f"delete it and start the sweep again with run_dir={root}, which keeps its runs"
     try:
         found = json.loads(path.read_text())
     except OSError as error:
         found = f"it has no {LIST}" if root.is_dir() else "it does not exist" if not root.exists() else "it is a file"
         raise ConfigError([f"{root} is no folder of a sweep: {found}"]) from error
     except ValueError as error:
-        raise ConfigError([f"{path} is damaged: {error}; {_WAY_ON}"]) from error
+        raise ConfigError([f"{path} is damaged: {error}; {way_on}"]) from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ConfigError([f"{path} is not of a sweep of cdp-train"])
     if found.get("version") != VERSION:
@@ -167,5 +167,5 @@ def read_list(root: Path) -> SweepList:
     for key, kind in (("epochs", int), ("arrays", list)):
         value = found.get(key)
         if not isinstance(value, dict) or not all(isinstance(each, kind) for each in value.values()):
-            raise ConfigError([f"{path} is damaged: it has no cells by name in {key!r}; {_WAY_ON}"])
+            raise ConfigError([f"{path} is damaged: it has no cells by name in {key!r}; {way_on}"])
     return SweepList(found["epochs"], found["arrays"])
