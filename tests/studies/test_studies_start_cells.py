@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -16,12 +17,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from cdp_repro.cli import plan as plan_command
 from cdp_repro.cli import train as command
 from cdp_repro.config import ConfigError
+from cdp_repro.config.compose import compose_config
 from cdp_repro.config.source import OURS
 from cdp_repro.observe.run_directory import COMMAND, RunDirectory
+from cdp_repro.predict.cutting import model_of
 from cdp_repro.studies.at_once import Ended
 from cdp_repro.studies.cells import cells_of, read_list
 from cdp_repro.studies.sweep_status import sweep_text
@@ -329,9 +333,66 @@ def test_folders_that_are_none_of_a_sweep_of_this_version(capsys, tiny):
     assert "add --multirun" in capsys.readouterr().err
 
 
+GPT = ("dataset=text", "model=gpt", "model.width=8", "model.heads=2", "model.depth=2", "model.context=16", "workers=2",
+       "stages=2", "batch_size=64", "optim.warmup_epochs=0")  # fmt: skip
+PICTURES = ("dataset=cifar10", "dataset.classes=2", "model=mlp", "batch_size=2", "workers=2")
+
+
+def write_text(path: Path, content: str) -> None:
+    path.write_text(content * 150)
+
+
+def write_images(path: Path, content: str) -> None:
+    for split, name in itertools.product(("train", "test"), "ab"):
+        (path / split / name).mkdir(parents=True)
+        Image.new("RGB", (32, 32), (len(content), 0, 0)).save(path / split / name / "0.png")
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["", "of an older version"])
+@pytest.mark.parametrize(("settings", "write"), [(GPT, write_text), (PICTURES, write_images)], ids=["text", "images"])
+def test_a_finished_run_does_not_pass_for_one_on_data_of_the_same_name_in_another_folder(
+    settings, write, is_old, monkeypatch, capsys
+):
+    above = Path.cwd()
+    words = ["-m", *settings, "dataset.root=data", "epochs=1", "wandb=disabled", f"run_dir={above / 'sweep'}"]
+    for name, content in (("first", "one way to say it "), ("copy", "one way to say it "), ("other", "and another. ")):
+        (above / name).mkdir()
+        write(above / name / "data", content)
+    monkeypatch.chdir("first")
+    assert command.main(words) == 0
+    run = RunDirectory.open(above / "sweep" / "single")
+    for path in (run.path / "config.yaml", run.summary_path) if is_old else ():
+        path.write_text(path.read_text().replace(str(Path("data").absolute()), "data"))  # as it was typed
+    monkeypatch.chdir(above / "copy")
+    assert command.main(words) == 0, "they are the same data"
+    capsys.readouterr()
+    monkeypatch.chdir(above / "other")
+    assert command.main(words) == 2
+    assert f"{run.path} holds a run with another configuration, on other data (" in capsys.readouterr().err
+    assert len((run.path / COMMAND).read_text().splitlines()) == 1, "it was trained once"
+
+
+def test_a_finished_run_does_not_pass_for_one_from_weights_of_the_same_name_in_another_folder(
+    tiny, monkeypatch, capsys
+):
+    above = Path.cwd()
+    words = ["-m", *tiny, "model.weights=w.pt", "epochs=1", f"run_dir={above / 'sweep'}"]
+    for folder in (above / "other", above / "first"):
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        torch.save(model_of(compose_config(tiny)).state_dict(), "w.pt")
+    assert command.main(words) == 0 and command.main(words) == 0
+    monkeypatch.chdir(above / "other")
+    assert command.main(words) == 2
+    assert "single holds a run with another configuration" in capsys.readouterr().err
+    monkeypatch.chdir(above / "first")
+    config = above / "sweep" / "single" / "config.yaml"
+    config.write_text(config.read_text().replace(str(Path("w.pt").absolute()), "w.pt"))  # as older versions keep it
+    assert command.main(words) == 0
+
+
 def test_a_finished_run_does_not_pass_for_one_on_another_text(capsys):
-    gpt = ("dataset=text", "model=gpt", "model.width=8", "model.heads=2", "model.depth=2", "model.context=16",
-           "workers=2", "stages=2", "batch_size=64", "epochs=1", "optim.warmup_epochs=0", "wandb=disabled")  # fmt: skip
+    gpt = (*GPT, "epochs=1", "wandb=disabled")
     for name, words in (("a.txt", "one way to say it "), ("b.txt", "and quite another. ")):
         Path(name).write_text(words * 150)
     assert sweep(*gpt, "dataset.root=a.txt", "seed=0") == 0

@@ -38,7 +38,7 @@ from cdp_repro.observe.run_directory import (
 )
 from cdp_repro.observe.text import format_bytes, mode_text
 from cdp_repro.schedule import PLACEMENT_SIZES
-from cdp_repro.studies.cells import Cell, cells_of, write_list
+from cdp_repro.studies.cells import Cell, cells_of, refuse_other_data, write_list
 from cdp_repro.studies.start_cells import array_script, queue, refuse_without_sbatch, train_here
 from cdp_repro.studies.sweep_status import sweep_text
 from cdp_repro.training.rank_imports import rank_imports
@@ -224,7 +224,7 @@ def _sweep(line: CommandLine) -> int:
     if dry:
         write_out("".join(f"{shlex.join(['cdp-train', *cell.arguments()])}\n" for cell in cells))
         return 0
-    _check_weights(cells)
+    _check_files(cells)
     write_list(root, cells)
     outcome = train_here(cells, launcher.jobs)
     if outcome.signal is not None:
@@ -269,6 +269,15 @@ def _folder_of_sweep(line: CommandLine) -> Path:
     return Path(typed_path(given[-1])) if given else output_folder("sweep", overrides, line.source)
 
 
+def _check_files(cells: Sequence[Cell]) -> None:
+    """Refuse what only the files of a sweep show, before its first run starts."""
+    problems: list[str] = []
+    for check in (_check_weights, refuse_other_data):
+        with collecting(problems):
+            check(cells)
+    refuse(problems)
+
+
 def _check_weights(cells: Sequence[Cell]) -> None:
     """Refuse files of weights that do not fit, before the first run starts; check each model with each file once."""
     configs = [cell.config for cell in cells if cell.config.model.weights is not None]
@@ -287,7 +296,7 @@ def _queue(root: Path, cells: Sequence[Cell], launcher: SlurmLauncher, dry: bool
     problems, script = list[str](), ""
     with collecting(problems):
         script = array_script(root, cells, launcher)
-    for check in () if dry else (refuse_without_sbatch, partial(_check_weights, cells)):
+    for check in () if dry else (refuse_without_sbatch, partial(_check_files, cells)):
         with collecting(problems):
             check()
     refuse(problems)

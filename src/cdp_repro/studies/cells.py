@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
@@ -22,7 +24,7 @@ from cdp_repro.config.program_file import with_absolute_program
 from cdp_repro.config.source import Source
 from cdp_repro.config.sweep_cells import expand_sweep
 from cdp_repro.observe.atomic_file import replace_file
-from cdp_repro.observe.run_directory import CONFIG, RunDirectory, arguments_to_go_on
+from cdp_repro.observe.run_directory import CONFIG, RunDirectory, RunDirectoryError, arguments_to_go_on
 from cdp_repro.observe.text import several
 
 LIST = "sweep.json"
@@ -83,7 +85,7 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
             for mistake in error.problems:
                 mistakes.setdefault(mistake, []).append(own)
             continue
-        begin = [*source.arguments(), *texts, f"run_dir={directory}"]
+        begin = [*source.arguments(), *texts, *_absolute_paths(config), f"run_dir={directory}"]
         found[directory] = Cell(directory, begin, config)
         if _holds_another_run(directory, config):
             problems.append(f"{directory} holds a run with another configuration: pass another run_dir=")
@@ -97,18 +99,65 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
     return [*found.values()]
 
 
+def _absolute_paths(config: RunConfig) -> list[str]:
+    """Return the overrides by which a run keeps where its files lie: the sweep may be repeated in another folder."""
+    typed = {"dataset.root": config.dataset.root, "model.weights": config.model.weights}
+    return [f"{key}={path}" for key, text in typed.items() if (path := _absolute(text)) != text]
+
+
+def _absolute(path: str | None) -> str | None:
+    return str(Path(path).absolute()) if path else path
+
+
 def _holds_another_run(directory: Path, config: RunConfig) -> bool:
     if not (directory / CONFIG).exists():
         return False
     theirs, ours = map(settings_of, (RunDirectory(directory).config(), config.to_dict()))
-    if config.task.is_text:  # which text it is changes the numbers; a finished run would pass for one on another
-        for each in (theirs, ours):
-            each["text"] = each["dataset.root"] and Path(each["dataset.root"]).absolute()
+    for each in (theirs, ours):
+        each["model.weights"] = _absolute(each["model.weights"])  # older versions have kept it as it was typed
     return any(
         theirs.get(key) != ours.get(key)
         for key in theirs.keys() | ours.keys()
         if key != "run_dir" and not is_changeable(key)
     )
+
+
+def refuse_other_data(cells: Sequence[Cell]) -> None:
+    """Refuse cells whose runs so far are on other data: a finished one would pass for one on those that are given.
+
+    Data are read only if they do not lie where a run has found its own, and once for all cells.
+
+    Raises:
+        ConfigError: lists these cells.
+        DatasetError: the data cannot be read.
+    """
+    found: dict[str, str] = {}
+    problems: list[str] = []
+    for cell in cells:
+        noted = _noted_elsewhere(cell)
+        if noted is None:
+            continue
+        from cdp_repro.training.assembly import load_data  # here: torch takes seconds
+
+        which = repr((cell.config.dataset, cell.config.model.context))
+        found[which] = found.get(which) or load_data(cell.config).fingerprint()
+        if noted.get("dataset/fingerprint") != found[which]:
+            other = f"another configuration, on other data ({noted.get('dataset/description', 'unknown')})"
+            problems.append(f"{cell.directory} holds a run with {other}: pass another run_dir=")
+    refuse(problems)
+
+
+def _noted_elsewhere(cell: Cell) -> Mapping[str, Any] | None:
+    """Return the summary of a cell's run if its data lie elsewhere now; else, and if it has none, None.
+
+    A run without a summary, or with a damaged one, tells it itself when it goes on.
+    """
+    run = RunDirectory(cell.directory)
+    with suppress(RunDirectoryError):
+        if noted := run.summary():
+            lay = settings_of(run.config_at_end())["dataset.root"]
+            return noted if lay != _absolute(cell.config.dataset.root) else None
+    return None
 
 
 @dataclass(frozen=True)
