@@ -104,6 +104,29 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on(tiny, monkeypatch, capsys):
     assert "stopped: 0 of 2 runs have finished, in sweep; the same command goes on" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("how", [[], ["--dry-run"], ["launcher=slurm"]])
+@pytest.mark.parametrize(
+    ("counted", "variables"),
+    [
+        ("WORLD_SIZE", {"RANK": "1", "WORLD_SIZE": "2"}),
+        ("SLURM_NTASKS", {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "here"}),
+    ],
+)
+def test_several_processes_start_no_sweep(counted, variables, how, tiny, monkeypatch, slurm, capsys):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert sweep(*tiny, "epochs=1", *how) == 2
+    said = capsys.readouterr().err
+    assert f"2 processes have been started ({counted}), and each would train the whole sweep: start one, with" in said
+    assert not list(Path().iterdir()) and not (slurm / "asked").exists()
+
+
+def test_a_single_process_of_a_starter_starts_a_sweep(tiny, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert sweep(*tiny, "seed=0,1", "--dry-run") == 0
+
+
 @pytest.mark.parametrize(
     ("folder", "beside"),
     [

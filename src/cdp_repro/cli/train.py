@@ -26,7 +26,7 @@ from cdp_repro.config.program_file import with_absolute_program
 from cdp_repro.config.source import Source
 from cdp_repro.config.sweep_launcher import LAUNCHERS, Launcher, LocalLauncher, SlurmLauncher, launcher_of, of_runs
 from cdp_repro.config.task import task_of
-from cdp_repro.launch import RankFailedError, StalledError, is_rank_0, launch
+from cdp_repro.launch import RankFailedError, StalledError, is_rank_0, launch, refuse_several
 from cdp_repro.observe.run_directory import (
     CONFIG,
     LOGS,
@@ -216,6 +216,7 @@ def _new(folder: Path) -> Path:
 
 def _sweep(line: CommandLine) -> int:
     """Start every cell of a sweep as `launcher=` says. If they run here, list those that failed at the end."""
+    refuse_several("train the whole sweep")
     console_logging()
     dry = "--dry-run" in line.flags
     launcher, root, cells = _asked_for(line, dry)

@@ -8,6 +8,6 @@ and `process_group` import torch when they are imported; `launcher` and the modu
 
 from cdp_repro.launch.failures import LaunchError, RankFailedError, StalledError
 from cdp_repro.launch.launcher import launch
-from cdp_repro.launch.starters import is_rank_0
+from cdp_repro.launch.starters import is_rank_0, refuse_several
 
-__all__ = ["LaunchError", "RankFailedError", "StalledError", "is_rank_0", "launch"]
+__all__ = ["LaunchError", "RankFailedError", "StalledError", "is_rank_0", "launch", "refuse_several"]

@@ -94,6 +94,17 @@ def check_world_size(started: Mapping[str, str], processes: int) -> None:
     )
 
 
+def refuse_several(each_would: str) -> None:
+    """Raise LaunchError if torchrun or srun has started several processes for what one does, such as "train it all"."""
+    started = variables_of_starter(os.environ)
+    if started and int(started["WORLD_SIZE"]) > 1:
+        counted = "WORLD_SIZE" if "RANK" in os.environ else "SLURM_NTASKS"
+        raise LaunchError(
+            f"{started['WORLD_SIZE']} processes have been started ({counted}), and each would {each_would}: start one, "
+            "without torchrun or srun; a run starts its ranks itself"
+        )
+
+
 def _own_command() -> list[str]:
     """Return the command of this process in the form of torchrun: `-m MODULE ARGUMENT...` or `SCRIPT ARGUMENT...`.
 
