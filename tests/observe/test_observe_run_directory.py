@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -43,6 +45,17 @@ def names(directory: Path) -> list[str]:
 
 
 # ---- the run directory
+
+
+def test_a_look_whether_a_run_is_being_trained_does_not_keep_it_from_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)
+    look = (run.path / "logs" / ".lock").open("w")
+    fcntl.flock(look, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "sleep", lambda _: look.close())  # a moment later
+    with run.locked():
+        assert look.closed
 
 
 def test_create_then_open_gives_the_same_configuration_and_commands(tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ import json
 import os
 import shlex
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -38,6 +39,8 @@ _UNBEGUN = {_CLAIM, COMMAND, *(unfinished(Path(name)).name for name in (COMMAND,
 """Files that a run may have before its configuration; the claim is always among them."""
 SAVED = (f"{CHECKPOINTS}/step-*", f"{CHECKPOINTS}/.replaced-step-*")
 """Where checkpoints are; the second is the old copy of a step that is being saved again."""
+_LOOK_SECONDS = 1.0
+"""More than a process takes that looks whether a run is being trained, for which it locks the run for a moment."""
 _WITHOUT_IT = "Delete it: the run then goes on from its newest checkpoint"
 
 
@@ -99,7 +102,7 @@ class RunDirectory:
             file = (self.path / LOGS / ".lock").open("w")
         with file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(file)
             except OSError as error:
                 raise RunDirectoryError(
                     f"another process is training in {self.path}: wait for it, or stop it"
@@ -222,6 +225,19 @@ class RunDirectory:
                 (self.path / name).unlink(missing_ok=True)
             _remove_empty([self.checkpoints_path, self.path / LOGS])
             raise
+
+
+def _lock(file: IO[str]) -> None:
+    """Lock a file; raise OSError if another process has it for longer than one that only looks whether it is locked."""
+    deadline = time.monotonic() + _LOOK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
 
 
 def _line(command: Sequence[str]) -> str:

@@ -50,7 +50,7 @@ def run_state(directory: Path, row: Row | None, outputs: Iterable[Path] = ()) ->
     if row is not None:
         return "done"
     log = log_path(directory)
-    # The log first: while a sweep trains, the run's own lock must stay untouched, because a run does not wait for it.
+    # The log first: while a sweep trains, the run's own lock stays untouched, as a run waits for it only for a moment.
     if _is_locked(log) or _is_locked(directory / "logs" / ".lock"):
         return "running"
     if not (directory / CONFIG).exists():
