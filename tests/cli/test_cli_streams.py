@@ -62,6 +62,25 @@ def test_a_run_whose_summary_is_lost_says_where_it_is(tiny, tmp_path):
     assert f"No space left on device; {tmp_path / 'run' / 'summary.json'} has the numbers" in done.stderr
 
 
+def test_a_name_that_the_encoding_of_the_output_lacks_is_shown_by_escapes(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = shell("PROGRAM", "train", *tiny, f"run_dir={tmp_path / 'häuser'}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == rf"  run directory         {tmp_path}/h\xe4user"
+
+
+def test_a_run_whose_folder_has_got_a_name_that_is_no_text_goes_on(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")
+    monkeypatch.chdir(tmp_path)
+    assert shell("PROGRAM", "train", *tiny, "run_dir=run").returncode == 0
+    Path("run/summary.json").unlink()
+    Path("run").rename("\udcff")
+    done = shell("PROGRAM resume=$'\\xff'", "train")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == rf"  run directory         {tmp_path}/\udcff"
+    assert Path("\udcff/command.txt").read_bytes().endswith(b"cdp-train 'resume=\xff'\n")
+
+
 def test_a_current_folder_that_is_gone_is_told(tmp_path):
     done = shell(f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone && PROGRAM", "plan")
     assert (done.returncode, done.stdout) == (2, ""), done.stderr

@@ -10,6 +10,7 @@ import pytest
 
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.keys import settings_of
+from cdp_repro.observe.run_directory import RunDirectory
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import Program, Schedule
 from cdp_repro.studies import rows
@@ -86,6 +87,14 @@ def test_a_run_of_an_older_version_whose_summary_has_no_configuration_is_filed_a
     summary = json.loads((copy / "summary.json").read_text())
     del summary["config"]
     (copy / "summary.json").write_text(json.dumps(summary))
+    assert collect(copy, "mine") == row
+
+
+def test_a_run_that_went_on_under_a_name_that_is_no_text(tmp_path, run_dir, row):
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    RunDirectory.open(copy).add_command(["cdp-train", "resume=\udcff"])
+    assert (copy / "command.txt").read_bytes().endswith(b"\ncdp-train 'resume=\xff'\n")
     assert collect(copy, "mine") == row
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from io import TextIOWrapper
 from pathlib import Path
 from typing import ParamSpec, TextIO
 
@@ -26,6 +27,12 @@ def open_standard_streams() -> None:
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+def escape_what_cannot_be_encoded() -> None:
+    """Let standard output show characters that its encoding lacks, as in the name of a folder, by escapes."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does
 
 
 class OutputError(Exception):
@@ -68,6 +75,7 @@ def command(main: Callable[_P, int]) -> Callable[_P, int]:
     @wraps(main)
     def run(*arguments: _P.args, **named: _P.kwargs) -> int:
         open_standard_streams()
+        escape_what_cannot_be_encoded()
         try:
             Path.cwd()
         except OSError:

@@ -111,8 +111,12 @@ class RunDirectory:
 
     def add_command(self, command: Sequence[str]) -> None:
         """Append a command line, shell-quoted, to command.txt."""
-        with writing(self.path / COMMAND), (self.path / COMMAND).open("a", encoding="utf-8") as file:
+        with writing(self.path / COMMAND), (self.path / COMMAND).open("ab") as file:
             file.write(_line(command))
+
+    def commands(self) -> list[str]:
+        """The lines of command.txt; bytes that are no text are as in the arguments of a process."""
+        return (self.path / COMMAND).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
 
     def config(self) -> dict[str, Any]:
         """The configuration in config.yaml as plain data. Raises RunDirectoryError if it cannot be read."""
@@ -216,7 +220,7 @@ class RunDirectory:
         """Write the files of a new run; the run exists from the moment its configuration is there, whole."""
         try:
             with writing(self.path):
-                replace_file(self.path / COMMAND, _line(command).encode())
+                replace_file(self.path / COMMAND, _line(command))
                 replace_file(self.path / CONFIG, config.encode())
                 for folder in (self.checkpoints_path, self.path / LOGS):
                     folder.mkdir()
@@ -240,8 +244,8 @@ def _lock(file: IO[str]) -> None:
         time.sleep(0.02)
 
 
-def _line(command: Sequence[str]) -> str:
-    return shlex.join(command) + "\n"
+def _line(command: Sequence[str]) -> bytes:
+    return f"{shlex.join(command)}\n".encode(errors="surrogateescape")  # as it was typed: a name in it may be no text
 
 
 def _is_unbegun(path: Path) -> bool:

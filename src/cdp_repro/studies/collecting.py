@@ -11,7 +11,7 @@ from typing import Any
 
 from cdp_repro.config.keys import PLACEMENT_KEYS, RUN_KEYS, settings_of
 from cdp_repro.observe.metrics import read_metrics
-from cdp_repro.observe.run_directory import COMMAND, RunDirectory, RunDirectoryError
+from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError
 from cdp_repro.schedule import Op
 from cdp_repro.studies.rows import DIVERGED, Row, RowError, lacking
 
@@ -54,7 +54,7 @@ def _collected(run_dir: Path, study: str, diverged_too: bool) -> Row:
     return Row(
         study=study,
         config={key: value for key, value in config.items() if key not in RUN_KEYS or key == "seed"},
-        command=_command((run.path / COMMAND).read_text().splitlines()[0], _moved(began, config)),
+        command=_command(run.commands()[0], _moved(began, config)),
         summary=own | _parameter_peak(run.memory_path),
         epochs=epochs,
         activation_bytes=_activation_bytes(run.memory_path) if summary["ranks"] == 1 else [],
