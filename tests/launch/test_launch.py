@@ -476,6 +476,14 @@ def test_a_machine_that_gives_the_others_an_address_of_no_use_learns_what_to_set
         join(2, 1)
 
 
+@pytest.mark.parametrize("names", ["nosuch", "lo,nosuch"])
+def test_an_interface_that_is_not_here_is_named(numbered, environment, names):
+    numbered(0, 2, free_port())
+    environment.setenv("GLOO_SOCKET_IFNAME", names)
+    with pytest.raises(LaunchError, match=r"^GLOO_SOCKET_IFNAME: .* interface nosuch; use .*lo.*, or unset it$"):
+        join(2, 5)
+
+
 def test_a_lacking_address_is_named(environment):
     environment.setenv("RANK", "0")
     environment.setenv("WORLD_SIZE", "2")

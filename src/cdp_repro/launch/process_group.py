@@ -41,6 +41,7 @@ def process_group(device: torch.device, processes: int, timeout_seconds: float) 
         yield
         return
     address = _address(timeout_seconds)
+    _refuse_unknown_interfaces()
     gpu = _own_gpu() if device.type == "cuda" else None
     try:
         dist.init_process_group(
@@ -124,6 +125,22 @@ def _wait_for_name(host: str, seconds: float) -> None:
         time.sleep(0.2)
 
 
+def _refuse_unknown_interfaces() -> None:
+    """Raise LaunchError if gloo, which ranks with GPUs use, too, is to use a network interface that is not here."""
+    given = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    known = _interfaces()
+    if unknown := [name for name in given if name.partition(":")[0] not in known]:  # eth0:1 is an address of eth0
+        raise LaunchError(
+            f"GLOO_SOCKET_IFNAME: this machine has no network interface {', '.join(unknown)}; use {', '.join(known)}, "
+            "or unset it"
+        )
+
+
+def _interfaces() -> list[str]:
+    """Return the names of the network interfaces of this machine."""
+    return [name for _, name in socket.if_nameindex()]
+
+
 def _own_gpu() -> torch.device:
     """Select the GPU of this rank and return it."""
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
@@ -142,7 +159,7 @@ def _explanation(error: Exception, address: str, processes: int, timeout_seconds
     if "EADDRINUSE" in str(error):
         return f"rank 0 cannot wait for the others at {address}, the port is in use: set MASTER_PORT to a free one"
     if _GLOO_LACKS_PEERS in str(error):
-        names = ", ".join(name for _, name in socket.if_nameindex())
+        names = ", ".join(_interfaces())
         return (
             f"rank {os.environ['RANK']} found the store at {address}, but does not reach the other ranks: look whether "
             "one has failed; if not, the name of a machine stands for an address that the others do not reach, such as "
