@@ -27,7 +27,7 @@ from cdp_repro.config.source import OURS
 from cdp_repro.observe.run_directory import COMMAND, RunDirectory
 from cdp_repro.predict.cutting import model_of
 from cdp_repro.studies.at_once import Ended
-from cdp_repro.studies.cells import cells_of, read_list
+from cdp_repro.studies.cells import cells_of, read_list, write_list
 from cdp_repro.studies.sweep_status import sweep_text
 from cdp_repro.training import weights
 
@@ -430,6 +430,23 @@ def test_paths_that_differ_only_in_what_names_cannot_hold_are_two_cells():
     names = sorted(cell.name for cell in cells)
     assert len(set(names)) == 4
     assert names[0] == "dataset.root=a-b,seed=0" and re.fullmatch(names[0] + "-[0-9a-f]{8}", names[1])
+
+
+def test_a_folder_in_the_place_of_a_log_is_told(tiny):
+    cells = cells_of(Path("sweep"), [*tiny, "seed=0,1,2"], OURS)
+    write_list(Path("sweep"), cells)
+    for cell in cells:
+        cell.log.mkdir()
+    for cell, status in zip(cells[1:], ("failed", "finished"), strict=True):
+        run = RunDirectory.create(cell.directory, cell.config.to_dict(), ["cdp-train"])
+        run.write_summary({"status": status})
+    told = "is a folder, expected a file: move it away"
+    lines = [re.split(" {2,}", line.strip()) for line in sweep_text(Path("sweep")).splitlines()[1:4]]
+    assert lines == [
+        ["seed=0", "failed", "-", f"sweep/seed=0.log {told}"],
+        ["seed=1", "failed", "-", f"sweep/seed=1.log {told}"],
+        ["seed=2", "finished", "-"],
+    ]
 
 
 def test_a_run_under_way_shows_its_rate_and_the_time_left(tiny, monkeypatch):

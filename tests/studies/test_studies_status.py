@@ -105,6 +105,13 @@ def test_a_run_that_is_about_to_make_its_directory_or_has_not_come_so_far(run):
     assert state() == "failed"
 
 
+def test_a_folder_in_the_place_of_a_log(run):
+    log_path(run).mkdir()
+    assert state() == "finished"
+    shutil.rmtree(run)
+    assert state() == "failed"
+
+
 def test_damaged_files(run):
     (run / "summary.json").write_text("{")
     (run / "metrics.jsonl").write_text("{\n{}\n")

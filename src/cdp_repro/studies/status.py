@@ -54,7 +54,7 @@ def run_state(directory: Path, row: Row | None, outputs: Iterable[Path] = ()) ->
     if _is_locked(log) or _is_locked(directory / "logs" / ".lock"):
         return "running"
     if not (directory / CONFIG).exists():
-        said = any(path.exists() and path.stat().st_size for path in (log, *outputs))
+        said = any(path.is_dir() or (path.exists() and path.stat().st_size) for path in (log, *outputs))
         return "failed" if said else "missing"  # before it had a run directory
     return str(_summary(directory).get("status", "stopped"))
 
@@ -64,10 +64,10 @@ def _is_locked(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
     except BlockingIOError:
         return True
+    except OSError:  # it is not there, or a folder is in its place
+        return False
     return False
 
 

@@ -107,8 +107,10 @@ def _pace(directory: Path, epochs: int) -> _Pace | None:
 
 
 def _said(outputs: Sequence[Path]) -> str:
-    """Return the last line of the first file that has one."""
+    """Return the last line of the first file that has one; a folder in the place of a file is told."""
     for path in outputs:
+        if path.is_dir():
+            return f"{path} is a folder, expected a file: move it away"
         if path.exists() and (lines := path.read_text(errors="replace").strip().splitlines()):
             return lines[-1].strip()
     return ""
