@@ -323,11 +323,12 @@ class _Run:
     def _write_trace(self, trace: Trace) -> None:
         """Write the trace as files, and keep it for W&B."""
         self._trace = trace
-        if not trace.measured_slots(self._program.schedule.slots_per_step)[0]:
+        asked = self._config.traced_steps
+        if asked and asked <= trace.fill and not trace.measured_slots(self._program.schedule.slots_per_step)[0]:
             logger.warning(
                 "warning: traced_steps=%d ends before the steps repeat, so the summary lacks the idle share, bytes and "
                 "messages of a step: use traced_steps=%d or more",
-                self._config.traced_steps,
+                asked,
                 trace.fill + 1,
             )
         write_trace_files(trace, self._directory, version_bytes(self._program.schedule, self._cut.costs))

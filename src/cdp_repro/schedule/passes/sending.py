@@ -1,7 +1,8 @@
 """Messages between neighbouring stages, of buffers, and of lent parameters.
 
 In a slot, a rank first sends values that have been ready since an earlier slot, which overlaps with its compute. It
-then computes, then sends the values that it has just made. A message of slot k arrives before slot k+1 needs it.
+then computes, sends the values that it has just made, and updates. At last it sends parameters that an update has made
+and that another rank needs in the next slot. A message of slot k arrives before slot k+1 needs it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cdp_repro.schedule.actions import Op
+from cdp_repro.schedule.actions import Action, Op
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.summation.all_reduce import sum_by_all_reduce
@@ -23,16 +23,25 @@ Strategy = Callable[[Slots, Schedule, frozenset[int]], Slots]
 
 
 def add_sums(slots: Slots, schedule: Schedule) -> Slots:
-    """Sum the gradients of every stage by its strategy, and update.
-
-    Updates come last in their slot: other ranks wait for the messages of a slot, and none of these for an update.
-    """
+    """Sum the gradients of every stage by its strategy, and update."""
     chosen = [strategy_of(schedule, stage) for stage in range(schedule.stages)]
     for strategy in dict.fromkeys(chosen):
         slots = strategy(slots, schedule, frozenset(stage for stage, own in enumerate(chosen) if own is strategy))
-    for actions in slots:
-        actions.sort(key=lambda action: action.op is Op.UPDATE)
-    return slots
+    return [_updates_after_sends(actions) for actions in slots]
+
+
+def _updates_after_sends(actions: list[Action]) -> list[Action]:
+    """Return the actions of a slot, in which each rank updates after its last send: others wait for what it sends.
+
+    Updates stay behind the sums that they need, and before others for which the rank may have to wait.
+    """
+    last_sends = {action.rank: place for place, action in enumerate(actions) if action.op is Op.SEND}
+
+    def part(placed: tuple[int, Action]) -> int:
+        place, action = placed
+        return 2 if place > last_sends.get(action.rank, -1) else int(action.op is Op.UPDATE)
+
+    return [action for _, action in sorted(enumerate(actions), key=part)]
 
 
 def strategy_of(schedule: Schedule, stage: int) -> Strategy:
