@@ -285,6 +285,19 @@ def forget_the_end(run: Path, step: int) -> None:
         shutil.rmtree(path)
 
 
+def test_a_run_that_moves_after_its_last_step_keeps_nothing_of_the_trace_before(tiny, capfd):
+    assert command.main([*tiny, "mode=dp", "workers=1", "run_dir=run"]) == 0
+    traces = [Path("run", name) for name in ("trace.json", "memory.csv", "comms.csv")]
+    assert all(path.exists() for path in traces)
+    Path("run/summary.json").unlink()
+    capfd.readouterr()
+    assert command.main(["resume=run", "placement=replicated"]) == 0
+    assert "activation peak       not measured: no training step was traced" in capfd.readouterr().out
+    assert not any(path.exists() for path in traces), "they are of the other placement"
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert summary["placement"] == "replicated" and "memory/activation_peak_bytes_total" not in summary
+
+
 def test_accumulated_micro_batches_train_and_resume_bitwise_on_one_device_and_on_ranks(tiny, capfd):
     settings = [*tiny, "precision=fp64", "workers=2", "accumulate=2", "checkpoint_every_steps=3", "keep_checkpoints=9"]
     whole, ranks = Path("whole"), Path("ranks")

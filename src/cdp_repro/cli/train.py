@@ -343,6 +343,8 @@ def _told(summary: dict[str, Any], run_dir: Path) -> str:
         over = f", over {ranks} processes" if ranks > 1 else ""
         lines.append(f"  activation peak       {format_bytes(peak)} measured{over}")
         lines.append(f"  data parallelism      {format_bytes(baseline)} simulated; ratio {peak / baseline:.3f}")
+    elif not summary.get("baseline"):  # a library's steps cannot be traced
+        lines.append("  activation peak       not measured: no training step was traced")
     if sent := summary.get("comm/bytes_per_device_per_step"):
         lines.append(f"  sent per device       {format_bytes(sent)} a training step")
     if reads := summary["ledger/reads"]:

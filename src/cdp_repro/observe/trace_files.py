@@ -29,6 +29,13 @@ def write_trace_files(trace: Trace, directory: RunDirectory, version_bytes: Call
             replace_file(path, text.getvalue().encode())
 
 
+def remove_trace_files(directory: RunDirectory) -> None:
+    """Remove what `write_trace_files` has written, if it has."""
+    for path in (directory.trace_path, directory.memory_path, directory.comms_path):
+        with writing(path):
+            path.unlink(missing_ok=True)
+
+
 def mirror_trace(trace: Trace, mode: str, directory: RunDirectory, mirror: WandbMirror) -> None:
     """Log timeline, memory, ledger and messages to W&B: tables, pictures, an artifact."""
     reads = [

@@ -24,7 +24,7 @@ from cdp_repro.launch.signals import StopRequest
 from cdp_repro.observe.metrics import MetricsLog
 from cdp_repro.observe.run_directory import RunDirectory, arguments_to_go_on, writing
 from cdp_repro.observe.text import mode_text
-from cdp_repro.observe.trace_files import mirror_trace, write_trace_files
+from cdp_repro.observe.trace_files import mirror_trace, remove_trace_files, write_trace_files
 from cdp_repro.observe.versions import code_hash, short, versions_since
 from cdp_repro.observe.wandb_mirror import WandbMirror, previous_run_id
 from cdp_repro.predict.costs import StageCosts
@@ -320,9 +320,12 @@ class _Run:
             **self._versions,
         }
 
-    def _write_trace(self, trace: Trace) -> None:
-        """Write the trace as files, and keep it for W&B."""
+    def _write_trace(self, trace: Trace | None) -> None:
+        """Write the trace as files, and keep it for W&B; None removes the files of one that does not count."""
         self._trace = trace
+        if trace is None:
+            remove_trace_files(self._directory)
+            return
         asked = self._config.traced_steps
         if asked and asked <= trace.fill and not trace.measured_slots(self._program.schedule.slots_per_step)[0]:
             logger.warning(

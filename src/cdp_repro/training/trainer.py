@@ -87,7 +87,7 @@ class Trainer:
         checkpoints: CheckpointStore,
         diverged: CheckpointStore,
         facts: Mapping[str, Any],
-        on_trace: Callable[[Trace], None],
+        on_trace: Callable[[Trace | None], None],
     ) -> None:
         """Prepare to train; every rank calls this.
 
@@ -100,7 +100,8 @@ class Trainer:
             checkpoints: The checkpoints to resume from.
             diverged: Receives the state of a run whose loss is no longer finite.
             facts: Stored in every checkpoint, and compared when a run resumes.
-            on_trace: Called on rank 0 with the trace of the first steps, after a drain.
+            on_trace: Called on rank 0 with the trace of the first steps, after a drain; with None when a run goes on
+                for which an earlier trace does not count.
         """
         self._config = config
         self._dataset = dataset
@@ -144,19 +145,22 @@ class Trainer:
             self._engine.load_state_dict(checkpoint.tensors["engine"])
             torch.set_rng_state(checkpoint.tensors["torch_random_state"])
             is_cut = checkpoint.step < min(self.position.traced_until, self._total_steps)
-            if is_cut or is_moved(checkpoint.meta["config"], self._facts["config"]):
-                self._trace_again()
+            traces_again = is_cut or is_moved(checkpoint.meta["config"], self._facts["config"])
         except CheckpointError:
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # it has other content
             lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(f"the checkpoint of step {checkpoint.step} does not fit this run: {lacks}") from error
+        if traces_again:
+            self._trace_again()
         self._truncate_metrics(checkpoint.step)
 
     def _trace_again(self) -> None:
         """Replace a trace of another placement, or of less than it needs: its messages and memory are not the run's."""
         self.position.traced = {}
         self._engine.trace_again()
+        if self._is_main:
+            self._on_trace(None)
 
     def _truncate_metrics(self, step: int) -> None:
         if self._metrics is not None:
