@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import wraps
 from io import TextIOWrapper
 from pathlib import Path
@@ -49,7 +48,7 @@ def write_out(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        _give_up(sys.stdout)
+        _discard(sys.stdout)
         if not isinstance(error, BrokenPipeError):
             raise OutputError(f"cannot write to standard output: {error.strerror}") from error
 
@@ -60,13 +59,13 @@ def write_error(text: str) -> None:
         sys.stderr.write(text)
         sys.stderr.flush()
     except OSError:
-        _give_up(sys.stderr)
+        _discard(sys.stderr)
 
 
-def _give_up(stream: TextIO) -> None:
-    """Send the rest of a stream to /dev/null, with what its buffer still holds when Python ends."""
-    with suppress(OSError, ValueError):  # a stream without a file descriptor
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _discard(stream: TextIO) -> None:
+    from cdp_repro.launch.full_streams import discard  # here: the package takes 0.1 s, and full disks are rare
+
+    discard(stream)
 
 
 def command(main: Callable[_P, int]) -> Callable[_P, int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cdp_repro.launch.failures import failure_of
+from cdp_repro.launch.full_streams import discard_what_cannot_be_written
 from cdp_repro.launch.signals import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # of linux/prctl.h
@@ -35,19 +36,8 @@ def run_rank(number: int, function: Callable[..., Any], arguments: Sequence[Any]
     partial = folder / f"{number}.partial"
     partial.write_bytes(outcome)
     partial.replace(path)
-    _drop_what_cannot_be_written()
+    discard_what_cannot_be_written()
     sys.exit(path == failure_path(folder, number))
-
-
-def _drop_what_cannot_be_written() -> None:
-    """Send a stream that cannot be written to /dev/null: `multiprocessing` flushes it, and would fail this rank."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:  # as on a full disk
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        except (AttributeError, ValueError):  # none, or closed
-            continue
 
 
 def value_path(folder: Path, rank: int) -> Path:
