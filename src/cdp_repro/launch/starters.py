@@ -81,28 +81,29 @@ def check_world_size(started: Mapping[str, str], processes: int) -> None:
     if int(started["WORLD_SIZE"]) == processes:
         return
     if "RANK" in os.environ:
-        counted = "WORLD_SIZE"
         works = (
             f"torchrun --nproc-per-node={processes} {shlex.join(_own_command())}\n"
             "or unset RANK and WORLD_SIZE, and the processes are started here"
         )
     else:
-        counted = "SLURM_NTASKS"
         works = f"srun --ntasks={processes} {shlex.join(sys.orig_argv)}"
-    raise LaunchError(
-        f"{started['WORLD_SIZE']} processes have been started ({counted}), but the run needs {processes}: use\n{works}"
-    )
+    raise LaunchError(f"{_started_text(started)}, but the run needs {processes}: use\n{works}")
 
 
 def refuse_several(each_would: str) -> None:
     """Raise LaunchError if torchrun or srun has started several processes for what one does, such as "train it all"."""
     started = variables_of_starter(os.environ)
     if started and int(started["WORLD_SIZE"]) > 1:
-        counted = "WORLD_SIZE" if "RANK" in os.environ else "SLURM_NTASKS"
         raise LaunchError(
-            f"{started['WORLD_SIZE']} processes have been started ({counted}), and each would {each_would}: start one, "
-            "without torchrun or srun; a run starts its ranks itself"
+            f"{_started_text(started)}, and each would {each_would}: start one, without torchrun or srun; a run starts "
+            "its ranks itself"
         )
+
+
+def _started_text(started: Mapping[str, str]) -> str:
+    """Say how many processes the starter has started, and which variable says so."""
+    counted = "WORLD_SIZE" if "RANK" in os.environ else "SLURM_NTASKS"
+    return f"{started['WORLD_SIZE']} processes have been started ({counted})"
 
 
 def _own_command() -> list[str]:
