@@ -17,12 +17,12 @@ from cdp_repro.trace import Trace, step_and_worker, write_comms_csv, write_memor
 
 def write_trace_files(trace: Trace, directory: RunDirectory, version_bytes: Callable[[int, int], int]) -> None:
     """Write trace.json, memory.csv and comms.csv; `version_bytes` as for `write_memory_csv`."""
-    files: dict[Path, Callable[[Trace, IO[str]], None]] = {
-        directory.trace_path: write_perfetto,
-        directory.memory_path: partial(write_memory_csv, version_bytes=version_bytes),
-        directory.comms_path: write_comms_csv,
-    }
-    for path, write in files.items():
+    writers: tuple[Callable[[Trace, IO[str]], None], ...] = (
+        write_perfetto,
+        partial(write_memory_csv, version_bytes=version_bytes),
+        write_comms_csv,
+    )
+    for path, write in zip(_files(directory), writers, strict=True):
         text = io.StringIO()
         write(trace, text)
         with writing(path):
@@ -31,9 +31,13 @@ def write_trace_files(trace: Trace, directory: RunDirectory, version_bytes: Call
 
 def remove_trace_files(directory: RunDirectory) -> None:
     """Remove what `write_trace_files` has written, if it has."""
-    for path in (directory.trace_path, directory.memory_path, directory.comms_path):
+    for path in _files(directory):
         with writing(path):
             path.unlink(missing_ok=True)
+
+
+def _files(directory: RunDirectory) -> tuple[Path, Path, Path]:
+    return directory.trace_path, directory.memory_path, directory.comms_path
 
 
 def mirror_trace(trace: Trace, mode: str, directory: RunDirectory, mirror: WandbMirror) -> None:
@@ -58,5 +62,4 @@ def mirror_trace(trace: Trace, mode: str, directory: RunDirectory, mirror: Wandb
     save_figure(memory_figure({mode: curve}, "live activation bytes"), pictures / "memory.png")
     mirror.log_image("timeline", pictures / "timeline.png")
     mirror.log_image("memory_curve", pictures / "memory.png")
-    files = [directory.trace_path, directory.memory_path, directory.comms_path]
-    mirror.log_artifact(f"trace-{directory.path.name}", "trace", files)
+    mirror.log_artifact(f"trace-{directory.path.name}", "trace", _files(directory))
