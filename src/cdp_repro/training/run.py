@@ -325,16 +325,8 @@ class _Run:
         self._trace = trace
         if trace is None:
             remove_trace_files(self._directory)
-            return
-        asked = self._config.traced_steps
-        if asked and asked <= trace.fill and not trace.measured_slots(self._program.schedule.slots_per_step)[0]:
-            logger.warning(
-                "warning: traced_steps=%d ends before the steps repeat, so the summary lacks the idle share, bytes and "
-                "messages of a step: use traced_steps=%d or more",
-                asked,
-                trace.fill + 1,
-            )
-        write_trace_files(trace, self._directory, version_bytes(self._program.schedule, self._cut.costs))
+        else:
+            write_trace_files(trace, self._directory, version_bytes(self._program.schedule, self._cut.costs))
 
 
 def _status_of(error: BaseException) -> str:

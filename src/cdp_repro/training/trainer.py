@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shlex
 import statistics
@@ -35,6 +36,8 @@ from cdp_repro.training.resuming import is_moved, refuse_foreign
 
 if TYPE_CHECKING:
     from cdp_repro.baselines.baseline import Baseline
+
+logger = logging.getLogger("cdp_repro")
 
 
 class Interrupted(RuntimeError):  # noqa: N818 - not an error of the program
@@ -377,7 +380,7 @@ class Trainer:
             "comm/max_messages_per_slot": trace.max_messages_per_slot,
             "comm/max_chain_per_slot": trace.max_chain_per_slot,
         }
-        length = self._slots_per_step
+        length, asked = self._slots_per_step, self._config.traced_steps
         if trace.measured_slots(length)[0]:
             self.position.traced |= {
                 "comm/bytes_per_device_per_step": trace.bytes_sent_per_device_per_step(length),
@@ -385,6 +388,13 @@ class Trainer:
                 "comm/messages_per_step": trace.messages_per_step(length),
                 _IDLE_SHARE: trace.idle_share(length),
             }
+        elif asked and asked <= trace.fill:  # else the run was stopped
+            logger.warning(
+                "warning: traced_steps=%d ends before the steps repeat, so the summary lacks the idle share, bytes and "
+                "messages of a step: use traced_steps=%d or more",
+                asked,
+                trace.fill + 1,
+            )
 
     @property
     def _units_per_step(self) -> int:
