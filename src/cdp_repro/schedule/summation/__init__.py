@@ -37,6 +37,8 @@ def _updates_after_sends(actions: list[Action]) -> list[Action]:
     Updates stay behind the sums that they need, and before others for which the rank may have to wait.
     """
     last_sends = {action.rank: place for place, action in enumerate(actions) if action.op is Op.SEND}
+    if not last_sends:
+        return actions
     found: list[Action] = []
     held: dict[int, list[Action]] = defaultdict(list)
     for place, action in enumerate(actions):
