@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from functools import cache
@@ -9,10 +10,15 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+import torch
+from ranks import run_ranks
 
 import cdp_repro
+from cdp_repro.config.compose import compose_config
+from cdp_repro.launch import launch
 from cdp_repro.schedule import Action, Program, Schedule, ScheduleError, Value
 from cdp_repro.schedule.program_text import read_program, write_program
+from cdp_repro.training.run import train
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(cdp_repro.__file__).parent
@@ -110,16 +116,60 @@ def test_the_example_of_an_extension_is_the_one_that_is_tested():
     assert not {line for line in code if line not in tested and f"    {line}" not in tested}
 
 
+def documented(title):
+    """Return the keys in the tables of a part of the page about run directories."""
+    part = TEXTS["run-directory.md"].partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`[^|]+) \|", part, re.MULTILINE)
+    return {key for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
+
+
+TEXT = ("dataset=text", "model=gpt", "model.width=8", "model.depth=2", "model.heads=2", "model.context=16", "workers=2",
+        "batch_size=8", "optim.warmup_epochs=0", "epochs=1", "wandb=disabled", "log_every_steps=1")  # fmt: skip
+
+
+def test_the_numbers_of_a_run_are_those_that_are_documented(tmp_path, tiny):
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 200)
+    rows, summaries = set(), set()
+    for number, overrides in enumerate(
+        [
+            (*tiny, "placement=pipeline", "workers=2", "delay=prediction"),
+            (*tiny, "mode=dp", "baseline=ddp", "workers=2"),
+            (*TEXT, f"dataset.root={tmp_path / 'text.txt'}"),
+        ]
+    ):
+        config, run_dir = compose_config([*overrides]), tmp_path / str(number)
+        launch(train, (config, run_dir, ["test"]), config.processes)
+        rows |= {key for line in (run_dir / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
+        summaries |= {*json.loads((run_dir / "summary.json").read_text())}
+    assert rows == documented("metrics.jsonl") | {"step", "epoch"}
+    of_others = {"memory/cuda_allocator_peak_bytes"} | {key for key in rows if key.startswith("eval/")}
+    assert summaries - of_others == documented("summary.json") - of_others
+
+
 def test_python_in_the_documents_runs():
     names = {}
     for name in ("program-files.md", "coming-from-a-training-loop.md"):
         names[name] = {}
-        for lines in (lines for each, _, lines in blocks("python") if each == name):
+        for lines in (lines for each, options, lines in blocks("python") if each == name and not options):
             exec("\n".join(lines), names[name])
     written = names["program-files.md"]
     assert write_program(written["program"]) == written["text"]
     changed = names["coming-from-a-training-loop.md"]["engine"]
     assert changed.step == 10 and changed.model()[0][0].weight.abs().max() <= 0.5
+
+
+def of_torchrun():
+    """Run, on one of several ranks, what the documents show for `torchrun`; return what it leaves."""
+    ((_, _, lines),) = (block for block in blocks("python") if block[1] == "torchrun")
+    names = {}
+    exec("\n".join(lines), names)
+    return names["engine"].rank, names["engine"].step, [*names["model"].parameters()]
+
+
+def test_python_in_the_documents_runs_on_several_ranks(tmp_path):
+    (rank, step, first), (other, _, second) = run_ranks(of_torchrun, 2, folder=tmp_path, joins=True)
+    assert (rank, other, step) == (0, 1, 10)
+    assert all(map(torch.equal, first, second))
 
 
 def test_actions_in_the_table_of_program_files_are_such_as_programs_have():

@@ -249,7 +249,7 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (["mode=async", "placement=pipeline"], "mode=async is not for placement=pipeline: use placement=single_device"),
         (["mode=async", "replicas=2", "batch_size=64"], "replicas=2: workers with speeds of their own have none"),
         (["mode=async", "accumulate=2"], "mode=async makes an update after each micro-batch"),
-        (["mode=async", "delay=error_feedback"], "counts training steps, but mode=async has many updates in each"),
+        (["mode=async", "delay=error_feedback"], "counts training steps, but mode=async makes 4 updates in each"),
         (["dataset=cifar"], "did you mean 'cifar10'?"),
         (["model=resnet19"], "did you mean 'resnet18'?"),
         (["experiment=paper/cifar10_resnet1"], "did you mean 'paper/cifar10_resnet18'?"),

@@ -50,11 +50,19 @@ def test_strength_arrives():
         (["delay=error_feedback", "delay.strength=-1"], "delay.strength=-1.0: must be a finite number, 0 or more"),
         (
             ["delay=prediction", "mode=dp", "placement=zero", "collectives=true"],
-            "collectives=true on placement=zero holds shards of them, and reads nothing late: use delay=none",
+            "placement zero .* holds shards of them by collectives: use collectives=false, or delay=none",
+        ),
+        (
+            ["delay=prediction", "mode=dp", "placement=zero", "collectives=true", "workers=1", "replicas=2"],
+            "holds shards of them by collectives: use collectives=false, or delay=none",
         ),
         (["delay=prediction", "mode=dp", "baseline=ddp"], "reads nothing late for delay=prediction .*: use delay=none"),
         (["optim=muon", "mode=dp", "baseline=fsdp2"], "optim=muon needs whole matrices, .*: use optim=adamw"),
         (["optim=muon", "mode=dp", "placement=zero", "collectives=true"], "optim=muon needs whole matrices"),
+        (
+            ["optim=muon", "mode=dp", "placement=zero", "collectives=true", "workers=1", "stages=2", "replicas=2"],
+            "optim=muon needs whole matrices, .*: use collectives=false, or optim=adamw",
+        ),
         (["optim.nesterov=true", "optim.momentum=0"], "optim.nesterov=true needs momentum"),
         (["optim.clip_norm=0"], "optim.clip_norm=0.0: must be a finite number above 0"),
         (["optim.clip_norm=1", "mode=dp", "baseline=ddp"], "use optim.clip_norm=null"),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
-from cdp_repro.schedule import Program, Schedule
-from cdp_repro.schedule.norms import knows_norms_in_time
+import pytest
+
+from cdp_repro.schedule import Program, Schedule, add_mode
+from cdp_repro.schedule.norms import can_clip, clips_globally, knows_norms_in_time, refusal
 from cdp_repro.schedule.program_text import read_program, write_program
+from cdp_repro.schedule.rules import Rule
 
 
 def completed_on_rank_1(text):
@@ -44,3 +47,22 @@ def test_all_runs_of_a_file_are_looked_at():
     first, second = (text[: (begin := text.index("run from step 1"))], text[begin:])
     edited = read_program(first + completed_on_rank_1(second))
     assert not knows_norms_in_time(edited)
+
+
+class OnlyFirstLate(Rule):
+    """Reads stage 0 a step late, and all others fresh: not all norms are known before a new version is read."""
+
+    def staleness(self, i: int, j: int) -> int:
+        return int(j == 0)
+
+
+@pytest.mark.parametrize(("placement", "can"), [("zero", False), ("replicated", True)])
+def test_no_rank_knows_the_norm_of_a_stage_that_is_in_shards(placement, can, registries_restored):
+    add_mode("only_first_late", "simultaneous", OnlyFirstLate)
+    schedule = Schedule.build("only_first_late", 2, 2, placement, collectives=True)
+    assert not clips_globally(schedule)
+    assert can_clip(Program(schedule)) is can
+    if not can:
+        told = refusal(schedule)
+        assert "clips by the norm of each stage, but placement zero" in told
+        assert "no rank in particular has a whole sum: use collectives=false, or" in told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tracemalloc
 from collections import defaultdict
+from itertools import filterfalse
 
 import pytest
 from hypothesis import given, settings
@@ -112,14 +113,14 @@ def test_the_batches_of_a_rank_are_its_own_in_all_of_its_roles(schedule, first, 
 
 def slots_after_the_end_of_a_step_on_rank_0(program):
     """By brute force: until the last loss of the step is computed, at most; negative if losses come first."""
-    sizes, (kind, _) = program.schedule.sizes, RankProgram(program, 0).finishing
+    sizes, (kinds, _) = program.schedule.sizes, RankProgram(program, 0).finishing
     ends, losses = {}, {}
     for slot in program.slots(program.steady_step + 3):
         for action in slot.actions:
             if action.op is Op.FORWARD and action.stage == program.schedule.stages - 1:
                 losses[action.micro_batch // sizes.micro_batches] = slot.number
-            if action.rank == 0 and action.op is kind:
-                is_update = kind is Op.UPDATE
+            if action.rank == 0 and action.op in kinds:
+                is_update = action.op is Op.UPDATE
                 counted = (
                     (action.version - 1) // sizes.updates if is_update else action.micro_batch // sizes.micro_batches
                 )
@@ -135,6 +136,22 @@ def test_a_worker_without_stages_can_finish_a_step_before_the_others_have_comput
     assert RankProgram(program, 0).losses_late == max(0, late)
 
 
+def test_that_is_known_of_every_run_of_a_file(monkeypatch):
+    """A run of a file that begins at step 1 may be of another kind than the one from step 0."""
+    program = Program(Schedule.build("cdp_v1", 4, placement="parameter_server"))
+    slots = program.slots(3, 1)
+
+    def is_put_off(action):
+        return action.op is Op.FORWARD and action.stage == 3 and action.rank > 0
+
+    put_off = {slot.number + 5: [*filter(is_put_off, slot.actions)] for slot in slots}
+    other = [
+        slot._replace(actions=(*filterfalse(is_put_off, slot.actions), *put_off.get(slot.number, ()))) for slot in slots
+    ]
+    monkeypatch.setattr(program, "samples", lambda: iter([(0, program.complete_run), (1, other)]))
+    assert RankProgram(program, 0).losses_late == 2 + 5
+
+
 def test_no_other_rank_can():
     for program in map(Program, kinds()):
         late = slots_after_the_end_of_a_step_on_rank_0(program)
@@ -148,10 +165,10 @@ def test_a_step_is_finished_by_the_updates_of_what_a_rank_holds_or_else_by_its_b
     program, steps = Program(schedule), 5
     slots = program.slots(steps)
     for rank in range(schedule.ranks):
-        kind, number = RankProgram(program, rank).finishing
+        kinds, number = RankProgram(program, rank).finishing
         held = sum(rank in schedule.placement.holders(j) for j in range(schedule.stages))
-        own = [a for each in of_rank(slots, rank) for a in each if a.op is kind]
-        assert (kind, number) == (Op.UPDATE, held) if held else kind is Op.BACKWARD
+        own = [a for each in of_rank(slots, rank) for a in each if a.op in kinds]
+        assert (kinds, number) == ({Op.UPDATE}, held) if held else kinds == {Op.BACKWARD, Op.BACKWARD_WEIGHTS}
         if program.roles.are_fixed or held:
             assert len(own) == steps * number
             by_step = defaultdict(int)

@@ -20,8 +20,8 @@ from cdp_repro.studies.collecting import collect
 from cdp_repro.studies.rows import DIVERGED, ROWS, Row, RowError, cell_hash, refuse_another, write_row
 from cdp_repro.studies.status import status_text
 
-USAGE = f"""usage: cdp-report build   [--results=results] [--root=.]
-       cdp-report check   [--results=results] [--root=.]
+USAGE = f"""usage: cdp-report build   [--results=results] [--root=FOLDER]
+       cdp-report check   [--results=results] [--root=FOLDER]
        cdp-report collect [--results=results] [--study=NAME] RUN_DIRECTORY...
        cdp-report status  [--results=results] [--runs=runs/studies] [STUDY...]
        cdp-report sweep   SWEEP_DIRECTORY --x=KEY --y=NUMBER [--group=KEY,...] [--out=FOLDER]
@@ -29,7 +29,8 @@ USAGE = f"""usage: cdp-report build   [--results=results] [--root=.]
 Rebuild the paper's tables and figures from finished runs; show the results of any sweep.
 
   build    write tables (.md, .csv, .tex), figures (.svg, .png) and report.html from the rows in results/rows, and
-           renew the marked parts of README.md and docs/ below --root; trains nothing, takes seconds
+           renew the marked parts of README.md and docs/ below --root, by default the folder around --results; trains
+           nothing, takes seconds
   check    exit 1 if one of these files differs from what the rows give
   collect  keep what the tables need of finished runs as rows in results/rows/STUDY; without --study the study whose
            runs they are. A study of your own (--study=mine) gets lines in the accuracy table

@@ -9,8 +9,7 @@ from contextlib import suppress
 from cdp_repro.config.ranges import LARGEST_RATE, LARGEST_SECONDS
 from cdp_repro.config.schema import RunConfig
 from cdp_repro.config.task import FIXED_SHAPES
-from cdp_repro.schedule import Program
-from cdp_repro.schedule.norms import clips_globally, knows_norms_in_time, refusal
+from cdp_repro.schedule import Program, last_steps, norms
 from cdp_repro.schedule.schedule import faults_of
 from cdp_repro.schedule.schedule_spec import fault_in
 from cdp_repro.schedule.sizes import check_divisible
@@ -40,7 +39,7 @@ def inconsistent_in_schedule(config: RunConfig) -> Iterable[str]:
     if not config.pushes:
         yield from _wrong_with_schedule(config)
     yield from fault_in(lambda: _check_batch_size(config))
-    yield from _wrong_with_clipping(config)
+    yield from _wrong_with_updates(config)
     yield from _wrong_with_slices(config)
     if config.baseline is not None:
         yield from _wrong_with_baseline(config)
@@ -154,21 +153,28 @@ def _wrong_with_optimizer(config: RunConfig) -> Iterable[str]:
     optim = config.optim
     if optim.nesterov and not optim.momentum:
         yield "optim.nesterov=true needs momentum, not optim.momentum=0: use optim.momentum=0.9"
-    if optim.name == "muon" and (config.baseline is not None or _is_sharded(config)):
-        where = f"baseline={config.baseline}" if config.baseline else "collectives=true on placement=zero"
-        yield f"optim=muon needs whole matrices, which {where} does not give it: use optim=adamw"
+    if optim.name == "muon" and config.baseline is not None:
+        yield f"optim=muon needs whole matrices, which baseline={config.baseline} does not give it: use optim=adamw"
     yield from _too_large_in_the_end(config)
     if optim.clip_norm is not None and config.baseline is not None:
         yield f"baseline={config.baseline} knows no optim.clip_norm={optim.clip_norm}: use optim.clip_norm=null"
 
 
-def _wrong_with_clipping(config: RunConfig) -> Iterable[str]:
-    if config.optim.clip_norm is None or config.baseline is not None:
+def _wrong_with_updates(config: RunConfig) -> Iterable[str]:
+    """Yield a sentence for each part of an update that the schedule cannot serve."""
+    if config.baseline is not None:
         return
     with suppress(ValueError):  # no schedule: `_wrong_with_schedule` reports it
         schedule = config.schedule()
-        if clips_globally(schedule) and not knows_norms_in_time(Program(schedule)):
-            yield f"optim.{refusal(schedule)}"
+        if config.optim.clip_norm is not None and not norms.can_clip(Program(schedule)):
+            yield f"optim.{norms.refusal(schedule)}"
+        if config.optim.name == "muon" and schedule.placement.is_sharded:
+            yield (
+                f"optim=muon needs whole matrices, but {schedule} holds shards of them by collectives: use "
+                "collectives=false, or optim=adamw"
+            )
+        if config.delay.name != "none" and (why := last_steps.refusal(schedule, config.delay.name)):
+            yield why
 
 
 def _too_large_in_the_end(config: RunConfig) -> Iterable[str]:
@@ -183,26 +189,12 @@ def _too_large_in_the_end(config: RunConfig) -> Iterable[str]:
             )
 
 
-def _is_sharded(config: RunConfig) -> bool:
-    return config.collectives and config.placement.name == "zero" and config.workers > 1
-
-
 def _wrong_with_delay(config: RunConfig) -> Iterable[str]:
     delay = config.delay
     if delay.name == "none":
         return
     if config.baseline is not None:
         yield f"baseline={config.baseline} reads nothing late for delay={delay.name} to make up for: use delay=none"
-    elif _is_sharded(config):
-        yield (
-            f"delay={delay.name} keeps the last steps of whole stages, but collectives=true on placement=zero holds "
-            "shards of them, and reads nothing late: use delay=none"
-        )
-    if config.pushes:
-        yield (
-            f"delay={delay.name} counts training steps, but mode={config.mode.name} has many updates in each: use "
-            "delay=none"
-        )
     decay = "momentum" if config.optim.name in ("sgd", "muon") else "beta1"
     if delay.name == "prediction" and not getattr(config.optim, decay):
         yield (

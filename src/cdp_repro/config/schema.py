@@ -194,8 +194,8 @@ class RunConfig:
     servers: int | None = None
     """P, for placement=parameter_server: ranks that hold the stages and compute none; default: 1."""
     speeds: list[int] | None = None
-    """For mode=ssp, async and dp: micro-batches that each worker computes in the same time, e.g. [1,1,1,2]; default:
-    all workers are equally fast."""
+    """For mode=ssp and async, and dp on single_device or parameter_server: micro-batches that each worker computes in
+    the same time, e.g. [1,1,1,2]; default: all workers are equally fast."""
     jitter: int | None = None
     """For mode=ssp and async: seed of uneven times; each micro-batch then takes 0.5 to 1.5 times as long as its worker
     usually needs. Default: all micro-batches of a worker take the same time."""

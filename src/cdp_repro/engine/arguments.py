@@ -29,8 +29,8 @@ def check_stages(stages: Sequence[nn.Module]) -> None:
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
             if not is_lazy(tensor) and tensor.layout is not torch.strided:
                 raise ValueError(
-                    f"{name} of stage {number} is {tensor.layout}: versions and messages are of dense tensors; keep a "
-                    "constant one in a plain attribute, or call to_dense()"
+                    f"{name} of stage {number} is {tensor.layout}: versions and messages are of dense tensors; call "
+                    "to_dense(), or, if the commands need not plan the stage, keep a constant one in a plain attribute"
                 )
 
 

@@ -14,7 +14,7 @@ from cdp_repro.engine.transfers import Outgoing, Transfer
 from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Program, Schedule, Value
 from cdp_repro.schedule.meaning import made_from
-from cdp_repro.schedule.norms import clips_globally, knows_norms_in_time, refusal, teller
+from cdp_repro.schedule.norms import can_clip, clips_globally, refusal, teller
 
 _EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`: keeps a norm of 0 from dividing by zero."""
@@ -99,15 +99,13 @@ def clipping(limit: float, program: Program, team: Team) -> Clipping:
     """Return the clipping for a program: by stage if a new version is read before all sums are complete, else global.
 
     Raises:
-        ValueError: the limit is not a finite number above 0, or clipping is global and a sum is complete too late.
+        ValueError: the limit is not a finite number above 0, or a norm is not known where, or before, it is needed.
     """
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit < math.inf:
         raise ValueError(f"clip_norm={limit!r}: use a finite number above 0, such as clip_norm=1.0")
-    if not clips_globally(program.schedule):
-        return Clipping(limit)
-    if not knows_norms_in_time(program):
+    if not can_clip(program):
         raise ValueError(refusal(program.schedule))
-    return GlobalClipping(limit, program.schedule, team)
+    return GlobalClipping(limit, program.schedule, team) if clips_globally(program.schedule) else Clipping(limit)
 
 
 def _squares(gradients: Mapping[str, Tensor]) -> Tensor:

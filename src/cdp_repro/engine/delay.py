@@ -1,8 +1,8 @@
 """Methods against delay: they change the step of the optimizer, or the parameters that a forward reads.
 
-Update t makes theta[t+1] from theta[t]; u_t = theta[t] - theta[t+1] is the optimizer's step. A micro-batch of training
-step t that reads theta[t-s] is s steps stale. All methods know the past only through the last steps. These are kept in
-the optimizer's own state, beside momentum, so checkpoints and placements need no code for them.
+Update t makes theta[t+1] from theta[t]; u_t is the optimizer's step, theta[t] - theta[t+1] if nothing corrects it. A
+micro-batch of training step t that reads theta[t-s] is s steps stale. All methods know the past only through the last
+steps, kept in the optimizer's own state, beside momentum, so that checkpoints and placements need no code for them.
 """
 
 from __future__ import annotations

@@ -146,7 +146,6 @@ class Engine:
             self.team,
             seed,
             learning_rate_factor,
-            self.schedule.rule.stashes,
         )
         self._runs = 0
         self._undrained: str | None = None
@@ -218,12 +217,7 @@ class Engine:
                 self._connect(feed)
             self._holdings.close_seals()
             self._tracer.begin_run(program.next_slot, first_step)
-            for slot in program.replay(first_step, upcoming):
-                self._tracer.enter(slot, feed.begun)
-                for result in self._executor.execute(slot, feed):
-                    self.step = result.step + 1
-                    yield result
-            for result in self._executor.finish():
+            for result in self._executor.run(first_step, upcoming, feed):
                 self.step = result.step + 1
                 yield result
         except (Exception, KeyboardInterrupt) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from cdp_repro.engine.split_backward import WeightWork, backward_input
 from cdp_repro.engine.tracing import Tracer
 from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Action, Op, RankProgram, Slot, Value
+from cdp_repro.schedule.program import Upcoming
 from cdp_repro.schedule.rings import ring_bytes
 from cdp_repro.schedule.values import (
     BUFFERS,
@@ -77,12 +78,8 @@ class Executor:
         team: Team,
         seed: int,
         learning_rate_factor: Callable[[int], float],
-        stashes: bool,
     ) -> None:
-        """`learning_rate_factor`: training step -> factor on the optimizer's learning rate in its updates.
-
-        Without `stashes`, a backward may use different parameters from those that its forward read.
-        """
+        """`learning_rate_factor`: training step -> factor on the optimizer's learning rate in its updates."""
         schedule = program.schedule
         self.program = program
         self.values = holdings.values
@@ -92,10 +89,10 @@ class Executor:
         self._losses = Losses(schedule, team)
         self._states, self._compute, self._clipping, self._tracer = holdings.states, compute, holdings.clipping, tracer
         self._team, self._seed, self._learning_rate_factor = team, seed, learning_rate_factor
-        self._sizes, self._last_stage, self._stashes = schedule.sizes, schedule.stages - 1, stashes
-        self._finishing = program.finishing
+        self._sizes, self._last_stage, self._stashes = schedule.sizes, schedule.stages - 1, schedule.rule.stashes
+        self._finishes, self._finishing = program.finishing
         self._done: Counter[int] = Counter()
-        """By training step: number of actions run of the kind whose last one finishes the step on this rank."""
+        """By training step: number of actions run of the kinds whose last one finishes the step on this rank."""
         self._finished: deque[tuple[int, int]] = deque()
         """Training steps finished on this rank, each with the slot in which the last loss of it is computed."""
         self._losses_late = 0 if team.rank else program.losses_late
@@ -111,7 +108,17 @@ class Executor:
             Op.COLLECTIVE: self._collective,
         }
 
-    def execute(self, slot: Slot, feed: Feed) -> list[StepResult]:
+    def run(self, first_step: int, upcoming: Upcoming, feed: Feed) -> Iterator[StepResult]:
+        """Run the program from `first_step` as long as steps are `upcoming`, then its drain.
+
+        Yields the training steps that finish on this rank. `feed` has the mini-batches of the steps that have begun.
+        """
+        for slot in self.program.replay(first_step, upcoming):
+            self._tracer.enter(slot, feed.begun)
+            yield from self._execute(slot, feed)
+        yield from self._finish()
+
+    def _execute(self, slot: Slot, feed: Feed) -> list[StepResult]:
         """Run the actions of one slot; return the training steps that they finish on this rank."""
         if not torch.is_grad_enabled():
             raise RuntimeError(
@@ -143,7 +150,7 @@ class Executor:
             results.append(StepResult(step, self._losses.mean_losses(step)))
         return results
 
-    def finish(self) -> list[StepResult]:
+    def _finish(self) -> list[StepResult]:
         """End a run: take in pending values for the next one, and wait until everything has been sent.
 
         Returns the steps whose losses other ranks have computed since this rank's last slot.
@@ -167,6 +174,8 @@ class Executor:
                 self._handlers[action.op](action)
         else:
             self._handlers[action.op](action)
+        if action.op in self._finishes:
+            self._count(action)
         if self._clipping is not None and action.op.sums_gradients:
             for value in action.writes:
                 if value.kind == GRADIENTS:
@@ -247,7 +256,6 @@ class Executor:
             elif value.kind == GRADIENTS:
                 self.values[value] = sums
         self._pass_on(action, gradients)
-        self._count(action.op, action.micro_batch // self._sizes.micro_batches)
 
     def _backward_input(self, action: Action) -> None:
         read = {value.kind: value for value in action.reads}
@@ -267,7 +275,6 @@ class Executor:
         work: WeightWork = self._take(read[WEIGHT_WORK])
         work.finish(sums)
         self.values[action.writes[0]] = sums
-        self._count(action.op, action.micro_batch // self._sizes.micro_batches)
 
     def _add(self, action: Action) -> None:
         """Add the earlier sum into the later one, which is copied if still needed; a sum may come in parts."""
@@ -304,14 +311,13 @@ class Executor:
         is_late = self._clipping is not None and self._clipping.is_late
         # the norm for clipping may not be known before the version is first read
         self.values[after] = Pending(update) if is_late else update()
-        self._count(Op.UPDATE, step)
 
-    def _count(self, op: Op, step: int) -> None:
-        """Count an action of a step; the last one of the finishing kind finishes the step on this rank."""
-        if op is not self._finishing[0]:
-            return
+    def _count(self, action: Action) -> None:
+        """Count an action of a training step of a finishing kind; the last one finishes the step on this rank."""
+        is_update, sizes = action.op is Op.UPDATE, self._sizes
+        step = (action.version - 1) // sizes.updates if is_update else action.micro_batch // sizes.micro_batches
         self._done[step] += 1
-        if self._done[step] == self._finishing[1]:
+        if self._done[step] == self._finishing:
             del self._done[step]
             self._feed.release(step)
             self._finished.append((step, self._slot + self._losses_late))

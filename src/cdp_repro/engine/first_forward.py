@@ -25,7 +25,7 @@ def check_what_it_made(
     if made := [name for name, _ in module.named_buffers() if name not in buffers]:
         raise ValueError(
             f"a stage makes its buffer {made[0]} in a forward; each worker has a copy of its own, made before: "
-            "register it with its values in __init__, or keep what is the same for all in a plain attribute"
+            "register it with its values in __init__"
         )
 
 

@@ -17,7 +17,7 @@ from cdp_repro.engine.parameters import Buffers, OptimizerFactory, StageState, a
 from cdp_repro.engine.seal import Seal, StageSeal, differing
 from cdp_repro.engine.shards import Shards
 from cdp_repro.launch.team import Team
-from cdp_repro.schedule import Schedule, Value
+from cdp_repro.schedule import Schedule, Value, last_steps
 from cdp_repro.schedule.values import PARAMETERS, buffers
 
 
@@ -64,27 +64,13 @@ class Holdings:
         """Return this rank's state of a stage: of the whole stage, or of its pieces of the parameters."""
         whole = dict(self._stages[number].named_parameters())
         delay = self._delay([row[number] for row in self._schedule.rule.matrix])
-        if delay.name != Uncorrected.name:
-            self._check_delay(delay.name)
+        if delay.name != Uncorrected.name and (why := last_steps.refusal(self._schedule, delay.name)):
+            raise ValueError(why)
         if not self.shards:
             return StageState(whole, self._optimizer, delay, self.clipping)
         shards, trainable = self.shards[number], [p for p in whole.values() if p.requires_grad]
         pieces = {name: nn.Parameter(piece, whole[name].requires_grad) for name, piece in shards.pieces(whole).items()}
         return StageState(pieces, shards.optimizer(self._optimizer, trainable))
-
-    def _check_delay(self, name: str) -> None:
-        """Raise ValueError if there can be no method against delay."""
-        schedule = self._schedule
-        if schedule.sizes.updates > 1:
-            raise ValueError(
-                f"delay={name} counts training steps, but mode={schedule.mode} makes {schedule.sizes.updates} updates "
-                "in each: use delay=none"
-            )
-        if self.shards:
-            raise ValueError(
-                f"delay={name} keeps the last steps of whole stages, but {schedule} holds shards of them by "
-                "collectives, and reads nothing stale: use delay=none"
-            )
 
     def _is_whole(self, number: int) -> bool:
         """Whether this rank holds all of a stage."""

@@ -24,9 +24,6 @@ class Losses:
         self._schedule, self._team = schedule, team
         self._known: dict[int, dict[int, Tensor]] = {}
         self._outgoing = Outgoing()
-        self._lag = schedule.rule.longest + 1
-        """Finished steps after which rank 0 must have received the losses of a step. The staler a mode's reads are, the
-        further rank 0 can be behind."""
 
     def enter(self, step: int, i: int, loss: Tensor) -> None:
         """Enter the loss, [] (a scalar), of the step's i-th micro-batch, which this rank has computed."""
@@ -46,7 +43,7 @@ class Losses:
         They are float64: as received losses are, so that a mean does not depend on the rank of each.
         """
         schedule = self._schedule
-        self._outgoing.let_go(before=step - self._lag)
+        self._outgoing.let_go(before=step - schedule.max_lead)  # rank 0 must have received those
         known = self._known.pop(step, {})
         if self._team.rank == 0:
             first, last_stage = step * schedule.micro_batches, schedule.stages - 1

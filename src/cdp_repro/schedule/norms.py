@@ -25,6 +25,13 @@ def clips_globally(schedule: Schedule) -> bool:
     return rule.longest == 0 or rule.least >= 1
 
 
+def can_clip(program: Program) -> bool:
+    """Whether each norm by which gradients are clipped is known where, and before, it is needed."""
+    if clips_globally(program.schedule):
+        return knows_norms_in_time(program)
+    return not program.schedule.placement.is_sharded  # no rank has all of a stage's gradient
+
+
 def knows_norms_in_time(program: Program) -> bool:
     """Whether each sum is complete, on the rank that tells the others, before any rank reads what the step makes.
 
@@ -62,7 +69,8 @@ def teller(schedule: Schedule, version: int, stage: int) -> int:
 
 
 def refusal(schedule: Schedule) -> str:
-    """Return why a schedule cannot clip by the norm over all stages, and which settings can on the same sizes."""
+    """Return why a schedule cannot clip by norms, and which settings can on the same sizes."""
+    whose = "the norm over all stages" if clips_globally(schedule) else "the norm of each stage"
     why = "adds some gradients only after a new version is read"
     first = ""
     if schedule.spec.collectives:
@@ -75,14 +83,13 @@ def refusal(schedule: Schedule) -> str:
         f"{first}mode=cdp_v2, which clips each stage by itself": plain.in_mode("cdp_v2"),
     }
     works = [] if schedule.sizes.pushes else [way.strip() for way, spec in ways.items() if way and _can_clip(spec)]
-    return f"clip_norm with mode={schedule.mode} clips by the norm over all stages, but {schedule} {why}: " + (
+    return f"clip_norm with mode={schedule.mode} clips by {whose}, but {schedule} {why}: " + (
         f"use {', or '.join(works)}" if works else "leave clip_norm out"
     )
 
 
 def _can_clip(spec: Spec) -> bool:
     try:
-        schedule = Schedule.from_spec(spec)
+        return can_clip(Program(Schedule.from_spec(spec)))
     except ValueError:
         return False
-    return not clips_globally(schedule) or knows_norms_in_time(Program(schedule))

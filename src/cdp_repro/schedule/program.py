@@ -290,17 +290,17 @@ class RankProgram:
         return self._program.edges
 
     @property
-    def finishing(self) -> tuple[Op, int]:
-        """The kind of action whose last one finishes a training step on this rank, and their number in a step.
+    def finishing(self) -> tuple[frozenset[Op], int]:
+        """The kinds of actions of which the last finishes a training step on this rank, and their number in a step.
 
-        These are updates on a rank that holds stages; else backwards, or the second parts of backwards.
+        These are updates on a rank that holds stages; else what gives the gradients of its micro-batches.
         """
         holders, stages = self.schedule.placement.holders, range(self.schedule.stages)
         if held := sum(self.rank in holders(stage) for stage in stages):
-            return Op.UPDATE, held * self.schedule.sizes.updates
+            return frozenset({Op.UPDATE}), held * self.schedule.sizes.updates
         own = self._picked(self._program.run_from(0)[0].period)[self.rank]
-        giving = [action.op for slot in own for action in slot.actions if action.op.gives_gradients]
-        return giving[0] if giving else Op.BACKWARD, len(giving)
+        giving = sum(action.op.gives_gradients for slot in own for action in slot.actions)
+        return frozenset(op for op in Op if op.gives_gradients), giving
 
     @property
     def losses_late(self) -> int:
@@ -308,19 +308,21 @@ class RankProgram:
 
         Only a rank that holds no stage can finish first, as a worker of `parameter_server`: an update needs all losses.
         """
-        op, _ = self.finishing
-        if op is Op.UPDATE:
+        kinds, _ = self.finishing
+        if Op.UPDATE in kinds:
             return 0
-        sizes, last_stage = self.schedule.sizes, self.schedule.stages - 1
-        own, computed = dict[int, int](), dict[int, int]()
-        for slot in self._program.complete_run:
-            for action in slot.actions:
-                step = action.micro_batch // sizes.micro_batches
-                if action.rank == self.rank and action.op is op:
-                    own[step] = slot.number
-                if action.op is Op.FORWARD and action.stage == last_stage:
-                    computed[step] = slot.number
-        return max([0, *(computed[step] - end for step, end in own.items())])
+        sizes, last_stage, found = self.schedule.sizes, self.schedule.stages - 1, [0]
+        for _, slots in self._program.samples():
+            own, computed = dict[int, int](), dict[int, int]()
+            for slot in slots:
+                for action in slot.actions:
+                    step = action.micro_batch // sizes.micro_batches
+                    if action.rank == self.rank and action.op in kinds:
+                        own[step] = slot.number
+                    if action.op is Op.FORWARD and action.stage == last_stage:
+                        computed[step] = slot.number
+            found += [computed[step] - end for step, end in own.items()]
+        return max(found)
 
     def replay(self, first_step: int, upcoming: Upcoming) -> Iterator[Slot]:
         """Yield the slots of a run from `first_step` in which the rank acts, or exchanges a batch."""

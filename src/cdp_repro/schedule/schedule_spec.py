@@ -136,11 +136,6 @@ class Spec:
         left_out: dict[str, Any] = {name: None for name in MODE_SIZES if name not in moved.chosen_mode.sizes}
         return replace(moved, **left_out)
 
-    def check(self) -> None:
-        """Raise ValueError for the first of the `faults`."""
-        for fault in self.faults():
-            raise ValueError(fault)
-
     def faults(self) -> list[str]:
         """Return a sentence, with values that work, for each value of another type, mode or placement.
 
