@@ -39,7 +39,7 @@ from cdp_repro.predict.cutting import cut_model
 RANKS, MINI_BATCH = 2, 32
 MICRO_BATCHES = (2, 4, 8)
 """Into how many a mini-batch is cut: torch's schedules try all."""
-TRIAL_ROUNDS, ROUNDS, STEPS = 2, 6, 3
+TRIAL_ROUNDS, ROUNDS, STEPS = 2, 12, 3
 LIBRARY: dict[str, tuple[Any, int]] = {
     "torch gpipe": (ScheduleGPipe, 1),
     "torch 1f1b": (Schedule1F1B, 1),
