@@ -43,7 +43,7 @@ class _Machine:
     def __init__(self, schedule: Schedule, first_step: int) -> None:
         self.schedule, self.first = schedule, first_step
         self.step, self.updates = schedule.micro_batches, schedule.sizes.updates
-        workers = [turn.worker for turn in schedule.sizes.round.turns] if schedule.sizes.pushes else None
+        workers = [turn.worker for turn in schedule.sizes.round.turns] if schedule.sizes.has_own_clocks else None
         self.lane_of = workers or range(gcd(schedule.sizes.lanes, schedule.micro_batches))
         self.store: list[dict[Value, object]] = [{} for _ in range(schedule.ranks)]
         for rank, values in schedule.held_after(first_step).items():

@@ -194,7 +194,7 @@ def test_data_parallelism_to_compare_with_has_a_rank_a_stage_where_branches_shar
 @pytest.mark.parametrize(("order", "mode"), itertools.product(ORDERS, MODES))
 def test_stages_default_to_workers_and_ranks_of_a_pipeline_too(order, mode):
     assert Schedule.build(mode, 4, slot_order=order).stages == 4
-    if not MODES[mode].pushes:
+    if not MODES[mode].has_own_clocks:
         assert Schedule.build(mode, 4, placement="pipeline", slot_order=order).ranks == 4
 
 

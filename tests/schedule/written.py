@@ -64,7 +64,7 @@ def kinds() -> Iterator[Schedule]:
     modes = [*((mode, None) for mode in MODES), ("matrix", STALE)]
     sizes = ((1, 1), (2, 1), (1, 2))
     for (name, matrix), placement, order, (k, r) in product(modes, PLACEMENTS, ORDERS, sizes):
-        pushes = matrix is None and MODES[name].pushes
+        pushes = matrix is None and MODES[name].has_own_clocks
         if name not in ANYWHERE and placement not in ("single_device", "parameter_server" if pushes else "pipeline"):
             continue
         if pushes:

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdp_repro.schedule import Action, Op, Value
-from cdp_repro.schedule.rings import collective_name, next_in_ring, ring_bytes, ring_hops
+from cdp_repro.schedule.values import collective_name
+from cdp_repro.trace.rings import next_in_ring, ring_bytes, ring_hops
 
 REDUCE, SCATTER, GATHER = "g2[4:8]", "g2[4:8]#2/4", "pf2.m5@v3"
 

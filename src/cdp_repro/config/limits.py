@@ -27,7 +27,7 @@ def inconsistent_in_schedule(config: RunConfig) -> Iterable[str]:
     Every setting in `SCHEDULE_KEYS` must be in range, because the schedule is made from them. A problem that makes the
     later checks impossible or slow is reported alone.
     """
-    found = _wrong_with_schedule(config) if config.pushes else []  # first: it gives the micro-batches of a step
+    found = _wrong_with_schedule(config) if config.has_own_clocks else []  # first: it gives the micro-batches of a step
     if found:
         yield from found
         return
@@ -36,7 +36,7 @@ def inconsistent_in_schedule(config: RunConfig) -> Iterable[str]:
         return
     if too_large := _too_large_input(config):
         yield too_large
-    if not config.pushes:
+    if not config.has_own_clocks:
         yield from _wrong_with_schedule(config)
     yield from fault_in(lambda: _check_batch_size(config))
     yield from _wrong_with_updates(config)
@@ -92,7 +92,7 @@ def _too_large_program(config: RunConfig) -> str | None:
 
 
 def _check_batch_size(config: RunConfig) -> None:
-    if config.pushes and config.batch_size % config.step_micro_batches:
+    if config.has_own_clocks and config.batch_size % config.step_micro_batches:
         pushes = config.step_micro_batches
         lower, each = config.batch_size // pushes, config.batch_size // config.workers
         choices = " or ".join(f"batch_size={n * pushes}" for n in (lower, lower + 1) if n)
@@ -101,7 +101,7 @@ def _check_batch_size(config: RunConfig) -> None:
             f"batch_size={config.batch_size} is not divisible by the {pushes} pushes that workers of these speeds make "
             f"in a training step: use {choices}{like}"
         )
-    if config.pushes:
+    if config.has_own_clocks:
         return
     if config.updates_each:
         check_divisible(config.batch_size, replicas=config.replicas)

@@ -282,7 +282,7 @@ class RunConfig:
         Raises:
             ValueError: workers run on clocks of their own, and there is no schedule with these sizes.
         """
-        if self.pushes:
+        if self.has_own_clocks:
             return self.schedule().micro_batches
         if self.updates_each:
             return self.replicas
@@ -313,9 +313,9 @@ class RunConfig:
         return samples, *self.input_shape
 
     @property
-    def pushes(self) -> bool:
+    def has_own_clocks(self) -> bool:
         """Whether workers run on clocks of their own, and each micro-batch is an update."""
-        return self.mode.name in MODES and MODES[self.mode.name].pushes
+        return self.mode.name in MODES and MODES[self.mode.name].has_own_clocks
 
     @property
     def updates_each(self) -> bool:

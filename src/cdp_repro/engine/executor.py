@@ -30,7 +30,6 @@ from cdp_repro.engine.tracing import Tracer
 from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Action, Op, RankProgram, Slot, Value
 from cdp_repro.schedule.program import Upcoming
-from cdp_repro.schedule.rings import ring_bytes
 from cdp_repro.schedule.values import (
     BUFFERS,
     GRADIENTS,
@@ -44,6 +43,7 @@ from cdp_repro.schedule.values import (
     SAVED,
     WEIGHT_WORK,
 )
+from cdp_repro.trace.rings import ring_bytes
 
 
 @dataclass(frozen=True)

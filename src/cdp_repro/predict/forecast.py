@@ -136,7 +136,7 @@ def plan_text(plan: Plan, width: int) -> str:
 
 def _parts_of_mini_batch(config: RunConfig) -> str:
     """Return the parts of a mini-batch along its samples, as text."""
-    if config.pushes:
+    if config.has_own_clocks:
         return f"{config.sample_parts} pushes of {config.workers} workers"
     if config.updates_each:
         parts = "1 micro-batch"

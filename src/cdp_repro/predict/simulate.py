@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.program import Program
-from cdp_repro.schedule.rings import ring_bytes
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.values import INPUT, PARAMETERS, parameters
 from cdp_repro.trace import Trace, TraceRecorder, longest_chain
+from cdp_repro.trace.rings import ring_bytes
 
 
 class Devices:

@@ -50,7 +50,7 @@ class CommonSizes:
             works = self.tokens + slices - self.tokens % slices
             raise ValueError(f"{self.tokens} tokens cannot be cut into {slices} slices: use model.context={works}")
         stages = self.ranks * CHUNKS if mode == "interleaved" else self.ranks
-        accumulate = 1 if MODES[mode].updates_each or MODES[mode].pushes else self.accumulate
+        accumulate = 1 if MODES[mode].updates_each or MODES[mode].has_own_clocks else self.accumulate
         sources = self.branches(stages) if self.branches else None
         spec = Spec(mode, self.ranks, stages, placement, accumulate=accumulate, sources=sources)
         Schedule.from_spec(spec)

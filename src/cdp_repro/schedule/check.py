@@ -16,10 +16,9 @@ from typing import NamedTuple
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.grid import text_grid
 from cdp_repro.schedule.meaning import fault_of
-from cdp_repro.schedule.rings import collective_name
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.timelines.cyclic import Cyclic
-from cdp_repro.schedule.values import GRADIENTS, LENT, PARAMETERS, Value, buffers
+from cdp_repro.schedule.values import GRADIENTS, LENT, PARAMETERS, Value, buffers, collective_name
 
 SHOWN_SLOTS = 128
 """The most slots before a fault that its error shows."""

@@ -5,6 +5,7 @@ Ours are not asked: they give the numbers that their own tests check, and a larg
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from cdp_repro.schedule.by_name import refusing
@@ -28,7 +29,7 @@ def check_foreign(timeline: Timeline, rule: Rule, placement: Placement) -> None:
     """
     checks = (
         (timeline, partial(_check_timeline, timeline)),
-        (rule, partial(_check_rule, rule)),
+        (rule, partial(_check_numbers, rule, ("staleness", "backward_staleness"))),
         (placement, partial(_check_placement, placement)),
     )
     for part, check in checks:
@@ -39,17 +40,15 @@ def check_foreign(timeline: Timeline, rule: Rule, placement: Placement) -> None:
 
 def _check_timeline(timeline: Timeline) -> None:
     _number(timeline, "period", timeline.period, least=1)
-    for i in range(timeline.sizes.turns):
-        for j in range(timeline.sizes.stages):
-            for name in ("forward", "backward", "backward_weights"):
-                _number(timeline, f"{name}({i}, {j})", getattr(timeline, name)(i, j))
+    _check_numbers(timeline, ("forward", "backward", "backward_weights"))
 
 
-def _check_rule(rule: Rule) -> None:
-    for i in range(rule.sizes.turns):
-        for j in range(rule.sizes.stages):
-            for name in ("staleness", "backward_staleness"):
-                _number(rule, f"{name}({i}, {j})", getattr(rule, name)(i, j))
+def _check_numbers(part: Timeline | Rule, functions: Sequence[str]) -> None:
+    """Check that functions of turn i and stage j give whole numbers from 0."""
+    for i in range(part.sizes.turns):
+        for j in range(part.sizes.stages):
+            for name in functions:
+                _number(part, f"{name}({i}, {j})", getattr(part, name)(i, j))
 
 
 def _check_placement(placement: Placement) -> None:

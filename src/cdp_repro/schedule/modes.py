@@ -45,7 +45,7 @@ class Mode:
         return TIMELINES[self.timeline]
 
     @property
-    def pushes(self) -> bool:
+    def has_own_clocks(self) -> bool:
         """Whether workers run on clocks of their own, and each micro-batch is an update."""
         return self.timeline_class.has_own_clocks
 

@@ -82,7 +82,8 @@ def refusal(schedule: Schedule) -> str:
         f"{first}placement=pipeline": plain.on("pipeline"),
         f"{first}mode=cdp_v2, which clips each stage by itself": plain.in_mode("cdp_v2"),
     }
-    works = [] if schedule.sizes.pushes else [way.strip() for way, spec in ways.items() if way and _can_clip(spec)]
+    found = [way.strip() for way, spec in ways.items() if way and _can_clip(spec)]
+    works = [] if schedule.sizes.has_own_clocks else found
     return f"clip_norm with mode={schedule.mode} clips by {whose}, but {schedule} {why}: " + (
         f"use {', or '.join(works)}" if works else "leave clip_norm out"
     )

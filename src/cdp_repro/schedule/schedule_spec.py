@@ -104,7 +104,7 @@ class Spec:
             pipeline_ranks=pipeline_ranks,
             servers=1 if self.servers is None else self.servers,
             updates_each=mode.updates_each,
-            pushes=mode.pushes,
+            has_own_clocks=mode.has_own_clocks,
             speeds=tuple(self.speeds or ()),
             jitter=self.jitter,
             message_time=self.message_time or 0,
@@ -187,8 +187,8 @@ class Spec:
         allowed = ("single_device", "pipeline") if mode.updates_each else mode.timeline_class.placements
         if allowed is not None and self.placement not in allowed:
             yield f"mode={self.mode_name} is not for placement={self.placement}: use placement={' or '.join(allowed)}"
-        if (mode.updates_each or mode.pushes) and self.accumulate > 1:
-            works = "" if mode.pushes else ", or mode=pipedream_2bw"
+        if (mode.updates_each or mode.has_own_clocks) and self.accumulate > 1:
+            works = "" if mode.has_own_clocks else ", or mode=pipedream_2bw"
             yield (
                 f"mode={self.mode} makes an update after each micro-batch, not after accumulate={self.accumulate} "
                 f"of them a worker: use accumulate=1{works}"
@@ -206,7 +206,8 @@ class Spec:
         chosen, mode = self.micro_batches, self.chosen_mode
         if chosen is None:
             return
-        if self.placement not in CHOOSING_PLACEMENTS or mode.updates_each or mode.pushes or self.speeds is not None:
+        has_one_update = not mode.updates_each and not mode.has_own_clocks and self.speeds is None
+        if self.placement not in CHOOSING_PLACEMENTS or not has_one_update:
             yield (
                 f"micro_batches={chosen} is for modes on placement={' or '.join(CHOOSING_PLACEMENTS)} with one update "
                 f"after them, not for mode={self.mode_name} on placement={self.placement}: leave it out"

@@ -35,7 +35,7 @@ class Sizes:
     servers: int = 1
     updates_each: bool = False
     """Whether each micro-batch is a training step of its own: M = R, with N training steps under way."""
-    pushes: bool = False
+    has_own_clocks: bool = False
     """Whether workers run on clocks of their own, and each micro-batch is an update: a training step is a `round`."""
     speeds: tuple[int, ...] = ()
     """() if all are equal."""
@@ -83,7 +83,7 @@ class Sizes:
     @cached_property
     def turns(self) -> int:
         """M / R: micro-batches of a training step, without replicas. Timelines and rules count turns."""
-        if self.pushes:
+        if self.has_own_clocks:
             return len(self.round.turns)
         if self.updates_each:
             return 1
@@ -107,7 +107,7 @@ class Sizes:
     @cached_property
     def updates(self) -> int:
         """U: updates of a training step, each with M/U micro-batches. Versions count updates."""
-        return self.turns if self.pushes else 1
+        return self.turns if self.has_own_clocks else 1
 
     @cached_property
     def summed(self) -> int:
@@ -117,7 +117,7 @@ class Sizes:
     @cached_property
     def gradient_weight(self) -> float:
         """Weight of a micro-batch's gradient in an update: 1/M for the mean, or 1/N for a push."""
-        return 1 / (self.workers if self.pushes else self.micro_batches)
+        return 1 / (self.workers if self.has_own_clocks else self.micro_batches)
 
     @cached_property
     def micro_batches(self) -> int:
@@ -163,7 +163,7 @@ class Sizes:
         A set belongs to the same places in every training step, so the number divides M: one per lane if M = k N R L.
         Workers on clocks of their own have one set each, whatever the number of their pushes.
         """
-        return self.lanes if self.pushes else math.gcd(self.lanes, self.micro_batches)
+        return self.lanes if self.has_own_clocks else math.gcd(self.lanes, self.micro_batches)
 
     def check(self) -> None:
         """Raise ValueError, with a value that works, unless the sizes are in range and fit together, as D divides S."""
@@ -195,9 +195,9 @@ class Sizes:
             self._check_message_time()
         if self.slack is not None and self.slack < 0:
             raise ValueError(f"slack={self.slack}: use slack=0 (all wait for the slowest worker) or more")
-        if (self.speeds or self.pushes) and self.replicas > 1:
+        if (self.speeds or self.has_own_clocks) and self.replicas > 1:
             raise ValueError(f"replicas={self.replicas}: workers with speeds of their own have none; use replicas=1")
-        if self.pushes:
+        if self.has_own_clocks:
             _ = self.round  # raises if the order of pushes repeats too late
 
     def _check_message_time(self) -> None:

@@ -149,3 +149,13 @@ def gradient_sum(stage: int, members: Sequence[int]) -> Value:
     """Return the sum over `members`, which are equally spaced. Its `stop` is the number after the last member."""
     stride = members[1] - members[0] if len(members) > 1 else 1
     return _fast((GRADIENTS, stage, members[0], 0, members[-1] + 1, stride, 0, 1))
+
+
+def collective_name(value: Value) -> tuple[object, ...]:
+    """Return the name of a collective that all ranks share, given the value that it makes on one of them.
+
+    The values differ: each rank gathers parameters for its own micro-batch, and gets its own shard of a scattered sum.
+    """
+    if value.kind == GRADIENTS:
+        return value.whole, value.parts
+    return value.kind, value.stage, value.version

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from cdp_repro.schedule.actions import Action, Op
-from cdp_repro.schedule.rings import collective_name, ring_hops
-from cdp_repro.schedule.values import Value
+from cdp_repro.schedule.values import Value, collective_name
+from cdp_repro.trace.rings import ring_hops
 
 
 def longest_chain(actions: Iterable[Action], is_sent: Callable[[Action], bool], ranks: int) -> int:

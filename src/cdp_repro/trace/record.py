@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.lanes import Lanes
-from cdp_repro.schedule.rings import collective_name, next_in_ring
 from cdp_repro.schedule.sizes import Sizes
-from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT, Value
+from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT, Value, collective_name
 from cdp_repro.trace.chains import longest_chain
+from cdp_repro.trace.rings import next_in_ring
 
 
 @dataclass(frozen=True)

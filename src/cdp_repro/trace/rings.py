@@ -7,7 +7,7 @@ twice. A library may really send something else.
 from __future__ import annotations
 
 from cdp_repro.schedule.actions import Action
-from cdp_repro.schedule.values import GRADIENTS, Value
+from cdp_repro.schedule.values import GRADIENTS
 
 
 def ring_bytes(collective: Action, size: int, ranks: int) -> int:
@@ -31,13 +31,3 @@ def times_round(collective: Action) -> int:
 def next_in_ring(rank: int, ranks: int) -> int:
     """Return the rank that `rank` sends to."""
     return (rank + 1) % ranks
-
-
-def collective_name(value: Value) -> tuple[object, ...]:
-    """Return the name of a collective that all ranks share, given the value that it makes on one of them.
-
-    The values differ: each rank gathers parameters for its own micro-batch, and gets its own shard of a scattered sum.
-    """
-    if value.kind == GRADIENTS:
-        return value.whole, value.parts
-    return value.kind, value.stage, value.version

@@ -19,8 +19,8 @@ from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.pricing.cluster import Cluster, ring_seconds
 from cdp_repro.predict.simulate import Devices
 from cdp_repro.schedule import Action, Op, Program, Schedule, Slot, Value
-from cdp_repro.schedule.rings import next_in_ring, ring_bytes
 from cdp_repro.schedule.values import GRADIENTS
+from cdp_repro.trace.rings import next_in_ring, ring_bytes
 
 MAX_STEPS, MAX_MICRO_BATCHES = 12, 192
 """A simulation stops looking for an exact period after as many training steps, or micro-batches if those are more."""
