@@ -104,6 +104,12 @@ def test_an_explorer_on_request(capsys, tmp_path):
         ([f"--html={tmp_path}/none/plan.html"], "none, which is no folder: give the name of a file"),
         (["-m", "mode=dp,cdp_v2"], "cdp-plan takes one run at a time; cdp-train sweeps over many"),
         (["--program=x", "mode=dp", "baseline=ddp"], "--program=FILE writes our programs, baseline=ddp runs torch's"),
+        (
+            ["mode=dp", "baseline=ddp"],
+            "baseline=ddp runs torch's own loop, which has no plan: leave it out, or give price",
+        ),
+        (["--systems", "stages=4"], "--systems gives each system stages of its own: leave stages=4 out"),
+        (["--systems", "mode=async", "message_time=2"], "leave message_time=2.0 out"),
         (["--html", "model=mlp"], "--html took model=mlp for the name of a file: give --html=FILE model=mlp"),
         (["--out", "optim.lr=1"], "--out took optim.lr=1 for the name of a folder: give --out=FOLDER optim.lr=1"),
         ([f"--program={tmp_path}"], "is a folder: give the name of a file"),
@@ -114,6 +120,14 @@ def test_an_explorer_on_request(capsys, tmp_path):
     ):
         assert command.main([*small, *arguments]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_page_of_text_is_not_filled_by_micro_batches_of_many_steps(capsys):
+    """A step of pipedream has one micro-batch, but N are under way, and have a row each."""
+    sizes = ("model=mlp", "model.depth=23", "workers=24", "stages=24", "placement=pipeline", "batch_size=24")
+    shown = shown_by(capsys, *sizes, "mode=pipedream")
+    assert "timelines and memory per slot of 24 workers are too large for text" in shown
+    assert len(shown.splitlines()) < 60
 
 
 def test_impossible_settings_are_refused_with_one_that_works(capsys):

@@ -29,7 +29,7 @@ from cdp_repro.predict.pricing import (
 )
 from cdp_repro.predict.pricing.calibration import measure_stages, network_of, time_messages
 from cdp_repro.predict.pricing.extrapolated import SIMULATED_FORWARDS, _busiest_rank_seconds
-from cdp_repro.predict.pricing.quote import cluster_of, prices_on_each
+from cdp_repro.predict.pricing.quote import cluster_of, make_quote, prices_on_each, quote_text
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import PLACEMENTS, Program, Schedule, Spec
 
@@ -236,10 +236,17 @@ def test_no_estimate_takes_ranks_to_have_neighbouring_stages(mode):
 
 
 @pytest.mark.parametrize(
-    "of_each", [{"speeds": (1,) * 32 + (2,)}, {"sources": ((), (), (0, 1), *((j,) for j in range(2, 32)))}]
+    "of_each",
+    [
+        {"speeds": (1,) * 32 + (2,)},
+        {"sources": ((), (), (0, 1), *((j,) for j in range(2, 32)))},
+        {"jitter": 3},
+    ],
 )
 def test_jobs_that_name_each_worker_or_stage_are_simulated(of_each):
+    """Or draw the times of each."""
     mode, place = ("gpipe", "pipeline") if "sources" in of_each else ("dp", "parameter_server")
+    mode = "ssp" if "jitter" in of_each else mode
     job = Spec(mode, 33, 33, place, **of_each)
     assert estimated(job, StageCosts.equal(33), Cluster.equal(33)).method == "simulated"
 
@@ -255,6 +262,22 @@ def test_an_extrapolation_knows_that_a_server_serves_all_workers(mode, servers):
     assert truth.step_seconds > 10 * 2 * 40, "links decide"
     assert guess.step_seconds == pytest.approx(truth.step_seconds, rel=0.01)
     assert guess.at_most_seconds >= guess.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("job", "simulated"),
+    [
+        (Spec("dp", 2, 64, "zero", replicas=20), 300),
+        (Spec("dp", 2, 64, "zero", replicas=32), 300),
+        (Spec("async", 20, 20, "parameter_server"), 300),
+    ],
+)
+def test_extrapolated_state_is_that_of_the_device_with_most(job, simulated):
+    """Of more owners each holds fewer stages, in whole numbers; a server keeps a version for each worker."""
+    costs, cluster = StageCosts.equal(job.stages, 1, 1000), Cluster.equal(job.stages)
+    guess, truth = estimated(job, costs, cluster, simulated=simulated), estimated(job, costs, cluster, simulated=10**6)
+    assert (guess.method, truth.method) == ("extrapolated", "simulated")
+    assert guess.state_bytes == pytest.approx(truth.state_bytes)
 
 
 @pytest.mark.parametrize("mode", ["pipedream", "ampnet", "pipedream_2bw"])
@@ -360,6 +383,46 @@ def test_modes_that_do_not_fit_the_sizes_of_the_chosen_one_have_no_price(capsys)
     }
     assert found["dp", "pipeline"][0] == "2" and {mode for mode, _ in found} == {"dp"}
     assert ("dp", "torch_gpipe") not in found, "it runs one stage a process"
+
+
+def prices_of(*overrides):
+    config = compose_config(["price=true", "model=mlp", "cluster.flops_per_second=1e9", *overrides], check_device=False)
+    return make_quote(config)
+
+
+def test_modes_without_speeds_are_not_priced_beside_slow_workers():
+    """Several devices would all be priced as the fastest worker."""
+    sizes = ("mode=async", "placement=parameter_server", "speeds=[1,1,1,4]", "workers=4", "batch_size=56")
+    quote = prices_of(*sizes)
+    assert {name for name in quote.prices if "single_device" not in name} == {
+        "async parameter_server",
+        "dp parameter_server",
+    }
+    assert "speeds=[1, 1, 1, 4]: only modes that know them are priced on several devices" in quote_text(quote)
+
+
+@pytest.mark.parametrize("sizes", [("workers=4",), ("workers=1", "replicas=4"), ("workers=1", "accumulate=4")])
+def test_libraries_have_a_device_for_each_micro_batch(sizes):
+    prices = prices_of("mode=dp", "placement=replicated", "stages=2", *sizes).prices
+    assert prices["dp ddp"].devices == prices["dp fsdp2"].devices == 4
+
+
+def test_libraries_run_no_branches():
+    prices = prices_of("model=two_towers", "mode=dp", "workers=3", "batch_size=63").prices
+    assert "dp ddp" not in prices and "dp replicated" in prices
+
+
+def test_what_libraries_send_of_frozen_parameters():
+    """They are gathered twice, and have no gradient."""
+    costs = replace(StageCosts.equal(2, 1, 100), gradient_bytes=(100, 0))
+    ddp, fsdp2 = (make(costs, Cluster.equal(2), 4).sent_bytes_per_device for make in (price_ddp, price_fsdp2))
+    assert (ddp, fsdp2) == (2 * 100 * 3 / 4, (2 * 200 + 100) * 3 / 4)
+
+
+def test_slices_are_not_measured_without_those_before():
+    slices = ("dataset=text", "model=gpt", "mode=terapipe", "placement=pipeline", "workers=2")
+    with pytest.raises(ConfigError, match=r"calibrate=true times sequences .* give cluster.flops_per_second=1e13"):
+        compose_config(["price=true", "cluster.calibrate=true", *slices], check_device=False)
 
 
 def test_a_pipeline_of_a_number_of_ranks_that_no_smaller_job_has_is_simulated():

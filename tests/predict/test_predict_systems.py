@@ -84,6 +84,23 @@ def test_a_run_is_explored_beside_all_systems_or_alone_where_they_cannot_have_it
     assert [schedule.mode for schedule, _ in explored(config)] == ["cdp_v2", "dp"]
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [["mode=pipedream", "placement=pipeline"], ["mode=async", "placement=parameter_server", "jitter=1"]],
+)
+def test_all_that_is_explored_has_micro_batches_of_the_same_samples(overrides):
+    """A training step of these modes has another number of micro-batches than one of the other systems."""
+    config = compose_config(["model=mlp", "batch_size=64", "workers=4", *overrides], check_device=False)
+    found = [(schedule, sum(costs.forward_bytes)) for schedule, costs in explored(config)]
+    assert len(found) > 10
+    assert len({size for schedule, size in found if schedule.mode != "interleaved"}) == 1
+
+
+def test_systems_run_in_the_order_of_slots_that_is_chosen():
+    config = compose_config([*SIZES, "workers=2", "slot_order=backward_first"], check_device=False)
+    assert {schedule.spec.slot_order for schedule, _ in explored(config)} == {"backward_first"}
+
+
 def test_ranks_that_branches_cannot_share_are_refused():
     config = compose_config(TWO_TOWERS, check_device=False)
     with pytest.raises(ConfigError, match=r"a stage for each rank, workers=2: stages=2 is not a multiple of 3"):
@@ -98,6 +115,8 @@ def test_a_cluster_gives_seconds():
     assert seconds["naive"] > seconds["gpipe"] > seconds["zero_bubble"]
     assert seconds["cdp_v2"] == pytest.approx(seconds["pipedream"], rel=0.05)
     assert "seconds" in systems_text([*found.values()], config)
+    _, found = compared("workers=2", "price=true", "cluster.flops_per_second=1e6", "cluster.update_seconds=[1,1]")
+    assert found["gpipe", "pipeline"].seconds > 1 and found["interleaved", "pipeline"].seconds is None
 
 
 def test_text_and_files(tmp_path):
@@ -116,6 +135,7 @@ def test_text_and_files(tmp_path):
     ("overrides", "said"),
     [
         (["replicas=2"], "not replicas=2: leave it out"),
+        (["workers=3", "mode=pipedream"], "batch_size=64 is not divisible by workers=3: use batch_size=63 or"),
         (["workers=3", "placement=pipeline", "stages=4", "ranks=2", "mode=dp", "batch_size=60"],
          "3 micro-batches .* are no multiple of ranks=2: use accumulate=2 workers=2"),
     ],

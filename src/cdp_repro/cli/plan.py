@@ -12,6 +12,7 @@ from cdp_repro.cli.command_line import Command, CommandLine
 from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
+from cdp_repro.config.errors import refuse
 from cdp_repro.config.keys import defaults
 from cdp_repro.config.paths import typed_path
 from cdp_repro.config.program_file import with_header_of_program
@@ -60,6 +61,10 @@ def _run(line: CommandLine) -> int:
     if program and config.baseline:
         raise ConfigError(
             [f"--program=FILE writes our programs, baseline={config.baseline} runs torch's: leave one out"]
+        )
+    if config.baseline and not config.price:
+        raise ConfigError(
+            [f"baseline={config.baseline} runs torch's own loop, which has no plan: leave it out, or give price=true"]
         )
     if config.program and (line.flags or config.price or page or program):
         other = "--systems" if line.flags else "price=true" if config.price else "--html" if page else "--program"
@@ -143,6 +148,12 @@ def _plan(config: RunConfig) -> Answer:
 def _systems(config: RunConfig) -> Answer:
     from cdp_repro.predict.systems import compare_systems, systems_text, write_systems  # here: torch takes seconds
 
+    stages = {None, config.ranks or config.workers}  # what the systems have in any case
+    refuse(
+        f"--systems gives each system {name} of its own: leave {name}={value} out"
+        for name in _OWN_OF_SYSTEMS
+        if (value := getattr(config, name)) not in (stages if name == "stages" else {getattr(RunConfig, name)})
+    )
     systems = compare_systems(config)
     return systems_text(systems, config), partial(write_systems, systems), None
 
@@ -153,6 +164,11 @@ def _quote(config: RunConfig) -> Answer:
     quote = make_quote(config, processes=usable_cores())
     return quote_text(quote), partial(write_quote, quote), None
 
+
+_OWN_OF_SYSTEMS = (
+    "stages", "servers", "slices", "slack", "jitter", "message_time", "collectives", "pipeline_schedule",
+)  # fmt: skip
+"""Keys that some of the compared systems do not have, or have with other values."""
 
 COMMAND = Command("cdp-plan", USAGE, _run, options=("out", "program", "html"), flags=(("--systems",),))
 main = command(COMMAND.main)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from cdp_repro.config.limits import wrong_with_sizes
 from cdp_repro.config.schema import RunConfig
-from cdp_repro.schedule import Schedule
 
 _REACH = 4
 """How far above and below a given number to search."""
@@ -16,12 +16,8 @@ _SIZES = ("workers", "stages", "micro_batches", "batch_size")
 
 
 def fits(config: RunConfig) -> bool:
-    """Whether a schedule with these sizes exists, and the mini-batch can be cut into its equal parts."""
-    try:
-        Schedule.from_spec(config.spec())
-        return config.batch_size % config.sample_parts == 0
-    except ValueError:
-        return False
+    """Whether all sizes of a run fit together."""
+    return not wrong_with_sizes(config)
 
 
 def sizes_that_fit(config: RunConfig, most_stages: int | None = None) -> str | None:

@@ -47,6 +47,14 @@ def inconsistent_in_schedule(config: RunConfig) -> Iterable[str]:
         yield from _wrong_with_cluster(config)
 
 
+def wrong_with_sizes(config: RunConfig) -> list[str]:
+    """Return a sentence for each reason why the sizes of a run do not fit together."""
+    if too_large := _too_large_program(config):
+        return [too_large]
+    found = [*_wrong_with_schedule(config), *fault_in(lambda: _check_batch_size(config))]
+    return [*found, *_wrong_with_baseline(config)] if config.baseline is not None else found
+
+
 def inconsistent_elsewhere(config: RunConfig) -> Iterable[str]:
     """Yield a sentence for other settings that do not fit together; settings may be out of range."""
     yield from _wrong_with_dataset(config)
@@ -78,17 +86,27 @@ def _too_large_program(config: RunConfig) -> str | None:
     steps = 3 * longest + 2 if config.updates_each else longest + 2
     if 2 * forwards * steps <= _LARGEST_PROGRAM:
         return None
+    given, small = _factors_of_program(config)
     said = (
-        f"workers={config.workers}, accumulate={config.accumulate}, replicas={config.replicas}, "
-        f"stages={config.stage_count} and a staleness of up to {longest} need a program of {2 * forwards * steps:,} "
-        f"forwards and backwards, more than {_LARGEST_PROGRAM:,}"
+        f"{', '.join(f'{name}={value}' for name, value in given.items())} and a staleness of up to {longest} need a "
+        f"program of {2 * forwards * steps:,} forwards and backwards, more than {_LARGEST_PROGRAM:,}"
     )
     if matrix is not None and 6 * forwards <= _LARGEST_PROGRAM:
         return f"{said}: use a staleness of at most {_LARGEST_PROGRAM // (2 * forwards) - 2}"
     return (
-        f"{said}: use numbers whose product is at most {_LARGEST_PROGRAM // 6:,}, e.g. workers=4 accumulate=1 "
-        "replicas=1 stages=4"
+        f"{said}: use numbers whose product is at most {_LARGEST_PROGRAM // 6:,}, e.g. "
+        f"{' '.join(f'{name}={small[name]}' for name in given)}"
     )
+
+
+def _factors_of_program(config: RunConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the numbers whose product is that of forwards in a training step, and small values of all such."""
+    slices = config.slices_of_a_sequence
+    turns = {"micro_batches": config.micro_batches} if config.micro_batches else {}
+    turns = turns or {"workers": config.workers, "accumulate": config.accumulate}
+    given = turns | {"replicas": config.replicas} | ({"slices": slices} if slices > 1 else {})
+    small = {"micro_batches": 4, "workers": 4, "accumulate": 1, "replicas": 1, "slices": 2, "stages": 4}
+    return given | {"stages": config.stage_count}, small
 
 
 def _check_batch_size(config: RunConfig) -> None:
@@ -132,6 +150,11 @@ def _wrong_with_cluster(config: RunConfig) -> Iterable[str]:
             f"price=true takes the seconds of stages from one source, not {sum(ways)}: give cluster.calibrate=true, "
             f"cluster.flops_per_second=1e13 or cluster.forward_seconds={[0.01] * stages}"
         )
+    if cluster.calibrate and (slices := config.slices_of_a_sequence) > 1:
+        yield (
+            f"cluster.calibrate=true times sequences without those before, not slices={slices}, which look back: give "
+            f"cluster.flops_per_second=1e13 or cluster.forward_seconds={[0.01] * stages}"
+        )
     if cluster.backward_seconds is not None and cluster.forward_seconds is None:
         yield "cluster.backward_seconds has no effect without cluster.forward_seconds: give both"
     for name in ("forward_seconds", "backward_seconds", "update_seconds"):
@@ -154,7 +177,7 @@ def _wrong_with_optimizer(config: RunConfig) -> Iterable[str]:
     if optim.nesterov and not optim.momentum:
         yield "optim.nesterov=true needs momentum, not optim.momentum=0: use optim.momentum=0.9"
     if optim.name == "muon" and config.baseline is not None:
-        yield f"optim=muon needs whole matrices, which baseline={config.baseline} does not give it: use optim=adamw"
+        yield f"optim=muon is for our engine, not for baseline={config.baseline}: use optim=adamw"
     yield from _too_large_in_the_end(config)
     if optim.clip_norm is not None and config.baseline is not None:
         yield f"baseline={config.baseline} knows no optim.clip_norm={optim.clip_norm}: use optim.clip_norm=null"

@@ -121,7 +121,8 @@ def plan_text(plan: Plan, width: int) -> str:
         f"{_parts_of_mini_batch(config)} x {config.micro_batch_shape[0]}, {config.placement.name}"
     )
     parts = [head, _stage_table(plan)]
-    if config.step_micro_batches <= SHOWN_WORKERS:
+    sizes = [forecast.program.schedule.sizes for forecast in plan.forecasts.values()]
+    if max(max(each.lanes, each.micro_batches) for each in sizes) <= SHOWN_WORKERS:
         for name, forecast in plan.forecasts.items():
             lanes = forecast.program.schedule.timeline.lanes
             grid = text_grid(forecast.slots, lanes, width)
@@ -202,7 +203,7 @@ def _comparison(plan: Plan) -> str:
     parallel, chosen = (program.schedule for program in programs)
     if parallel.sizes.pipeline_ranks > chosen.sizes.pipeline_ranks:
         shown += f"\ndp is on {parallel.ranks} ranks: on {chosen.ranks}, a rank would hold stages of several branches"
-    if chosen.sizes.updates_each:
+    if chosen.sizes.sample_parts != parallel.sizes.sample_parts:
         more = f"a step of dp has {parallel.micro_batches} such micro-batches, one of {chosen.mode} "
         return f"{shown}\n{more}{chosen.micro_batches}\n{state}"
     if chosen.timeline.name != "cyclic":

@@ -36,6 +36,7 @@ class CommonSizes:
     """Tokens of a sequence that a causal model reads; 0 if samples cannot be cut along tokens."""
     branches: Callable[[int], Sources] | None = None
     """Number of stages -> which stages read which; None: a chain."""
+    slot_order: str = "paper"
 
     def spec(self, mode: str, placement: str) -> Spec:
         """Return a system with these sizes.
@@ -52,7 +53,7 @@ class CommonSizes:
         stages = self.ranks * CHUNKS if mode == "interleaved" else self.ranks
         accumulate = 1 if MODES[mode].updates_each or MODES[mode].has_own_clocks else self.accumulate
         sources = self.branches(stages) if self.branches else None
-        spec = Spec(mode, self.ranks, stages, placement, accumulate=accumulate, sources=sources)
+        spec = Spec(mode, self.ranks, stages, placement, self.slot_order, accumulate, sources=sources)
         Schedule.from_spec(spec)
         return spec
 

@@ -23,6 +23,7 @@ from cdp_repro.predict.simulate import simulate_slots, version_bytes
 from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.predict.system_specs import CHUNKS, ON_OTHER_RANKS, SYSTEMS, CommonSizes
 from cdp_repro.schedule import Program, Schedule, Slot, Spec
+from cdp_repro.schedule.sizes import check_divisible
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,12 @@ def _common_sizes(config: RunConfig) -> tuple[CommonSizes, RunConfig]:
         except ValueError as error:
             said = f"--systems cuts the model into a stage for each rank, workers={ranks}: {error}"
             raise ConfigError([said]) from error
+    try:
+        check_divisible(config.batch_size, workers=ranks, accumulate=micro_batches // ranks)
+    except ValueError as error:
+        raise ConfigError(
+            [f"--systems cuts the mini-batch into workers x accumulate micro-batches: {error}"]
+        ) from error
     whole = replace(
         config,
         mode=ModeConfig("dp"),  # of pipedream, a micro-batch would be a whole mini-batch
@@ -141,7 +148,7 @@ def _common_sizes(config: RunConfig) -> tuple[CommonSizes, RunConfig]:
         slices=None,
     )
     tokens = config.model.context if config.task.is_text else 0
-    return CommonSizes(ranks, whole.accumulate, tokens, config.branches), whole
+    return CommonSizes(ranks, whole.accumulate, tokens, config.branches, config.slot_order), whole
 
 
 def _config_of(spec: Spec, config: RunConfig) -> RunConfig:
@@ -151,15 +158,21 @@ def _config_of(spec: Spec, config: RunConfig) -> RunConfig:
 
 
 def explored(config: RunConfig) -> Iterator[tuple[Schedule, StageCosts]]:
-    """Yield the schedule of `config`, its data parallelism, and every system that can have its sizes, with costs."""
+    """Yield the schedule of `config`, its data parallelism, and every system that can have its sizes, with costs.
+
+    All have micro-batches of the same samples: of modes whose training step is another number of them, a mini-batch
+    differs from that of `config`.
+    """
     cut = stage_cut(config)
     chosen = config.schedule(cut.costs.gradient_bytes)
     parallel = stage_cut(config.reading_whole()).costs
     own = {chosen.spec: (chosen, cut.costs)}
     own.setdefault(chosen.data_parallel().spec, (chosen.data_parallel(), parallel))
     yield from own.values()
+    samples = config.batch_size // config.sample_parts
+    alike = replace(config, batch_size=samples * config.workers * config.accumulate)
     with suppress(ConfigError):  # the other systems cannot have these sizes
-        yield from ((schedule, cut.costs) for schedule, cut in systems_of(config) if schedule.spec not in own)
+        yield from ((schedule, cut.costs) for schedule, cut in systems_of(alike) if schedule.spec not in own)
 
 
 def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int) -> System:
@@ -201,9 +214,13 @@ def _system(schedule: Schedule, cut: StageCut, config: RunConfig, cluster: Clust
 
 
 def _cluster(schedule: Schedule, cut: StageCut, config: RunConfig) -> Cluster | None:
-    """Return the cluster on which a system is priced; None without price, or if the seconds are of other stages."""
-    given = config.cluster.forward_seconds
-    if not config.price or (given is not None and len(given) != schedule.stages):
+    """Return the cluster on which a system is priced; None without price, or if the seconds are not of its stages."""
+    given = config.cluster
+    of_stages = (given.forward_seconds, given.backward_seconds, given.update_seconds)
+    are_of_others = any(each is not None and len(each) != schedule.stages for each in of_stages)
+    if (
+        not config.price or are_of_others or (given.calibrate and schedule.sizes.slices > 1)
+    ):  # whole sequences are timed
         return None
     return cluster_of(_config_of(schedule.spec, config), cut)
 

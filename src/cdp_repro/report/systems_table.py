@@ -56,7 +56,7 @@ def _executed(rows: Mapping[str, Row], study: Study) -> Iterator[ExecutedSystem]
         if cell.hash in rows:
             row = rows[cell.hash]
             schedule = cell.config.schedule(row.costs.gradient_bytes)
-            updates, measured = SYSTEM_MICRO_BATCHES // schedule.micro_batches, row.summary
+            updates, measured = SYSTEM_MICRO_BATCHES // schedule.sizes.sample_parts, row.summary
             yield ExecutedSystem(
                 simulated_system(schedule, row.costs, SYSTEM_MICRO_BATCHES),
                 {

@@ -9,7 +9,7 @@ stage is clipped by its own norm.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from cdp_repro.schedule.actions import Slot
 from cdp_repro.schedule.meaning import made_from
@@ -68,6 +68,9 @@ def teller(schedule: Schedule, version: int, stage: int) -> int:
     return schedule.holder_read(version * schedule.sizes.summed - 1, stage)
 
 
+_BY_STAGE = "mode=cdp_v2"
+
+
 def refusal(schedule: Schedule) -> str:
     """Return why a schedule cannot clip by norms, and which settings can on the same sizes."""
     whose = "the norm over all stages" if clips_globally(schedule) else "the norm of each stage"
@@ -80,13 +83,20 @@ def refusal(schedule: Schedule) -> str:
         first: plain,
         f"{first}placement=single_device": plain.on("single_device"),
         f"{first}placement=pipeline": plain.on("pipeline"),
-        f"{first}mode=cdp_v2, which clips each stage by itself": plain.in_mode("cdp_v2"),
+        f"{first}{_BY_STAGE}": plain.in_mode("cdp_v2"),
     }
-    found = [way.strip() for way, spec in ways.items() if way and _can_clip(spec)]
+    found = [way.strip() + _left_out(schedule.spec, spec) for way, spec in ways.items() if way and _can_clip(spec)]
     works = [] if schedule.sizes.has_own_clocks else found
+    works = [f"{way}, which clips each stage by itself" if _BY_STAGE in way else way for way in works]
     return f"clip_norm with mode={schedule.mode} clips by {whose}, but {schedule} {why}: " + (
         f"use {', or '.join(works)}" if works else "leave clip_norm out"
     )
+
+
+def _left_out(given: Spec, other: Spec) -> str:
+    """Return the sizes that only the given spec has, as settings that leave them out."""
+    names = (each.name for each in fields(Spec) if getattr(given, each.name) is not None is getattr(other, each.name))
+    return "".join(f" {name}=null" for name in names)
 
 
 def _can_clip(spec: Spec) -> bool:

@@ -15,8 +15,8 @@ from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError
 from cdp_repro.schedule import Op
 from cdp_repro.studies.rows import DIVERGED, Row, RowError, lacking
 
-_DRAWN_MICRO_BATCHES = 8
-"""Up to this many micro-batches, a row holds the actions of the traced steps."""
+_DRAWN_WORKERS = 8
+"""Up to this many workers, a row holds the actions of the traced steps."""
 
 
 def collect(run_dir: Path, study: str, diverged_too: bool = False) -> Row:
@@ -59,7 +59,7 @@ def _collected(run_dir: Path, study: str, diverged_too: bool) -> Row:
         epochs=epochs,
         activation_bytes=_activation_bytes(run.memory_path) if summary["ranks"] == 1 else [],
         sent_bytes=_sent_bytes(run.comms_path),
-        actions=_actions(run.trace_path) if summary["workers"] <= _DRAWN_MICRO_BATCHES else [],
+        actions=_actions(run.trace_path) if summary["workers"] <= _DRAWN_WORKERS else [],
         source=str(run_dir),
     )
 

@@ -50,7 +50,8 @@ def load_data(config: RunConfig) -> Dataset:
         )
     if dataset.train_size < config.batch_size:
         largest = dataset.train_size // config.sample_parts * config.sample_parts
-        works = f"at most batch_size={largest}" if largest else f"at most workers={dataset.train_size}"
+        fewer = f"at most batch_size={dataset.train_size}, in fewer micro-batches than {config.sample_parts}"
+        works = f"at most batch_size={largest}" if largest else fewer
         raise ConfigError(
             [
                 f"batch_size={config.batch_size} is more than the {dataset.train_size} training {config.task.sample}s: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
@@ -91,6 +92,7 @@ def is_extrapolated(job: Spec, cluster: Cluster, simulated: int = SIMULATED_FORW
     if axis == "workers":  # whose stages and ranks are whole numbers, and with which the micro-batches become fewer
         has_smaller &= not any(unit * number % job.workers for number in (job.stages, job.ranks or 0))
         has_smaller &= job.micro_batches is None and not job.speeds and not job.sources  # which name each of them
+        has_smaller &= job.jitter is None  # which draws other times for fewer
     forwards = job.sizes.micro_batches * job.stages
     return forwards > simulated and has_smaller and (axis == "replicas" or isinstance(job.mode, str))
 
@@ -123,7 +125,8 @@ def _extrapolated(
 
 def _one_serves_all(job: Spec, axis: str) -> bool:
     """Whether the work of a rank, or of a ring, grows with the number of workers as well as with their stages."""
-    is_served = job.placement == "parameter_server" or (job.mode == "dp" and job.placement == "zero")
+    is_together = job.chosen_mode.timeline_class.is_simultaneous
+    is_served = job.placement == "parameter_server" or (is_together and job.placement == "zero")
     return axis == "workers" and (is_served or job.collectives)
 
 
@@ -137,10 +140,7 @@ def _from_three(
         sent = found["within_host_bytes"] + found["between_hosts_bytes"]
         found["between_hosts_bytes"] = sent * prices[-1].between_hosts_share
         found["within_host_bytes"] = sent - found["between_hosts_bytes"]
-    least, _, most = (each.state_bytes for each in prices)  # versions come in whole numbers
-    found["state_bytes"] = least + (most - least) / 2 * (size - 2)
-    if job.placement == "zero" and job.collectives and axis == "replicas":
-        found["state_bytes"] = 4 * most / size  # shards of the same stages
+    found["state_bytes"] = _state_bytes(job, axis, size, [each.state_bytes for each in prices])
     two, three, four = seconds = [each.step_seconds for each in prices]
     if job.collectives and axis == "replicas":  # 1 - 1/R of the bytes: a polynomial once multiplied by R
         grown = _through([2 * two, 3 * three, 4 * four], size) / size
@@ -149,6 +149,25 @@ def _from_three(
     step_seconds = max(at_least, found["busy_seconds"] / found["devices"], grown)
     found["devices"] = round(found["devices"])
     return Price(**found, step_seconds=step_seconds, method="extrapolated")  # type: ignore[arg-type]
+
+
+def _state_bytes(job: Spec, axis: str, size: float, found: Sequence[float]) -> float:
+    """Return the bytes of the state of the device with most, from those `found` at the sizes 2, 3 and 4."""
+    least, _, most = found
+    if job.placement == "zero" and axis == "replicas":
+        if job.collectives:
+            return 4 * most / size  # shards of the same stages
+        smallest = replace(job, replicas=round(2 * job.replicas / size))
+        return least * _most_stages_held(job) / _most_stages_held(smallest)  # more owners of the same stages
+    if job.chosen_mode.has_own_clocks:  # servers keep a version for each worker, of as many more stages
+        return _through(found, size)
+    return least + (most - least) / 2 * (size - 2)  # versions come in whole numbers
+
+
+def _most_stages_held(job: Spec) -> int:
+    """Return the number of stages that the rank with most holds."""
+    placement = Schedule.from_spec(job).placement
+    return max(Counter(rank for stage in range(job.stages) for rank in placement.holders(stage)).values())
 
 
 def _unit(cluster: Cluster, axis: str, job: Spec) -> int:

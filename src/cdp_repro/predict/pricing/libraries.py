@@ -10,10 +10,10 @@ from cdp_repro.predict.pricing.self_timed import Price
 
 
 def _data_parallel_price(
-    costs: StageCosts, cluster: Cluster, devices: int, seconds: float, collectives: int, state: float, update: float
+    costs: StageCosts, cluster: Cluster, devices: int, seconds: float, ring_bytes: float, state: float, update: float
 ) -> Price:
-    """Return the price of a data-parallel step of `seconds`; each stage goes round the ring `collectives` times."""
-    total = collectives * (devices - 1) * sum(costs.gradient_bytes)
+    """Return the price of a data-parallel step of `seconds`, in which `ring_bytes` go round the ring."""
+    total = ring_bytes * (devices - 1)
     hosts = -(-devices // cluster.devices_per_host)
     crossing = total * hosts / devices if hosts > 1 else 0.0  # a ring leaves each host once
     compute = sum(cluster.forward_seconds) + sum(cluster.backward_seconds)
@@ -41,7 +41,8 @@ def price_ddp(costs: StageCosts, cluster: Cluster, devices: int, optimizer_state
         reduced = max(reduced, computed) + cluster.collectives.all_reduce * ring
     update = sum(cluster.update_seconds)
     state = _state_bytes(costs, optimizer_states)
-    return _data_parallel_price(costs, cluster, devices, max(computed, reduced) + update, 2, state, update)
+    seconds, ring_bytes = max(computed, reduced) + update, 2 * sum(costs.gradient_bytes)
+    return _data_parallel_price(costs, cluster, devices, seconds, ring_bytes, state, update)
 
 
 def price_fsdp2(costs: StageCosts, cluster: Cluster, devices: int, optimizer_states: Sequence[float] = ()) -> Price:
@@ -59,7 +60,8 @@ def price_fsdp2(costs: StageCosts, cluster: Cluster, devices: int, optimizer_sta
     else:
         seconds = sum(cluster.forward_seconds) + sum(cluster.backward_seconds) + 2 * sum(gather) + sum(scatter)
     state = _state_bytes(costs, optimizer_states) / devices
-    return _data_parallel_price(costs, cluster, devices, seconds + update, 3, state, update)
+    ring_bytes = 2 * sum(costs.parameter_bytes) + sum(costs.gradient_bytes)
+    return _data_parallel_price(costs, cluster, devices, seconds + update, ring_bytes, state, update)
 
 
 def _beside_compute(cluster: Cluster, gather: Sequence[float], scatter: Sequence[float]) -> float:

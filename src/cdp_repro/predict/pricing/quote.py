@@ -109,9 +109,10 @@ def prices_on_each(
     found = [
         {name: estimates[different.index(job)][number] for name, job in jobs.items()} for number in range(len(clusters))
     ]
-    # closed forms only cover workers of one speed, with k micro-batches each, of whole sequences
-    if config.workers > 1 and not config.speeds and not config.micro_batches and config.slices_of_a_sequence == 1:
-        devices = config.workers * config.accumulate * config.replicas
+    devices = config.workers * config.accumulate * config.replicas
+    # closed forms only cover chains, and workers of one speed, with k micro-batches each, of whole sequences
+    others = config.branches, config.speeds, config.micro_batches, config.slices_of_a_sequence > 1
+    if devices > 1 and not any(others):
         states = optimizer_states(config, cut, config.schedule().data_parallel())
         for prices, cluster in zip(found, clusters, strict=True):
             prices["dp ddp"] = price_ddp(cut.costs, cluster, devices, states)
@@ -145,7 +146,12 @@ def _jobs(config: RunConfig) -> dict[str, Spec]:
         chosen = replace(chosen, ranks=None)
         jobs["dp torch_gpipe"] = replace(_job(chosen, "dp", "pipeline"), pipeline_schedule="gpipe")
         jobs["dp torch_1f1b"] = replace(_job(chosen, "dp", "pipeline"), pipeline_schedule="one_f_one_b")
-    return {name: job for name, job in jobs.items() if _can_run(job)}
+    return {name: job for name, job in jobs.items() if _can_run(job) and _is_as_fast(job, chosen)}
+
+
+def _is_as_fast(job: Spec, chosen: Spec) -> bool:
+    """Whether a job computes on workers of the chosen speeds, which not every mode knows; one device has one speed."""
+    return job.speeds == chosen.speeds or job.placement == "single_device"
 
 
 def _can_run(job: Spec) -> bool:
@@ -158,8 +164,9 @@ def _can_run(job: Spec) -> bool:
 
 
 def _job(chosen: Spec, mode: str | tuple[tuple[int, ...], ...], placement: str) -> Spec:
-    by_library = chosen.collectives and mode == "dp" and placement in COLLECTIVE_PLACEMENTS
-    return replace(chosen.on(placement).in_mode(mode), collectives=by_library)
+    job = chosen.on(placement).in_mode(mode)
+    can_be_by_library = job.chosen_mode.timeline_class.is_simultaneous and placement in COLLECTIVE_PLACEMENTS
+    return replace(job, collectives=chosen.collectives and can_be_by_library)
 
 
 def quote_text(quote: Quote) -> str:
@@ -168,7 +175,7 @@ def quote_text(quote: Quote) -> str:
     seconds = zip(cluster.forward_seconds, cluster.backward_seconds, strict=True)
     head = [
         f"{config.model.name}, {config.task.shape_text(config.input_shape)}, "
-        f"{config.stage_count} stages, mini-batch {config.batch_size} = {config.step_micro_batches} x "
+        f"{config.stage_count} stages, mini-batch {config.batch_size} = {config.sample_parts} x "
         f"{config.micro_batch_shape[0]}",
         f"stages, forward + backward [s]: {', '.join(f'{f:.4g} + {b:.4g}' for f, b in seconds)}",
         f"links: {_link_text(cluster.within_host)} within a host of {cluster.devices_per_host}, "
@@ -193,6 +200,8 @@ def quote_text(quote: Quote) -> str:
         notes += (
             "\na .. b: extrapolated from smaller jobs; of unequal stages, the true seconds can lie somewhat outside"
         )
+    if config.speeds:
+        notes += f"\nspeeds={config.speeds}: only modes that know them are priced on several devices"
     if reads_ahead(config, config.schedule()):
         notes += (
             f"\ndelay={config.delay.name}: with the last steps that it keeps, without the copies that stale reads see, "
