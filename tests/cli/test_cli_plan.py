@@ -219,6 +219,11 @@ def test_a_plan_knows_what_comes_after_the_steps_that_it_draws(capsys, choices, 
     assert ("a step of dp has 4 such micro-batches, one of pipedream 1" in shown) == ("mode=pipedream" in choices)
 
 
+def test_a_plan_says_that_a_step_of_dp_has_fewer_micro_batches_than_a_round_of_pushes(capsys):
+    sizes = ("model=mlp", "mode=async", "placement=parameter_server", "speeds=[1,1,1,2]", "batch_size=60")
+    assert "a step of dp has 4 such micro-batches, one of async 5" in shown_by(capsys, *sizes)
+
+
 @pytest.mark.parametrize(
     ("choices", "kept"),
     [

@@ -329,6 +329,14 @@ def test_short_forms_are_written_out():
         (["workers=100000"], "use numbers whose product is at most 333,333"),
         (["accumulate=1000000000"], "use numbers whose product is at most 333,333"),
         (["stages=1000000"], "use numbers whose product is at most 333,333"),
+        (
+            ["mode=gpipe", "placement=pipeline", "micro_batches=200000", "batch_size=200000"],
+            "micro_batches=200000, replicas=1, stages=4 and a staleness",
+        ),
+        (
+            ["mode=terapipe", "placement=pipeline", "dataset=text", "model=gpt", "accumulate=1000", "slices=128"],
+            "e.g. workers=4 accumulate=1 replicas=1 slices=2 stages=4",
+        ),
         (["mode=pipedream", "workers=700"], "use numbers whose product is at most 333,333"),
         (["mode=[[1000000,1],[1,1]]", "workers=2"], "use a staleness of at most 249998"),
         (

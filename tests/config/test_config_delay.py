@@ -67,6 +67,10 @@ def test_strength_arrives():
         (["optim.clip_norm=0"], "optim.clip_norm=0.0: must be a finite number above 0"),
         (["optim.clip_norm=1", "mode=dp", "baseline=ddp"], "use optim.clip_norm=null"),
         (["optim.clip_norm=1", "mode=dp", "placement=zero"], "optim.clip_norm with mode=dp .* or mode=cdp_v2"),
+        (
+            ["optim.clip_norm=1", "mode=chimera", "placement=pipeline", "ranks=4"],
+            "use placement=single_device ranks=null, or mode=cdp_v2, which clips each stage by itself",
+        ),
         (["dataset=text"], "dataset=text has tokens, which model=resnet8 cannot read: use model=gpt"),
         (["model=gpt"], "model=gpt reads tokens, not the images of dataset=digits: use dataset=text"),
         (["dataset=text", "model=gpt", "model.width=30"], "not divisible by model.heads=4: use model.width=32"),
