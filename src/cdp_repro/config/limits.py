@@ -27,17 +27,12 @@ def inconsistent_in_schedule(config: RunConfig) -> Iterable[str]:
     Every setting in `SCHEDULE_KEYS` must be in range, because the schedule is made from them. A problem that makes the
     later checks impossible or slow is reported alone.
     """
-    found = _wrong_with_schedule(config) if config.has_own_clocks else []  # first: it gives the micro-batches of a step
-    if found:
-        yield from found
-        return
-    if too_large := _too_large_program(config):
-        yield too_large
+    if alone := _wrong_alone(config):
+        yield from alone
         return
     if too_large := _too_large_input(config):
         yield too_large
-    if not config.has_own_clocks:
-        yield from _wrong_with_schedule(config)
+    yield from _wrong_with_schedule(config)
     yield from fault_in(lambda: _check_batch_size(config))
     yield from _wrong_with_updates(config)
     yield from _wrong_with_slices(config)
@@ -49,10 +44,16 @@ def inconsistent_in_schedule(config: RunConfig) -> Iterable[str]:
 
 def wrong_with_sizes(config: RunConfig) -> list[str]:
     """Return a sentence for each reason why the sizes of a run do not fit together."""
-    if too_large := _too_large_program(config):
-        return [too_large]
-    found = [*_wrong_with_schedule(config), *fault_in(lambda: _check_batch_size(config))]
+    found = _wrong_alone(config)
+    found = found or [*_wrong_with_schedule(config), *fault_in(lambda: _check_batch_size(config))]
     return [*found, *_wrong_with_baseline(config)] if config.baseline is not None else found
+
+
+def _wrong_alone(config: RunConfig) -> list[str]:
+    """Return what makes all later checks impossible or slow."""
+    if config.has_own_clocks and (found := _wrong_with_schedule(config)):  # it gives the micro-batches of a step
+        return found
+    return [too_large] if (too_large := _too_large_program(config)) else []
 
 
 def inconsistent_elsewhere(config: RunConfig) -> Iterable[str]:

@@ -218,9 +218,8 @@ def _cluster(schedule: Schedule, cut: StageCut, config: RunConfig) -> Cluster | 
     given = config.cluster
     of_stages = (given.forward_seconds, given.backward_seconds, given.update_seconds)
     are_of_others = any(each is not None and len(each) != schedule.stages for each in of_stages)
-    if (
-        not config.price or are_of_others or (given.calibrate and schedule.sizes.slices > 1)
-    ):  # whole sequences are timed
+    are_whole = given.calibrate and schedule.sizes.slices > 1  # sequences are timed, not slices
+    if not config.price or are_of_others or are_whole:
         return None
     return cluster_of(_config_of(schedule.spec, config), cut)
 
