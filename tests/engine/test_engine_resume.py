@@ -189,7 +189,7 @@ def test_the_engine_a_state_came_from_can_go_on_beside_the_one_it_was_loaded_int
 def test_batches_are_taken_when_their_first_forward_is_due(mode, monkeypatch):
     """On a single device, that is; where ranks send, what they send a slot earlier depends on whether one comes."""
     taken, in_slot = [], {}
-    honest = Executor.execute
+    honest = Executor._execute
 
     def execute(self, slot, feed):
         in_slot[slot.number] = len(taken)
@@ -200,7 +200,7 @@ def test_batches_are_taken_when_their_first_forward_is_due(mode, monkeypatch):
             taken.append(number)
             yield batch
 
-    monkeypatch.setattr(Executor, "execute", execute)
+    monkeypatch.setattr(Executor, "_execute", execute)
     engine = make_engine(mode)
     iterator = engine.run(batches())
     assert taken == []

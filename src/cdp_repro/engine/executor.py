@@ -89,7 +89,7 @@ class Executor:
         self._losses = Losses(schedule, team)
         self._states, self._compute, self._clipping, self._tracer = holdings.states, compute, holdings.clipping, tracer
         self._team, self._seed, self._learning_rate_factor = team, seed, learning_rate_factor
-        self._sizes, self._last_stage, self._stashes = schedule.sizes, schedule.stages - 1, schedule.rule.stashes
+        self._sizes, self._last_stage, self._stashes = schedule.sizes, schedule.stages - 1, program.stashes
         self._finishes, self._finishing = program.finishing
         self._done: Counter[int] = Counter()
         """By training step: number of actions run of the kinds whose last one finishes the step on this rank."""

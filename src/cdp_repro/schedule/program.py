@@ -290,6 +290,11 @@ class RankProgram:
         return self._program.edges
 
     @property
+    def stashes(self) -> bool:
+        """Whether every backward reads the parameters that its forward has read."""
+        return self.schedule.rule.stashes
+
+    @property
     def finishing(self) -> tuple[frozenset[Op], int]:
         """The kinds of actions of which the last finishes a training step on this rank, and their number in a step.
 
