@@ -12,7 +12,6 @@ from cdp_repro.cli.command_line import Command, CommandLine
 from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
-from cdp_repro.config.errors import refuse
 from cdp_repro.config.keys import defaults
 from cdp_repro.config.paths import typed_path
 from cdp_repro.config.program_file import with_header_of_program
@@ -146,16 +145,11 @@ def _plan(config: RunConfig) -> Answer:
 
 
 def _systems(config: RunConfig) -> Answer:
-    from cdp_repro.predict.systems import compare_systems, systems_text, write_systems  # here: torch takes seconds
+    from cdp_repro.predict import systems as of_all  # here: torch takes seconds
 
-    stages = {None, config.ranks or config.workers}  # what the systems have in any case
-    refuse(
-        f"--systems gives each system {name} of its own: leave {name}={value} out"
-        for name in _OWN_OF_SYSTEMS
-        if (value := getattr(config, name)) not in (stages if name == "stages" else {getattr(RunConfig, name)})
-    )
-    systems = compare_systems(config)
-    return systems_text(systems, config), partial(write_systems, systems), None
+    of_all.refuse_sizes_of_one_system(config)
+    systems = of_all.compare_systems(config)
+    return of_all.systems_text(systems, config), partial(of_all.write_systems, systems), None
 
 
 def _quote(config: RunConfig) -> Answer:
@@ -164,11 +158,6 @@ def _quote(config: RunConfig) -> Answer:
     quote = make_quote(config, processes=usable_cores())
     return quote_text(quote), partial(write_quote, quote), None
 
-
-_OWN_OF_SYSTEMS = (
-    "stages", "servers", "slices", "slack", "jitter", "message_time", "collectives", "pipeline_schedule",
-)  # fmt: skip
-"""Keys that some of the compared systems do not have, or have with other values."""
 
 COMMAND = Command("cdp-plan", USAGE, _run, options=("out", "program", "html"), flags=(("--systems",),))
 main = command(COMMAND.main)

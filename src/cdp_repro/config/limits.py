@@ -32,7 +32,8 @@ def inconsistent_in_schedule(config: RunConfig) -> Iterable[str]:
         return
     if too_large := _too_large_input(config):
         yield too_large
-    yield from _wrong_with_schedule(config)
+    if not config.has_own_clocks:  # else it is among what stands alone
+        yield from _wrong_with_schedule(config)
     yield from fault_in(lambda: _check_batch_size(config))
     yield from _wrong_with_updates(config)
     yield from _wrong_with_slices(config)
@@ -87,7 +88,7 @@ def _too_large_program(config: RunConfig) -> str | None:
     steps = 3 * longest + 2 if config.updates_each else longest + 2
     if 2 * forwards * steps <= _LARGEST_PROGRAM:
         return None
-    given, small = _factors_of_program(config)
+    given = _factors_of_program(config)
     said = (
         f"{', '.join(f'{name}={value}' for name, value in given.items())} and a staleness of up to {longest} need a "
         f"program of {2 * forwards * steps:,} forwards and backwards, more than {_LARGEST_PROGRAM:,}"
@@ -96,18 +97,23 @@ def _too_large_program(config: RunConfig) -> str | None:
         return f"{said}: use a staleness of at most {_LARGEST_PROGRAM // (2 * forwards) - 2}"
     return (
         f"{said}: use numbers whose product is at most {_LARGEST_PROGRAM // 6:,}, e.g. "
-        f"{' '.join(f'{name}={small[name]}' for name in given)}"
+        f"{' '.join(f'{name}={_SMALL[name]}' for name in given)}"
     )
 
 
-def _factors_of_program(config: RunConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the numbers whose product is that of forwards in a training step, and small values of all such."""
+_SMALL = {"micro_batches": 4, "workers": 4, "accumulate": 1, "replicas": 1, "slices": 2, "stages": 4}
+"""Values with which a program is small, of all numbers that `_factors_of_program` may name."""
+
+
+def _factors_of_program(config: RunConfig) -> dict[str, int]:
+    """Return the numbers, by key, whose product is that of the forwards in a training step."""
+    if config.micro_batches:
+        turns = {"micro_batches": config.micro_batches}
+    else:
+        turns = {"workers": config.workers, "accumulate": config.accumulate}
     slices = config.slices_of_a_sequence
-    turns = {"micro_batches": config.micro_batches} if config.micro_batches else {}
-    turns = turns or {"workers": config.workers, "accumulate": config.accumulate}
-    given = turns | {"replicas": config.replicas} | ({"slices": slices} if slices > 1 else {})
-    small = {"micro_batches": 4, "workers": 4, "accumulate": 1, "replicas": 1, "slices": 2, "stages": 4}
-    return given | {"stages": config.stage_count}, small
+    cut = {"slices": slices} if slices > 1 else {}
+    return {**turns, "replicas": config.replicas, **cut, "stages": config.stage_count}
 
 
 def _check_batch_size(config: RunConfig) -> None:
@@ -178,7 +184,10 @@ def _wrong_with_optimizer(config: RunConfig) -> Iterable[str]:
     if optim.nesterov and not optim.momentum:
         yield "optim.nesterov=true needs momentum, not optim.momentum=0: use optim.momentum=0.9"
     if optim.name == "muon" and config.baseline is not None:
-        yield f"optim=muon is for our engine, not for baseline={config.baseline}: use optim=adamw"
+        yield (
+            f"optim=muon needs whole matrices, and is tried with our engine only, not with baseline={config.baseline}: "
+            "use optim=adamw"
+        )
     yield from _too_large_in_the_end(config)
     if optim.clip_norm is not None and config.baseline is not None:
         yield f"baseline={config.baseline} knows no optim.clip_norm={optim.clip_norm}: use optim.clip_norm=null"
@@ -186,7 +195,8 @@ def _wrong_with_optimizer(config: RunConfig) -> Iterable[str]:
 
 def _wrong_with_updates(config: RunConfig) -> Iterable[str]:
     """Yield a sentence for each part of an update that the schedule cannot serve."""
-    if config.baseline is not None:
+    is_asked = config.optim.clip_norm is not None or config.optim.name == "muon" or config.delay.name != "none"
+    if config.baseline is not None or not is_asked:
         return
     with suppress(ValueError):  # no schedule: `_wrong_with_schedule` reports it
         schedule = config.schedule()

@@ -90,7 +90,7 @@ class Executor:
         self._states, self._compute, self._clipping, self._tracer = holdings.states, compute, holdings.clipping, tracer
         self._team, self._seed, self._learning_rate_factor = team, seed, learning_rate_factor
         self._sizes, self._last_stage, self._stashes = schedule.sizes, schedule.stages - 1, program.stashes
-        self._finishes, self._finishing = program.finishing
+        self._finishing_kinds, self._finishing_count = program.finishing
         self._done: Counter[int] = Counter()
         """By training step: number of actions run of the kinds whose last one finishes the step on this rank."""
         self._finished: deque[tuple[int, int]] = deque()
@@ -174,7 +174,7 @@ class Executor:
                 self._handlers[action.op](action)
         else:
             self._handlers[action.op](action)
-        if action.op in self._finishes:
+        if action.op in self._finishing_kinds:
             self._count(action)
         if self._clipping is not None and action.op.sums_gradients:
             for value in action.writes:
@@ -317,7 +317,7 @@ class Executor:
         is_update, sizes = action.op is Op.UPDATE, self._sizes
         step = (action.version - 1) // sizes.updates if is_update else action.micro_batch // sizes.micro_batches
         self._done[step] += 1
-        if self._done[step] == self._finishing:
+        if self._done[step] == self._finishing_count:
             del self._done[step]
             self._feed.release(step)
             self._finished.append((step, self._slot + self._losses_late))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cdp_repro.config import ConfigError, RunConfig
+from cdp_repro.config.errors import refuse
 from cdp_repro.config.schema import ModeConfig
 from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.costs import StageCosts
@@ -23,6 +24,7 @@ from cdp_repro.predict.simulate import simulate_slots, version_bytes
 from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.predict.system_specs import CHUNKS, ON_OTHER_RANKS, SYSTEMS, CommonSizes
 from cdp_repro.schedule import Program, Schedule, Slot, Spec
+from cdp_repro.schedule.schedule_spec import fault_in
 from cdp_repro.schedule.sizes import check_divisible
 
 
@@ -69,6 +71,20 @@ def compare_systems(config: RunConfig) -> list[System]:
             clusters[size] = _cluster(schedule, cut, config)
         found.append(_system(schedule, cut, config, clusters[size]))
     return found
+
+
+_OF_ONE_SYSTEM = (
+    "stages", "servers", "slices", "slack", "jitter", "message_time", "collectives", "pipeline_schedule",
+)  # fmt: skip
+"""Keys that some of the compared systems do not have, or have with other values."""
+
+
+def refuse_sizes_of_one_system(config: RunConfig) -> None:
+    """Raise ConfigError for settings that a comparison of all systems would not use."""
+    given = {name: value for name in _OF_ONE_SYSTEM if (value := getattr(config, name)) != getattr(RunConfig, name)}
+    if config.stages == (config.ranks or config.workers):  # what the systems have in any case
+        given.pop("stages", None)
+    refuse(f"--systems gives each system {name} of its own: leave {name}={value} out" for name, value in given.items())
 
 
 def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, StageCut]]:
@@ -127,12 +143,8 @@ def _common_sizes(config: RunConfig) -> tuple[CommonSizes, RunConfig]:
         except ValueError as error:
             said = f"--systems cuts the model into a stage for each rank, workers={ranks}: {error}"
             raise ConfigError([said]) from error
-    try:
-        check_divisible(config.batch_size, workers=ranks, accumulate=micro_batches // ranks)
-    except ValueError as error:
-        raise ConfigError(
-            [f"--systems cuts the mini-batch into workers x accumulate micro-batches: {error}"]
-        ) from error
+    faults = fault_in(lambda: check_divisible(config.batch_size, workers=ranks, accumulate=micro_batches // ranks))
+    refuse(f"--systems cuts the mini-batch into workers x accumulate micro-batches: {fault}" for fault in faults)
     whole = replace(
         config,
         mode=ModeConfig("dp"),  # of pipedream, a micro-batch would be a whole mini-batch

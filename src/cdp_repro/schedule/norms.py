@@ -68,9 +68,6 @@ def teller(schedule: Schedule, version: int, stage: int) -> int:
     return schedule.holder_read(version * schedule.sizes.summed - 1, stage)
 
 
-_BY_STAGE = "mode=cdp_v2"
-
-
 def refusal(schedule: Schedule) -> str:
     """Return why a schedule cannot clip by norms, and which settings can on the same sizes."""
     whose = "the norm over all stages" if clips_globally(schedule) else "the norm of each stage"
@@ -79,15 +76,17 @@ def refusal(schedule: Schedule) -> str:
     if schedule.spec.collectives:
         why, first = "adds them by collectives, after which no rank in particular has a whole sum", "collectives=false "
     plain = replace(schedule.spec, collectives=False)
-    ways = {
-        first: plain,
-        f"{first}placement=single_device": plain.on("single_device"),
-        f"{first}placement=pipeline": plain.on("pipeline"),
-        f"{first}{_BY_STAGE}": plain.in_mode("cdp_v2"),
-    }
-    found = [way.strip() + _left_out(schedule.spec, spec) for way, spec in ways.items() if way and _can_clip(spec)]
-    works = [] if schedule.sizes.has_own_clocks else found
-    works = [f"{way}, which clips each stage by itself" if _BY_STAGE in way else way for way in works]
+    ways = [
+        (first, plain, ""),
+        (f"{first}placement=single_device", plain.on("single_device"), ""),
+        (f"{first}placement=pipeline", plain.on("pipeline"), ""),
+        (f"{first}mode=cdp_v2", plain.in_mode("cdp_v2"), ", which clips each stage by itself"),
+    ]
+    works = [
+        f"{way.strip()}{_left_out(schedule.spec, spec)}{note}"
+        for way, spec, note in ways
+        if way and not schedule.sizes.has_own_clocks and _can_clip(spec)
+    ]
     return f"clip_norm with mode={schedule.mode} clips by {whose}, but {schedule} {why}: " + (
         f"use {', or '.join(works)}" if works else "leave clip_norm out"
     )
@@ -95,8 +94,11 @@ def refusal(schedule: Schedule) -> str:
 
 def _left_out(given: Spec, other: Spec) -> str:
     """Return the sizes that only the given spec has, as settings that leave them out."""
-    names = (each.name for each in fields(Spec) if getattr(given, each.name) is not None is getattr(other, each.name))
-    return "".join(f" {name}=null" for name in names)
+    return "".join(
+        f" {each.name}=null"
+        for each in fields(Spec)
+        if getattr(given, each.name) is not None and getattr(other, each.name) is None
+    )
 
 
 def _can_clip(spec: Spec) -> bool:
