@@ -123,11 +123,13 @@ def test_an_explorer_on_request(capsys, tmp_path):
 
 
 def test_a_page_of_text_is_not_filled_by_micro_batches_of_many_steps(capsys):
-    """A step of pipedream has one micro-batch, but N are under way, and have a row each."""
+    """A step of pipedream has one micro-batch, but one of data parallelism beside it has N, and N rows."""
     sizes = ("model=mlp", "model.depth=23", "workers=24", "stages=24", "placement=pipeline", "batch_size=24")
     shown = shown_by(capsys, *sizes, "mode=pipedream")
     assert "timelines and memory per slot of 24 workers are too large for text" in shown
     assert len(shown.splitlines()) < 60
+    few = ("model=mlp", "workers=24", "stages=4", "ranks=4", "placement=pipeline", "batch_size=24", "micro_batches=4")
+    assert "timeline of gpipe" in shown_by(capsys, *few, "mode=gpipe")
 
 
 def test_impossible_settings_are_refused_with_one_that_works(capsys):

@@ -121,8 +121,7 @@ def plan_text(plan: Plan, width: int) -> str:
         f"{_parts_of_mini_batch(config)} x {config.micro_batch_shape[0]}, {config.placement.name}"
     )
     parts = [head, _stage_table(plan)]
-    sizes = [forecast.program.schedule.sizes for forecast in plan.forecasts.values()]
-    if max(max(each.lanes, each.micro_batches) for each in sizes) <= SHOWN_WORKERS:
+    if max(forecast.program.schedule.micro_batches for forecast in plan.forecasts.values()) <= SHOWN_WORKERS:
         for name, forecast in plan.forecasts.items():
             lanes = forecast.program.schedule.timeline.lanes
             grid = text_grid(forecast.slots, lanes, width)
