@@ -619,3 +619,21 @@ def test_a_tensor_that_nothing_would_train_is_refused(place):
         list(engine.run([(torch.randn(4, 4), torch.zeros(4, dtype=torch.long))] * 3))
     assert all(map(torch.equal, before, (parameter for stage in stages for parameter in stage.parameters())))
     assert scale.grad is None
+
+
+# ------------------------------------------------------------------------------------------------- another cut
+
+
+@pytest.mark.parametrize(("mode", "changes"), [("dp", False), ("cdp_v1", False), ("cdp_v2", True)])
+def test_another_cut_changes_what_cdp_v2_trains_as_it_changes_which_layers_are_read_late(mode, changes):
+    """The report says so beside the memory that a cut by activation bytes saves; slot orders change nothing."""
+
+    def trained(first, slot_order="paper"):
+        layers = [layer.double() for layer in linears(4)]
+        stages = [nn.Sequential(*layers[:first]), nn.Sequential(*layers[first:])]
+        engine = Engine(stages, F.cross_entropy, sgd, mode=mode, workers=2, slot_order=slot_order)
+        train(engine, [(inputs.double(), targets) for inputs, targets in make_batches(4)])
+        return torch.cat([parameter.detach().flatten() for parameter in engine.model().parameters()])
+
+    assert torch.equal(trained(1), trained(3)) is not changes
+    assert torch.equal(trained(1), trained(1, "backward_first"))

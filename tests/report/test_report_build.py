@@ -92,6 +92,15 @@ def test_a_cell_without_runs_shows_the_command_that_fills_it(results):
     assert any("experiment=paper/cifar10_resnet18" in row[5] for row in table.rows)
 
 
+def test_a_lowest_loss_at_the_edge_of_the_rates_is_told(results):
+    study = STUDIES["cifar10-tuning"]
+    dp = [cell for cell in study.cells if cell.settings["mode.name"] == "dp"]
+    for cell, loss in zip(dp, (1.2, 1.1, 1.005, 1.0), strict=True):
+        write_row(row_of(cell, 0, study.name, **{"train/loss": loss}), results / "rows")
+    told = [row[-1] for row in Report(results).tables["tuning"].rows if row[1] == "dp"]
+    assert told == ["", "", "yes", "lowest, at the edge"]
+
+
 def test_accuracy_is_compared_seed_by_seed_and_the_paper_column_is_read(results):
     (results / "paper_values.yaml").write_text("digits/resnet8/dp: 97.5\n")
     rows = {row[2]: row for row in Report(results).tables["accuracy"].rows if row[0] == "digits"}

@@ -41,9 +41,57 @@ def test_how_far_memory_is_above_its_mean_is_rounded_up(high, said, monkeypatch)
     assert f"at most {said} % above the mean." in claims([case], (), (), ())[0].because
 
 
+SENT = {"sent_bytes_per_device": 2048.0, "most_sent_bytes": 3072.0}
+
+
+def _lines(placement, **of_mode):
+    """Return lines of a placement with N = 4; `of_mode`: what each mode was executed, simulated and derived to give."""
+    return [
+        Line(each, 4, numbers, SENT | numbers, numbers)
+        for each in SETTINGS
+        if each.placement == placement and each.baseline is None and not each.collectives
+        and (numbers := of_mode.get(each.mode))
+    ]  # fmt: skip
+
+
+def test_the_chain_must_be_1_with_every_number_of_workers():
+    lines = _lines("replicated", dp={"chain": 6}, cdp_v1={"chain": 1}, cdp_v2={"chain": 1})
+    claim = claims((), lines, (), ())[1]
+    assert claim.verdict == HOLDS and "1 for cdp_v2 (1 with every N that ran), against 6" in claim.because
+    assert (
+        "in a training step: 2 KiB against 2 KiB on average, 3 KiB against 3 KiB where they are most" in claim.because
+    )
+    longer = replace(lines[1], workers=8, executed={"chain": 2})
+    claim = claims((), [*lines, longer], (), ())[1]
+    assert claim.verdict == FAILS and "(not 1 with every N that ran)" in claim.because
+
+
+@pytest.mark.parametrize(("ours", "more", "verdict"), [(10, 4096, HOLDS), (16, 3072, FAILS), (17, 1024, FAILS)])
+def test_fewer_devices_are_counted(ours, more, verdict):
+    dp = {"devices": 16, "idle_share": 0.75}
+    lines = _lines("model_parallel", dp=dp, cdp_v2={"devices": ours, "idle_share": 0.6, "most_sent_bytes": more})
+    claim = claims((), lines, (), ())[3]
+    assert claim.verdict == verdict and claim.brief == f"{ours} processes against 16 with N = 4"
+    assert ("sends more" in claim.because) == (more == 4096)
+
+
+@pytest.mark.parametrize(("most", "verdict"), [(1, HOLDS), (2, FAILS)])
+def test_an_owner_sends_to_one_worker_at_once(most, verdict, monkeypatch):
+    lines = _lines("zero", dp={"chain": 2}, cdp_v2={"chain": 2})
+    if most == 1:
+        assert claims((), lines, (), ())[4].brief == "an owner sends to 1 worker at once, against 3", "by simulation"
+    monkeypatch.setattr("cdp_repro.report.claims._most_lent_at_once", lambda mode, n: 3 if mode == "dp" else most)
+    assert claims((), lines, (), ())[4].verdict == verdict
+
+
+def test_a_read_of_two_steps_ago_breaks_the_bound():
+    row = row_of(STUDIES["cifar10"].cells[1], 0, "cifar10", staleness=[[1, 2]])
+    assert claims((), (), (), [row])[5].verdict == FAILS
+
+
 def test_cdp_is_compared_with_data_parallelism_by_ordered_messages():
     lines = [
-        Line(each, 2, {"chain": 1}, {}, {"chain": 9 if each.collectives else 1})
+        Line(each, 2, {"chain": 1}, SENT, {"chain": 9 if each.collectives else 1})
         for each in SETTINGS
         if each.placement == "replicated" and each.baseline is None
     ]
@@ -90,8 +138,9 @@ def test_without_tuning_the_claim_of_accuracy_follows_the_intervals(dataset, int
 def test_the_claim_names_each_network_and_what_was_run_of_it():
     small = _untuned("cifar10", (-0.3, -0.1), (-0.3, -0.1))
     claim = claims((), (), small, ())[2]
-    assert claim.brief == "cdp_v1 -0.20, cdp_v2 -0.20 points of top-1 on cifar10"
-    assert "what was run of them: cifar10 with resnet8 for 15 epochs." in claim.because
+    run = "cifar10 with resnet8 for 15 epochs; not run: imagenet"
+    assert claim.brief == f"cdp_v1 -0.20, cdp_v2 -0.20 points of top-1 on cifar10 ({run})"
+    assert f"It is judged on: {run}." in claim.because
     large = _untuned("imagenet", (1.0, 3.0), (2.0, 4.0), study="paper-cifar10-resnet18", model="resnet50", epochs=90)
     claim = claims((), (), [*small, *large], ())[2]
     assert "cifar10 with resnet8; cdp_v1 +2.00, cdp_v2 +3.00 points of top-1 on imagenet with resnet50" in claim.brief
@@ -128,7 +177,7 @@ def test_a_run_that_two_studies_have_counts_once():
     )
     taken_over = replace(first, study="cifar10-delay")
     claim = claims((), (), (), [first, second, taken_over])[5]
-    assert claim.brief == "20 reads, none more than 1 step old" and claim.because.startswith("In 2 runs")
+    assert claim.brief == "20 reads checked, none more than 1 step old" and "in 2 runs all 20" in claim.because
 
 
 def test_a_number_that_is_not_finite_has_no_spread():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import takewhile
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,13 +15,22 @@ from cdp_repro.predict.closed_forms import closed_form
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import simulate_slots
 from cdp_repro.predict.steady_state import simulated, unit_costs
-from cdp_repro.report.cost_table import Line, agreement_table, cost_table, large_lines, simulation_key
+from cdp_repro.report.cost_table import (
+    SIMULATED,
+    Line,
+    agreement_table,
+    cost_table,
+    large_lines,
+    simulation_key,
+    simulations_of,
+)
 from cdp_repro.schedule import Program
 from cdp_repro.schedule.parts import part_of
 from cdp_repro.studies.cost_settings import SETTINGS
 
 STEPS = 4
 """After so many training steps every timeline repeats itself."""
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 OURS = [setting for setting in SETTINGS if setting.baseline is None]
 
 
@@ -120,9 +131,20 @@ def test_a_disagreement_is_shown_with_all_numbers():
     assert replace(line, closed={}).text("devices") == "1 (s, e)"
     rows = agreement_table([line]).rows
     assert [row[-1] for row in rows] == ["yes", "no"]
+    alone = replace(line, closed={}, simulated={})
+    assert [row[-1] for row in agreement_table([alone]).rows] == ["", ""], "with one source nothing agrees"
     assert len(cost_table([line], 4, [], []).rows) == 1 and not cost_table([line], 3, [], []).rows
 
 
-def test_stored_simulations_are_what_simulation_gives_today():
+def test_formulas_and_simulation_agree_with_equal_stages():
     values = {"8": {simulation_key(s): simulated(s, 8, unit_costs(8), 1) for s in OURS}}
     assert not any(line.disagreements() for line in large_lines(values))
+
+
+@pytest.mark.parametrize("workers", [8, 16])
+def test_stored_simulations_are_what_simulation_gives_today(workers):
+    parts = json.loads((RESULTS / SIMULATED).read_text())["parts"]
+    for setting in OURS:
+        stored = simulations_of(parts)[str(workers)][simulation_key(setting)]
+        now = simulated(setting, workers, unit_costs(workers), 1)
+        assert stored == pytest.approx({quantity: now[quantity] for quantity in stored}), setting

@@ -14,7 +14,7 @@ from report_rows import row_of
 
 from cdp_repro.config.task import task_of
 from cdp_repro.report import standing, tuning
-from cdp_repro.report.claims import FAILS, HOLDS, PARTLY, UNKNOWN, claims
+from cdp_repro.report.claims import FAILS, HOLDS, PARTLY, UNKNOWN, claims, tuned_verdict
 from cdp_repro.report.delay_advice import advice
 from cdp_repro.report.delay_costs import _notes, delay_table, read_times
 from cdp_repro.report.groups import Difference, grouped
@@ -250,7 +250,7 @@ def test_copies_that_stale_reads_see_are_shown_where_there_are_any(world, nbytes
     verdict = world.studies["verdict"]
     changed = {"memory/predicted_parameter_bytes_per_device": nbytes}
     world.have("verdict", compared(verdict, lambda number, seed: 90 + 0.1 * seed, **changed))
-    assert world.table("verdict").rows[1][7] == f"not measured + 1.00{shown}"
+    assert world.table("verdict").rows[1][9] == f"not measured + 1.00{shown}"
 
 
 def test_what_a_device_keeps_between_two_runs_counts(world):
@@ -258,7 +258,7 @@ def test_what_a_device_keeps_between_two_runs_counts(world):
     for drained, shown in ((2**21, "2.00 + "), (2**19, "1.00 + ")):
         changed = {**peak, "memory/parameter_bytes_per_device": drained}
         world.have("verdict", compared(verdict, lambda number, seed: 90 + 0.1 * seed, **changed))
-        assert world.table("verdict").rows[1][7].startswith(shown)
+        assert world.table("verdict").rows[1][9].startswith(shown)
 
 
 def test_what_a_device_keeps_is_told_by_a_run_that_has_finished(world):
@@ -272,7 +272,8 @@ def test_what_a_device_keeps_is_told_by_a_run_that_has_finished(world):
         assert group.rows[0].has_diverged
         del group.rows[0].summary["memory/parameter_peak_bytes_per_device"]
     world.have("verdict", groups)
-    assert {row[7] for row in world.table("verdict").rows} == {"1.00 + 1.00 + 2.00"}
+    told = {row[9].removesuffix(" + copies not counted") for row in world.table("verdict").rows}
+    assert told == {"1.00 + 1.00 + 2.00"}
 
 
 def test_verdicts_come_from_fresh_seeds_alone_and_the_other_table_chooses(world):
@@ -280,8 +281,10 @@ def test_verdicts_come_from_fresh_seeds_alone_and_the_other_table_chooses(world)
     table = world.table("verdict", {("digits", setting_of(world.studies["verdict"].cells[1].settings)): "1.02"})
     assert table.columns[5] == "verdict" and [row[5] for row in table.rows] == ["", "equivalent", "worse"]
     assert [row[1] for row in table.rows] == ["sgd", "sgd + prediction", "sgd + compensation"]
-    assert [row[6] for row in table.rows] == ["", "1.02", ""]
-    assert table.rows[1][7] == "not measured + 1.00 + 2.00" and "less than 0.3 points" in " ".join(table.notes)
+    assert [row[8] for row in table.rows] == ["", "1.02", ""]
+    assert table.rows[1][9] == "not measured + 1.00 + 2.00 + copies not counted", "by rows of before they were"
+    assert table.columns[6:8] == ("p (corrected)", "power") and [row[7] for row in table.rows] == ["", "1.00", "1.00"]
+    assert table.rows[2][6] == "1 (1)" and "less than 0.3 points" in " ".join(table.notes)
     delay = world.studies["delay"]
     world.have("delay", compared(delay, lambda number, seed: 90 + 0.1 * seed + (0, -0.2, -0.4, -0.1, 0.1)[number]))
     table = world.table("delay")
@@ -440,6 +443,37 @@ def test_the_claim_of_accuracy_rests_on_the_verdicts(world, lost, verdict):
     claim = world.claim()
     assert claim.verdict == verdict and "on fresh seeds" in claim.because
     assert ("cdp_v1 with sgd + prediction equivalent" in claim.because) == (lost[0] == 0)
+
+
+@pytest.mark.parametrize(
+    ("of_networks", "verdict"),
+    [
+        ([("cifar10", "equivalent"), ("imagenet", "equivalent")], HOLDS),
+        ([("cifar10", "equivalent"), ("imagenet", "worse")], NOT_SETTLED),
+        ([("cifar10", "worse"), ("cifar10", "equivalent")], HOLDS),  # a mode counts by its best setting
+        ([("cifar10", "worse"), ("imagenet", "worse")], FAILS),
+        ([("digits", "equivalent")], NOT_SETTLED),
+    ],
+)
+def test_a_mode_must_keep_the_accuracy_on_every_network(of_networks, verdict):
+    judged = [
+        SimpleNamespace(
+            verdict=said, group=SimpleNamespace(mode=mode, config={"dataset.name": data, "model.name": "resnet8"})
+        )
+        for data, said in of_networks
+        for mode in ("cdp_v1", "cdp_v2")
+    ]
+    assert tuned_verdict(judged) == verdict
+
+
+def test_a_verdict_needs_one_device(world):
+    found = world.judge(0, 0)
+    assert {each.verdict for each in found} == {"equivalent"}
+    for group in world.groups[world.studies["verdict"].name]:
+        if group.mode == "dp":
+            for row in group.rows:
+                row.summary["hardware"] = "another, 1 CPU threads"
+    assert {each.missing for each in world.standings("verdict")} == {"it ran on another device than dp"}
 
 
 def test_where_nothing_is_settled_the_claim_is_not(world):

@@ -95,6 +95,19 @@ def test_groups_on_other_data_are_not_compared_and_of_other_code_not_silently():
     assert said == ["+0.00 (2)", "+0.00 (2, of two versions)"]
 
 
+def test_numbers_of_two_devices_are_not_averaged_and_not_compared_silently():
+    """They differ by rounding; the number of threads does too, but may change when a run goes on."""
+    gpu, cpu, threads = ({"hardware": f"{name} CPU threads"} for name in ("H200, 8", "x86_64 CPU, 1", "x86_64 CPU, 2"))
+    with pytest.raises(RowError, match=r"digits-0 \(on x86_64 CPU\) and digits-1 \(on H200\) would be averaged"):
+        grouped([row_of(V1, 0, **cpu), row_of(V1, 1, **gpu)])
+    (dp,) = grouped([row_of(DP, 0, **cpu), row_of(DP, 1, **threads)])
+    for hardware, said in ((gpu, "+0.00 (2, of two devices)"), (cpu, "+0.00 (2)")):
+        (group,) = grouped([row_of(V1, seed, **hardware) for seed in (0, 1)])
+        assert compared(group, dp, "eval/top1_percent").text() == said
+    went_on = row_of(V1, hardware="x86_64 CPU, 1 CPU threads and x86_64 CPU, 2 CPU threads")
+    assert went_on.device == "x86_64 CPU"
+
+
 def test_text_is_compared_by_its_loss_and_only_one_learning_rate_is_untuned():
     text = [Cell(("dataset=text", "model=gpt", f"mode={mode}", f"optim.lr={rate}"))
             for mode, rate in (("dp", 0.001), ("cdp_v1", 0.001), ("cdp_v2", 0.002))]  # fmt: skip

@@ -106,6 +106,14 @@ def test_labels_of_an_axis_tell_its_values_apart(values, labels):
     assert [text.get_text() for text in axis.get_xticklabels()] == labels
 
 
+def test_the_figure_says_what_its_means_leave_out():
+    points = {1: Sample.from_values([1.0])}
+    left_out = {"a": "diverged", "b": "diverged", "c": "damaged (no summary)"}
+    for reasons, title in ((left_out, "without 2 diverged, 1 damaged"), ({}, "")):
+        (axis,) = sweep_figure(SweepResults("x", "y", (), {(): points}, reasons, ())).axes
+        assert axis.get_title(loc="left") == title
+
+
 def test_an_axis_of_names_and_a_folder_of_ones_own(capsys):
     swept("mode=dp,cdp_v2")
     shown = told(capsys, "--x=mode", "--y=eval/top1_percent", "--out=plots")

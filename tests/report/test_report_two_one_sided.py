@@ -5,11 +5,20 @@ from __future__ import annotations
 import math
 import statistics
 
+import numpy as np
 import pytest
 from scipy import stats
 
 from cdp_repro.report.groups import Difference
-from cdp_repro.report.two_one_sided import BETTER, EQUIVALENT, NOT_SETTLED, WORSE, equivalence
+from cdp_repro.report.two_one_sided import (
+    BETTER,
+    EQUIVALENT,
+    NOT_SETTLED,
+    WORSE,
+    equivalence,
+    holm,
+    power_without_difference,
+)
 
 
 def by_seed(values):
@@ -60,3 +69,23 @@ def test_p_is_the_larger_of_the_two_one_sided_t_tests():
 def test_one_seed_and_what_is_not_finite_settle_nothing(ours):
     found = equivalence(Difference.paired(ours, {3: 90.0, 4: 90.0}), 0.3, True)
     assert found.verdict == NOT_SETTLED and math.isnan(found.p_value)
+
+
+@pytest.mark.parametrize("deviation", [0.25, 0.33, 0.47])
+def test_power_is_how_often_seeds_that_do_not_differ_are_found_equivalent(deviation):
+    found = Difference(-0.1, -1.0, 1.0, 0.5, 10, deviation / math.sqrt(10))
+    draws = np.random.default_rng(0).normal(0.0, deviation, (40_000, 10))
+    half = stats.t.ppf(0.95, 9) * draws.std(axis=1, ddof=1) / math.sqrt(10)
+    passing = np.mean(np.abs(draws.mean(axis=1)) + half < 0.3)
+    assert power_without_difference(found, 0.3) == pytest.approx(passing, abs=0.01)
+    assert 0.1 < passing < 0.99, "the cases tell powers apart"
+
+
+def test_without_an_interval_there_is_no_power():
+    assert math.isnan(power_without_difference(Difference.paired({0: 1.0}, {0: 0.9}), 0.3))
+
+
+def test_holm_corrects_for_the_number_of_tests():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]), "times 3, 2, 1 by rank, never below a smaller"
+    assert holm([0.8, 0.019, 0.41]) == pytest.approx([0.82, 0.057, 0.82])
+    assert holm([]) == [] and holm([0.6, 0.7]) == [1.0, 1.0]

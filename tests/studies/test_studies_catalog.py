@@ -74,7 +74,7 @@ def test_the_caption_of_longer_delays_says_what_they_cost():
     found = comparisons({name: grouped(rows[name], STUDIES[name].varied) for name in names})
     longest = [row for row in rows["cifar10-staleness"] if label_of_mode(row.config) == f"staleness{max(STALENESS_LR)}"]
     caption = staleness_caption(found)
-    for rate, words in ((TUNED_LR, "the learning rate of data"), (STALENESS_LR[5], "one that suits the delay")):
+    for rate, words in ((TUNED_LR, "the learning rate of data"), (STALENESS_LR[5], "one that short runs chose")):
         top1 = [row.summary["eval/top1_percent"] for row in longest if row.config["optim.lr"] == rate]
         assert f"{fmean(top1):.1f} % with {words}" in caption
     assert "From" not in staleness_caption([each for each in found if each.group.mode != "dp"])

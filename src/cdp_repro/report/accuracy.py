@@ -97,17 +97,29 @@ def chosen_rate(groups: Sequence[Group]) -> float | None:
     return min((rate for rate, loss in losses.items() if loss <= 1.01 * lowest), default=None)
 
 
+def _chosen_here(group: Group, chosen: float | None, same: Sequence[Group]) -> list[str]:
+    """Return whether a learning rate is chosen, and whether it has the lowest loss at the edge of those of its mode.
+
+    `same` are the groups of its mode, none if runs are missing.
+    """
+    rate, rates = group.config["optim.lr"], sorted(each.config["optim.lr"] for each in same)
+    lowest = min(same, key=lambda each: each.sample("train/loss").mean, default=None)
+    is_at_edge = lowest is group and rate in (rates[0], rates[-1])
+    return [*(["yes"] if rate == chosen else []), *(["lowest, at the edge"] if is_at_edge else [])]
+
+
 def tuning_table(groups: Sequence[Group], study: Study) -> Table:
     """Return the training loss by mode and learning rate, from which the learning rates of the studies are chosen."""
     present = {row.cell for group in groups for row in group.rows}
     missing = [cell for cell in study.cells if cell.hash not in present]
     unfinished = {label_of_mode(cell.settings) for cell in missing}
     members = [[group for group in groups if group.mode == mode] for mode in {g.mode for g in groups} - unfinished]
-    chosen = {same[0].mode: chosen_rate(same) for same in members}
+    of_mode = {same[0].mode: same for same in members}
+    chosen = {mode: chosen_rate(same) for mode, same in of_mode.items()}
     rows = [
         [group.config["model.name"], group.mode, f"{group.config['optim.lr']:g}", str(group.config["epochs"]),
          group.sample("train/loss").text(4), group.sample(IMAGES.metric).text(),
-         "yes" if group.config["optim.lr"] == chosen.get(group.mode) else ""]
+         ", ".join(_chosen_here(group, chosen.get(group.mode), of_mode.get(group.mode, ())))]
         for group in sorted(groups, key=lambda group: (group.mode, group.config["optim.lr"]))
     ]  # fmt: skip
     rows += [
@@ -115,8 +127,12 @@ def tuning_table(groups: Sequence[Group], study: Study) -> Table:
          str(cell.settings["epochs"]), not_run(cell), "", ""]
         for cell in missing
     ]  # fmt: skip
-    notes = ["Chosen is the smallest learning rate whose training loss is within 1 % of the lowest; the test set has "
-             "no say. The paper's modes all run with that of data parallelism."]  # fmt: skip
+    notes = [
+        "Chosen is the smallest learning rate whose training loss (mean of the last epoch) is within 1 % of the "
+        "lowest; the test set has no say. The paper's modes all run with that of data parallelism. A lowest loss at "
+        "the edge of its rates is marked: a better rate may lie beyond. The seed is also one of those compared. The "
+        "studies of delay choose rates anew: by runs of full length, from the same rates, on a seed of their own."
+    ]
     evidence = provenance([row for group in groups for row in group.rows])
     columns = ("model", "mode", "lr", "epochs", "train loss", "test top-1 [%]", "chosen")
     return Table("tuning", "The choice of the learning rates", columns, rows, notes, evidence)

@@ -18,6 +18,7 @@ from cdp_repro.predict.memory_reduction import curve, theory
 from cdp_repro.report.accuracy import Comparison
 from cdp_repro.report.activation_memory import CUTS, ORDERS, SHOWN_WORKERS, Case, profiles
 from cdp_repro.report.groups import Group, data_parallel
+from cdp_repro.schedule import Schedule
 from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.cost_settings import PLACEMENT_NAMES
@@ -189,7 +190,7 @@ def communication(groups: Sequence[Group], workers: int) -> Figure | None:
     axes = figure.subplots(1, len(found), squeeze=False)[0]
     for axis, placement in zip(axes, [name for name in PLACEMENT_NAMES if name in found], strict=True):
         for mode, sent in found[placement].items():
-            slots = 2 * (2 * workers - 1) if (placement, mode) == ("pipeline", "dp") else 2 * workers
+            slots = Schedule.build(mode, workers, placement=placement).slots_per_step
             step = [each / 1024 for each in [*sent, *[0] * 3 * slots][2 * slots : 3 * slots]]
             axis.step(range(slots), step, where="mid", label=mode, linewidth=1.3, **style(mode))
         axis.set(title=f"{PLACEMENT_NAMES[placement]}, N = {workers}", xlabel="slot of a training step", ylim=(0, None))
@@ -286,7 +287,7 @@ def staleness_caption(found: Sequence[Comparison]) -> str:
         text = f"From {statistics.fmean(shared[0]):.1f} % without delay, {max(shared)} steps lead to "
         text += f"{ends[_SHARED_RATE]:.1f} % with the learning rate of data parallelism"
         if max(lines.get(_OWN_RATE, (0,))) == max(shared):
-            text += f", to {ends[_OWN_RATE]:.1f} % with one that suits the delay"
+            text += f", to {ends[_OWN_RATE]:.1f} % with one that short runs chose"
         said.append(f"{text}.")
     return " ".join(said)
 

@@ -37,7 +37,7 @@ from cdp_repro.report.cost_table import (
 from cdp_repro.report.delay_advice import advice
 from cdp_repro.report.delay_costs import delay_table, read_times
 from cdp_repro.report.delay_figures import differences, rate_caption, rate_curves
-from cdp_repro.report.evidence import provenance
+from cdp_repro.report.evidence import origin, provenance
 from cdp_repro.report.explorer import explorer_of_equal_layers
 from cdp_repro.report.groups import Group, grouped
 from cdp_repro.report.late_systems import LateSystem, draw_late_systems, late_systems, late_systems_table
@@ -101,11 +101,13 @@ class Report:
         return lines(self.groups.get("costs", ()))
 
     @cached_property
-    def large_lines(self) -> list[Line]:
-        """The lines of the stored simulations."""
+    def _large_table(self) -> Table:
+        """The table of the stored simulations."""
         path = self._results / SIMULATED
         try:
-            return large_lines(simulations_of(json.loads(path.read_text())["parts"])) if path.exists() else []
+            parts = json.loads(path.read_text())["parts"] if path.exists() else []
+            made_by = [f"Made by {origin(parts)}."] if parts else []
+            return large_table(large_lines(simulations_of(parts)), made_by)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RowError(f"{path} is damaged ({error!r}): restore it from git") from error
 
@@ -145,7 +147,7 @@ class Report:
             memory_table(self.cases),
             *(cost_table(self.lines, n, self._cost_notes(n), self._cost_evidence(n)) for n in EXECUTED_WORKERS),
             agreement_table(self.lines),
-            large_table(self.large_lines),
+            self._large_table,
             systems_table(self.groups.get("systems", ()), STUDIES["systems"]),
             gpipe_table(),
             regret_table(measured()),
@@ -189,8 +191,8 @@ class Report:
                      if (names := line.disagreements())]  # fmt: skip
         if any(line.setting.baseline == "fsdp2" and line.disagreements() for line in mine):
             differing.append(
-                "the last because fully_shard cuts every tensor along its first dimension, so that a rank gets more "
-                "where that is no multiple of N"
+                "that of fsdp2 because fully_shard cuts every tensor along its first dimension, so that a rank gets "
+                "more where that is no multiple of N"
             )
         agree = (
             "Where three numbers exist they are equal." if not differing else f"They differ in: {'; '.join(differing)}."
@@ -360,13 +362,13 @@ def _as_drawn(figure: Figure | None) -> Callable[[], Figure] | None:
 
 _INTRODUCTION = (
     "Cyclic data parallelism (Fournier and Oyallon, arXiv 2403.08837) runs the micro-batches of a training step one "
-    "after another with a uniform delay, where data parallelism (DP) runs them at once. This page holds what was "
-    "measured by really running that timeline, on CPUs, and compares it with what the paper claims. Every number comes "
-    "from a run that can be repeated with the command below its table."
+    "after another, at equal distances in time, where data parallelism (DP) runs them at once. This page holds what "
+    "was measured by really running that timeline, and compares it with what the paper claims. Below each table stands "
+    "what it comes from: runs and their commands, or what was simulated."
 )
 _TIMELINE = (
-    "Data parallelism has all workers on one stage at once; cyclic data parallelism has one worker on each, with a "
-    "uniform delay"
+    "Data parallelism has all workers on one stage at once; cyclic data parallelism has one worker on each, starting "
+    "at equal distances in time"
 )
 _EXPLORED_RANKS = 3
 _EXPLORER = (
@@ -375,8 +377,9 @@ _EXPLORER = (
     "page for any run."
 )
 _MEMORY = (
-    "Equal stages give (N + 1)/2N. Stage j keeps N - j micro-batches, so bytes in early stages count most; cutting by "
-    "activation bytes and running backwards first change no update."
+    "Equal stages give (N + 1)/2N. Stage j keeps N - j micro-batches, so bytes in early stages count most: hence the "
+    "cut by activation bytes. Running backwards first changes no update; another cut changes, with CDP-v2, which "
+    "layers are read late, and so what is trained."
 )
 _COSTS = (
     "A small network of equal layers on handwritten digits, N = S; each setting was derived by formula, simulated, and "
@@ -400,7 +403,7 @@ _LATE = (
 )
 _ACCURACY = (
     "CIFAR-10 here is a copy from JPEG files, re-encoded, so that its numbers are not those of the original. Networks "
-    "and epochs are small; the authors' set-up has been prepared and not been run at full length."
+    "and epochs are small. Rows of the authors' set-up that say `not run` hold the command that runs it."
 )
 
 _DELAY = (
@@ -411,7 +414,7 @@ _DELAY = (
 )
 _DIFFERENCES = (
     "Difference of each setting from data parallelism with the same optimizer, at the learning rates of the tables: "
-    "mean over seeds with its 95 % interval. Circles give no verdict; where they stand beside diamonds, they have "
+    "mean over seeds with its 95 % interval. Circles give no verdict; where a panel of diamonds follows, they have "
     "chosen the best of each mode, which the diamonds judge on fresh seeds. The grey band is the margin of equivalence "
     "that was stated before."
 )

@@ -160,13 +160,14 @@ def cost_table(found: Sequence[Line], workers: int, notes: Sequence[str], eviden
 
 
 def agreement_table(found: Sequence[Line]) -> Table:
-    """Return every number of every N by closed form, simulation and execution."""
+    """Return every number of every N by closed form, simulation and execution, and whether those known agree."""
     rows = []
     for line in found:
         for quantity in QUANTITIES:
             values = [values.get(quantity) for values in (line.closed, line.simulated, line.executed)]
             if any(value is not None for value in values):
-                differs = quantity in line.disagreements()
+                known = sum(value is not None for value in values)
+                agree = "no" if quantity in line.disagreements() else "yes" if known > 1 else ""
                 texts = ["" if value is None else f"{value:.10g}" for value in values]
                 rows.append(
                     [
@@ -175,15 +176,18 @@ def agreement_table(found: Sequence[Line]) -> Table:
                         line.setting.mode,
                         quantity,
                         *texts,
-                        "no" if differs else "yes",
+                        agree,
                     ]
                 )
     columns = ("N", "setting", "mode", "quantity", "closed form", "simulated", "executed", "agree")
     return Table("costs_all", "Closed form, simulation and execution", columns, rows, for_readers=False)
 
 
-def large_table(found: Sequence[Line]) -> Table:
-    """Return the settings for large N, a row per setting, and where formulas and simulation disagree."""
+def large_table(found: Sequence[Line], made_by: Sequence[str]) -> Table:
+    """Return the settings for large N, a row per setting, and where formulas and simulation disagree.
+
+    `made_by` says which versions made the simulations.
+    """
     shown = (
         "activation_bytes_per_device",
         "activation_bytes_total",
@@ -203,5 +207,5 @@ def large_table(found: Sequence[Line]) -> Table:
         "Equal stages of 1 KiB of activations and 1 KiB of parameters each, so that A = P = N KiB. A number "
         "stands for closed form and simulation alike; (s): simulation only."
     ]
-    evidence = ["Simulated by `python scripts/simulate.py`, and kept in results/simulated.json."]
+    evidence = ["Simulated by `python scripts/simulate.py`, and kept in results/simulated.json.", *made_by]
     return Table("costs_large", "What each setting costs with many workers", columns, rows, notes, evidence)

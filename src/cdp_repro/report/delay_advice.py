@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from cdp_repro.report.groups import Group
@@ -31,10 +32,13 @@ def advice(standings: Sequence[Standing], tunings: Sequence[Study], groups: Mapp
     """
     found = sorted((each for each in standings if each.verdict), key=lambda each: [*_SENTENCES].index(each.verdict))
     judged: dict[tuple[str, str], Standing] = {}
+    tried: Counter[tuple[str, str]] = Counter()
     for each in found:
-        judged.setdefault((each.study.network, each.group.mode), each)
+        key = each.study.network, each.group.mode
+        tried[key] += 1
+        judged.setdefault(key, each)
     done = {network for network, _ in judged}
-    said = [*map(_judged, judged.values())]
+    said = [_judged(each, tried[key]) for key, each in judged.items()]
     last = {study.network: study for study in sorted(tunings, key=_is_finals)}
     for network, study in last.items():
         if network not in done:
@@ -45,11 +49,13 @@ def advice(standings: Sequence[Standing], tunings: Sequence[Study], groups: Mapp
     return " ".join(said) or "Not measured yet."
 
 
-def _judged(each: Standing) -> str:
+def _judged(each: Standing, tried: int) -> str:
+    """Return a verdict; `tried` settings of the mode were judged on these seeds, and one may pass by chance."""
     verdict = _SENTENCES[each.verdict].format(margin=each.study.margin, unit=each.task.difference_unit)
+    best_of = f"; the best of {tried} settings" if tried > 1 else ""
     return (
         f"`{overrides(each.group)}` {verdict} data parallelism with {each.optimizer} ({each.study.network}, fresh "
-        f"seeds: {each.difference})."
+        f"seeds: {each.difference}{best_of})."
     )
 
 

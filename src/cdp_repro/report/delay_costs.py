@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from cdp_repro.report.groups import OF_TWO_VERSIONS, Group, compared
 from cdp_repro.report.standing import Standing, best_of_each_mode, rates_for, untuned
 from cdp_repro.report.tables import Table
 from cdp_repro.report.tuning import Setting, TunedRate, method_of, setting_of
+from cdp_repro.report.two_one_sided import holm, power_without_difference
 from cdp_repro.studies.delay_studies import METHOD_KEYS, OPTIMIZER_KEYS
 from cdp_repro.studies.rows import DIVERGED, RowError, label_of_mode
 from cdp_repro.studies.study import Cell, Study
@@ -21,7 +23,10 @@ from cdp_repro.studies.study import Cell, Study
 METHOD_TIMES = Path("bench") / "methods.json"
 """File below the results with the measurements of `python scripts/bench.py methods`."""
 _COPIES = "memory/predicted_parameter_bytes"
-_TIME = " Time: median and quartiles of alternating rounds (`python scripts/bench.py methods`)."
+_TIME = (
+    " Time: median and quartiles of alternating rounds (`python scripts/bench.py methods`), of the versions that "
+    "results/bench/methods.json names."
+)
 
 Times = Mapping[tuple[str, Setting], str]
 """By data set and setting: the time of a step over that of data parallelism, as text."""
@@ -110,13 +115,29 @@ def _said(
 ) -> Columns:
     """Return the verdicts or choices of a study that judges or chooses, and the step times on its data set."""
     if study.margin is not None:
-        said = {"verdict": {each.group.cell: each.verdict or f"none yet: {each.missing}" for each in found}}
+        said = {
+            "verdict": {each.group.cell: each.verdict or f"none yet: {each.missing}" for each in found},
+            **_tests(study.margin, found),
+        }
     elif study.chooses:
         said = {"goes on to fresh seeds": _chosen(study, groups, found, tuned)}
     else:
         return {}
     data = study.cells[0].settings["dataset.name"]
     return {**said, "step time over dp": {g.cell: times.get((data, setting_of(g.config)), "") for g in groups}}
+
+
+def _tests(margin: float, found: Sequence[Standing]) -> Columns:
+    """Return what the tests of equivalence give: p, p corrected for their number, and their power."""
+    tested = {each.group.cell: each.found for each in found if each.found and not math.isnan(each.found.p_value)}
+    p_values = [each.p_value for each in tested.values()]
+    return {
+        "p (corrected)": {
+            cell: f"{p:.2g} ({corrected:.2g})"
+            for cell, p, corrected in zip(tested, p_values, holm(p_values), strict=True)
+        },
+        "power": {cell: f"{power_without_difference(each.difference, margin):.2f}" for cell, each in tested.items()},
+    }
 
 
 def _chosen(
@@ -146,7 +167,7 @@ def _rate(group: Group, tuned: Mapping[Setting, TunedRate]) -> str:
 def _state(group: Group) -> str:
     """Return the MiB of parameters, optimizer and method on the device with most of each, as `0.60 + 0.30 + 0.30`.
 
-    What the method keeps comes in two numbers if stale reads see copies and the row counts them.
+    What the method keeps comes in two numbers if stale reads see copies; older rows do not count them.
     """
     summary: Mapping[str, Any] = (group.finished or group).rows[0].summary  # one that diverged may end untraced
     kinds = ["memory/parameter_peak_bytes", "memory/optimizer_bytes", "memory/delay_bytes"]
@@ -155,7 +176,10 @@ def _state(group: Group) -> str:
     found = [summary.get(f"{kind}_per_device") for kind in kinds]
     if found[0] is not None:  # between two runs a device may hold more versions, for reads to come
         found[0] = max(found[0], summary["memory/parameter_bytes_per_device"])
-    return " + ".join("not measured" if nbytes is None else f"{nbytes / 2**20:.2f}" for nbytes in found)
+    said = ["not measured" if nbytes is None else f"{nbytes / 2**20:.2f}" for nbytes in found]
+    if group.config["delay.name"] == "prediction" and f"{_COPIES}_per_device" not in summary:
+        said.append("copies not counted")
+    return " + ".join(said)
 
 
 def _missing(cell: Cell, columns: int) -> list[str]:
@@ -173,7 +197,10 @@ def _notes(study: Study) -> list[str]:
             f"Equivalent: two one-sided tests at 5 % each show the difference to be less than {study.margin:g} {unit}, "
             "the margin stated before the runs (the 90 % interval lies within it; the 95 % one is shown). Else worse "
             "or better if the 95 % interval lies on one side of 0; else not settled. No verdict before both sides have "
-            "all their runs at the rates that the tuning chose. The seeds are fresh: no setting was chosen on them."
+            "all their runs at the rates that the tuning chose. The seeds are fresh: no setting was chosen on them. p "
+            "is the larger of the two tests'; in brackets it is corrected for the number of settings in this table "
+            "(Holm), which the verdict, of each setting for itself, is not. Power is the probability that as many "
+            "seeds are found equivalent if there is no difference at all: where it is low, `not settled` says little."
         )
     elif study.chooses:
         rule = (
@@ -191,8 +218,7 @@ def _notes(study: Study) -> list[str]:
         "Mean ± standard deviation over seeds, number of runs in brackets; differences are paired by seed, "
         f"{better} is better. Each setting is compared with dp of the same optimizer. What a device "
         "keeps, at most: all versions of the parameters, the optimizer's state, the method's (with prediction also the "
-        "copies that stale reads see, in rows that count them)."
-        + (_TIME if study.margin is not None or study.chooses else ""),
+        "copies that stale reads see)." + (_TIME if study.margin is not None or study.chooses else ""),
         OF_TWO_VERSIONS,
         *([mixed] if any(_has_other_statistics(cell) for cell in study.cells) else []),
         rule,

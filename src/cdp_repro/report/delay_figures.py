@@ -1,9 +1,11 @@
-"""The figures of what delay costs: how wide the range of good learning rates is, and what each method makes up for."""
+"""The figures of what delay costs: at how many learning rates training works, and what each method makes up for."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,19 +17,63 @@ from cdp_repro.report.standing import Standing
 from cdp_repro.report.tuning import loss_of, method_of, optimizer_of
 
 NEAR = 0.1
-"""A learning rate is near the best if the training loss exceeds the lowest by at most this share."""
+"""A learning rate is as good as data parallelism's best if the training loss exceeds that by at most this share."""
 
 SHOWN = 1.6
-"""The frame of a figure shows losses up to this factor times the lowest."""
+"""The frame of a panel shows losses up to this factor times the lowest."""
 
 _DP_LINES = ("--", (0, (1, 2)))
-"""Line styles of data parallelism, by optimizer."""
+"""Line styles of data parallelism: without and with Nesterov's momentum."""
 
 Groups = Mapping[str, Sequence[Group]]
 """Groups of a study by the title of its network."""
 
 
-def _curves(groups: Sequence[Group]) -> dict[tuple[str, str], dict[float, float]]:
+def rate_curves(tunings: Groups) -> Figure | None:
+    """Draw the training loss against the learning rate: a row per tuning and optimizer, a column per mode.
+
+    A line is a method, and looks the same in all panels; data parallelism is in each. A diverged run has no point: its
+    line ends.
+    """
+    every = [group for groups in tunings.values() for group in groups]
+    modes = sorted({group.mode for group in every} - {"dp"})
+    if not modes:
+        return None
+    rows: dict[tuple[str, str], list[Group]] = {}
+    for title, groups in tunings.items():
+        for group in groups:
+            rows.setdefault((group.config["optim.name"], title), []).append(group)
+    looks = _looks(every)
+    figure = Figure(figsize=(4.2 * len(modes), 2.3 * len(rows) + 0.8), layout="constrained")
+    panels = figure.subplots(len(rows), len(modes), squeeze=False, sharey="row")
+    for line, ((optimizer, title), groups) in zip(panels, rows.items(), strict=True):
+        for axis, mode in zip(line, modes, strict=True):
+            _draw_rates(axis, [group for group in groups if group.mode in ("dp", mode)], looks)
+            axis.set_title(f"{mode}, {optimizer}: {title}", fontsize="small")
+        line[0].set_ylabel("training loss [nats]", fontsize="small")
+        line[0].set_ylim(*_frame(groups))
+    for axis in panels[-1]:
+        axis.set_xlabel("learning rate")
+    handles = {label: line for axis in figure.axes for line in axis.lines if (label := str(line.get_label()))}
+    figure.legend([handles[name] for name in looks], [*looks], loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def _line_name(group: Group) -> str:
+    """Return the method without the optimizer, which the title of a panel names."""
+    method = method_of(group.config).removeprefix(group.config["optim.name"]).lstrip(" +,")
+    return f"dp {method}".rstrip() if group.mode == "dp" else method or "no method"
+
+
+def _looks(groups: Iterable[Group]) -> dict[str, dict[str, Any]]:
+    """Return how the line of each name looks, data parallelism first."""
+    names = dict.fromkeys(_line_name(group) for group in sorted(groups, key=lambda group: group.mode != "dp"))
+    ours = [name for name in names if not name.startswith("dp")]
+    dp = dict(zip((name for name in names if name.startswith("dp")), cycle(_DP_LINES), strict=False))
+    return {name: {**style("dp"), "linestyle": dp[name]} if name in dp else style(name, ours) for name in names}
+
+
+def _curves(groups: Iterable[Group]) -> dict[tuple[str, str], dict[float, float]]:
     """Return the training loss by learning rate, for each mode and method."""
     found: dict[tuple[str, str], dict[float, float]] = {}
     for group in sorted(groups, key=lambda group: float(group.config["optim.lr"])):
@@ -35,132 +81,81 @@ def _curves(groups: Sequence[Group]) -> dict[tuple[str, str], dict[float, float]
     return found
 
 
-def rate_curves(tunings: Groups) -> Figure | None:
-    """Draw the training loss against the learning rate: a row per tuning, a column per mode, a line per method.
-
-    Data parallelism is in every panel. A diverged run has no point: its line ends.
-    """
-    modes = sorted({group.mode for groups in tunings.values() for group in groups} - {"dp"})
-    if not modes:
-        return None
-    every = [group for groups in tunings.values() for group in groups]
-    methods = {is_dp: list(dict.fromkeys(method_of(g.config) for g in every if (g.mode == "dp") is is_dp))
-               for is_dp in (True, False)}  # fmt: skip
-    figure = Figure(figsize=(4.8 * len(modes), 4.2 * len(tunings) + 0.3), layout="constrained")
-    panels = figure.subplots(len(tunings), len(modes), squeeze=False, sharey="row")
-    for line, (title, groups) in zip(panels, tunings.items(), strict=True):
-        curves = _curves(groups)
-        for axis, mode in zip(line, modes, strict=True):
-            shown = {key: curve for key, curve in curves.items() if key[0] in ("dp", mode)}
-            _draw_rates(axis, shown, methods)
-            axis.set_title(f"{mode}: {title}", fontsize="small")
-        line[0].set_ylabel("training loss [nats]")
-        line[0].set_ylim(*_frame(curves.values()))
-    return figure
-
-
-def _frame(curves: Iterable[Mapping[float, float]]) -> tuple[float, float]:
+def _frame(groups: Iterable[Group]) -> tuple[float, float]:
     """Return the range of losses that a row shows: up to at most `SHOWN` times the lowest, to show differences."""
-    finite = [loss for curve in curves for loss in curve.values() if math.isfinite(loss)] or [1.0]
+    finite = [loss for group in groups if math.isfinite(loss := loss_of(group))] or [1.0]
     return 0.97 * min(finite), min(SHOWN * min(finite), 1.03 * max(finite))
 
 
-def _draw_rates(
-    axis: Axes, curves: Mapping[tuple[str, str], Mapping[float, float]], methods: Mapping[bool, Sequence[str]]
-) -> None:
-    for (mode, method), curve in curves.items():
+def _draw_rates(axis: Axes, groups: Sequence[Group], looks: Mapping[str, Mapping[str, Any]]) -> None:
+    names = {(group.mode, method_of(group.config)): _line_name(group) for group in groups}
+    curves = _curves(groups)
+    for setting, curve in curves.items():
         finite = {rate: loss for rate, loss in curve.items() if math.isfinite(loss)}
-        look = style(method, methods[False])
-        if mode == "dp":
-            look = {**style("dp"), "linestyle": _DP_LINES[methods[True].index(method) % len(_DP_LINES)]}
-        label = f"dp, {method}" if mode == "dp" else method
-        axis.plot([*finite], [*finite.values()], marker="o", markersize=3, linewidth=1.2, label=label, **look)
+        name = names[setting]
+        axis.plot([*finite], [*finite.values()], marker="o", markersize=3, linewidth=1.2, label=name, **looks[name])
     rates = sorted({rate for curve in curves.values() for rate in curve})
     axis.set_xscale("log")
-    axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axis.set_xticks(rates, [f"{rate:g}" for rate in rates], rotation=35, fontsize="small")
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel("learning rate")
-    axis.legend(frameon=False, fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
     plain_axes(axis)
 
 
 def rate_caption(tunings: Groups) -> str:
-    """Return the caption of `rate_curves`: how wide the range of good learning rates is."""
+    """Return the caption of `rate_curves`: at how many learning rates delay reaches the loss of data parallelism."""
     said = [
-        "Training loss at the end against the learning rate, one run a point; what leaves the frame is more than "
-        f"{100 * (SHOWN - 1):.0f} % above the lowest."
+        "Mean training loss of the last epoch, at the parameters that were read, against the learning rate; one run a "
+        f"point. What leaves the frame has diverged, or is more than {100 * (SHOWN - 1):.0f} % above the lowest loss "
+        "with the same optimizer."
     ]
-    for title, groups in tunings.items():
-        curves = _curves(groups)
-        ranges = [f"{mode} ({method}) {_near_best(curve)}" for (mode, method), curve in curves.items()]
-        said.append(f"{title}: within {100 * NEAR:g} % of its own lowest loss are {'; '.join(ranges)}.")
-        said.append(_widths(curves, groups))
-    return " ".join(said)
+    return " ".join([*said, *(_widths(title, groups) for title, groups in tunings.items())]).rstrip()
 
 
-def _widths(curves: Mapping[tuple[str, str], Mapping[float, float]], groups: Sequence[Group]) -> str:
-    """Return in how many settings with delay the range of good rates is narrower than, as wide as, or wider than dp's.
+def _widths(title: str, groups: Sequence[Group]) -> str:
+    """Return at how many learning rates settings with delay come near the lowest loss of dp with the same optimizer.
 
-    It takes settings that ran at all rates, as dp with the same optimizer did. Where all rates are good for both,
-    either range may go on beyond them.
+    It takes settings that ran at all rates, as dp with their optimizer did; none if all rates are good for both.
     """
+    curves = _curves(groups)
     optimizers = {(group.mode, method_of(group.config)): optimizer_of(group.config) for group in groups}
     rates = {rate for curve in curves.values() for rate in curve}
     both: list[tuple[int, int]] = []
-    for (mode, method), curve in curves.items():
-        dp = curves.get(("dp", optimizers[mode, method]), {})
-        if mode == "dp" or not curve.keys() == dp.keys() == rates:
+    for setting, curve in curves.items():
+        dp = curves.get(("dp", optimizers[setting]), {})
+        if setting[0] == "dp" or not curve.keys() == dp.keys() == rates:
             continue
-        good = len(_good_rates(curve)), len(_good_rates(dp))
+        limit = (1 + NEAR) * min(dp.values())
+        good = tuple(sum(loss <= limit for loss in each.values()) for each in (curve, dp))
         if min(good) < len(rates):
-            both.append(good)
+            both.append((good[0], good[1]))
     if not both:
-        return "Too few rates ran to compare how wide these ranges are."
-    narrower, wider = sum(ours < dp for ours, dp in both), sum(ours > dp for ours, dp in both)
+        return ""
+    fewer, more = sum(ours < dp for ours, dp in both), sum(ours > dp for ours, dp in both)
+    none = sum(ours == 0 for ours, _ in both)
     return (
-        f"Counted in rates of the grid, {narrower} of {len(both)} settings with delay have a narrower range than dp "
-        f"with the same optimizer, {len(both) - narrower - wider} one as wide, {wider} a wider one."
+        f"{title}: learning rates within {100 * NEAR:g} % of the lowest loss of dp with the same optimizer, beside "
+        f"dp's own number: fewer in {fewer} of {len(both)} settings with delay (none in {none}), more in {more}."
     )
 
 
-def _near_best(curve: Mapping[float, float]) -> str:
-    """Return the range of good learning rates as text."""
-    if not (rates := _good_rates(curve)):
-        return "none, as all diverge"
-    return f"{rates[0]:g} to {rates[-1]:g}" if len(rates) > 1 else f"{rates[0]:g} alone"
-
-
-def _good_rates(curve: Mapping[float, float]) -> Sequence[float]:
-    """Return the learning rates around the best whose loss is near the lowest; `curve` is sorted by rate."""
-    lowest = min(curve.values())
-    if math.isinf(lowest):
-        return ()
-    rates = [*curve]
-    first = last = rates.index(min(curve, key=curve.__getitem__))
-    while first > 0 and curve[rates[first - 1]] <= (1 + NEAR) * lowest:
-        first -= 1
-    while last < len(rates) - 1 and curve[rates[last + 1]] <= (1 + NEAR) * lowest:
-        last += 1
-    return rates[first : last + 1]
-
-
 def differences(panels: Mapping[str, Sequence[Standing]]) -> Figure | None:
-    """Draw the difference of each setting from data parallelism with its 95 % interval: a panel a network.
+    """Draw the difference of each setting from data parallelism with its 95 % interval.
 
-    A difference on one seed has no interval, and is not drawn. One whose interval is unknown is a marker alone.
-    Circles are studies without a verdict; diamonds are the fresh seeds that judge. The grey band is the margin of
-    equivalence.
+    A network has a panel for the studies without a verdict, with circles, and one for the fresh seeds that judge, with
+    diamonds, whose differences are smaller. The grey band is the margin of equivalence. A difference on one seed has
+    no interval, and is not drawn. One whose interval is unknown is a marker alone.
     """
-    shown = {
-        title: drawn
-        for title, standings in panels.items()
-        if (drawn := [each for each in standings if each.found and each.found.difference.n > 1])
-    }
+    shown: dict[str, list[Standing]] = {}
+    for title, standings in panels.items():
+        for each in standings:
+            if each.found and each.found.difference.n > 1:
+                shown.setdefault(title if each.study.margin is None else f"{title}, fresh seeds", []).append(each)
     if not shown:
         return None
-    height = 1.4 + 0.3 * max(map(len, shown.values()))
-    figure = Figure(figsize=(6.0 * len(shown), height), layout="constrained")
-    for axis, (title, standings) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
+    heights = [len(standings) + 3 for standings in shown.values()]
+    figure = Figure(figsize=(7.6, 0.27 * sum(heights)), layout="constrained")
+    axes = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, (title, standings) in zip(axes, shown.items(), strict=True):
         _draw_differences(axis, standings)
         axis.set_title(title, fontsize="medium")
     return figure
@@ -175,18 +170,13 @@ def _draw_differences(axis: Axes, standings: Sequence[Standing]) -> None:
         colour = style(each.group.mode)["color"]
         axis.errorbar([found.mean], [place], xerr=ends, fmt=mark, markersize=4, capsize=3, color=colour)
     axis.axvline(0, color=style("dp")["color"], linestyle="--", linewidth=0.9)
-    if margins := {each.study.margin for each in standings if each.study.margin is not None}:
-        axis.axvspan(-max(margins), max(margins), color="grey", alpha=0.15, linewidth=0)
-    axis.set_yticks(range(len(standings)), [_name(each) for each in standings], fontsize="small")
-    axis.invert_yaxis()
+    if (margin := standings[0].study.margin) is not None:
+        axis.axvspan(-margin, margin, color="grey", alpha=0.15, linewidth=0)
+    names = [f"{each.group.mode}, {method_of(each.group.config)}" for each in standings]
+    axis.set_yticks(range(len(standings)), names, fontsize="small")
+    axis.set_ylim(len(standings) - 0.5, -0.5)
     task = standings[0].task
     side = "right" if task.more_is_better else "left"
-    minus_dp = f"{task.label}\nminus that of dp with the same optimizer"
-    axis.set_xlabel(f"{minus_dp}\n[{task.difference_unit}], {side} is better", fontsize="small")
+    axis.set_xlabel(f"{task.label} minus that of dp [{task.difference_unit}]: {side} is better", fontsize="small")
     axis.grid(axis="x", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def _name(standing: Standing) -> str:
-    fresh = "" if standing.study.margin is None else ", fresh seeds"
-    return f"{standing.group.mode}, {method_of(standing.group.config)}{fresh}"

@@ -26,7 +26,10 @@ MAY_DIFFER = ("mode.name", "mode.staleness", "optim.lr")
 
 CONFIDENCE = 0.95
 
-OF_TWO_VERSIONS = "Where a difference is `of two versions`, the code of the two sides differs: the commits are below."
+OF_TWO_VERSIONS = (
+    "Where a difference is `of two versions`, the code of the two sides differs, and where it is `of two devices`, "
+    "what they ran on: commits and hardware are below."
+)
 """For the notes of a table that shows differences."""
 
 _PLACES = {mode: place for place, mode in enumerate(MODES)}
@@ -111,6 +114,8 @@ class Difference:
     """Standard error of the mean."""
     is_of_one_code: bool = True
     """Whether the runs of both groups come from the same version of the code."""
+    is_of_one_device: bool = True
+    """Whether they ran on the same kind of device."""
 
     def text(self, digits: int = 2) -> str:
         """Return `-0.12 [-0.40, +0.16] (5)`, `-0.12 (1)`, or `-0.12 (1, of two versions)`."""
@@ -120,7 +125,8 @@ class Difference:
         )
         interval = "" if math.isnan(self.low) else f" [{low}, {high}]"
         versions = "" if self.is_of_one_code else ", of two versions"
-        return f"{mean}{interval} ({self.n}{versions})"
+        devices = "" if self.is_of_one_device else ", of two devices"
+        return f"{mean}{interval} ({self.n}{versions}{devices})"
 
     @classmethod
     def paired(cls, ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
@@ -184,6 +190,11 @@ def _mixed(rows: Sequence[Row]) -> Iterable[str]:
                 f"{short(row.summary['version/git_commit'])}) would be averaged, but their code differs: train one of "
                 "them again with the code of the other"
             )
+        elif first.device != row.device:
+            yield (
+                f"{first.source} (on {first.device}) and {row.source} (on {row.device}) would be averaged: keep them "
+                "in different studies (cdp-report collect --study=NAME)"
+            )
         elif said := other_data(first.source, first.summary, row.source, row.summary):
             yield f"{said}: keep them in different studies (cdp-report collect --study=NAME)"
 
@@ -240,4 +251,5 @@ def compared(group: Group, reference: Group, key: str, varied: Sequence[str] = (
         dict(zip(group.seeds, group.values(key), strict=True)),
         dict(zip(reference.seeds, reference.values(key), strict=True)),
     )
-    return found and replace(found, is_of_one_code=ours.code == theirs.code)
+    alike = {"is_of_one_code": ours.code == theirs.code, "is_of_one_device": ours.device == theirs.device}
+    return found and replace(found, **alike)

@@ -110,7 +110,7 @@ def _standing(study: Study, group: Group, reference: Group | None, tuned: Mappin
 
 
 def _missing(study: Study, group: Group, reference: Group, tuned: Mapping[Setting, TunedRate]) -> str:
-    """Return what a verdict still lacks: a margin, tuned rates on both sides, all runs, or one version of the code."""
+    """Return what a verdict still lacks: a margin, tuned rates on both sides, all runs, one code, or one device."""
     if study.margin is None:
         return "the study states no margin"
     for name, each in (("", group), ("dp: ", reference)):
@@ -121,7 +121,9 @@ def _missing(study: Study, group: Group, reference: Group, tuned: Mapping[Settin
             return f"{name}{len(each.seeds)} of {len(planned)} runs"
     if reference.diverged:
         return "dp diverged"
-    return "" if group.rows[0].code == reference.rows[0].code else "its code is another than that of dp"
+    if group.rows[0].code != reference.rows[0].code:
+        return "its code is another than that of dp"
+    return "" if group.rows[0].device == reference.rows[0].device else "it ran on another device than dp"
 
 
 def untuned(group: Group, tuned: Mapping[Setting, TunedRate]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -57,9 +58,16 @@ def sweep_figure(results: SweepResults) -> Figure:
         _number_axis(axis, results.x, sorted(numbers))
     axis.set(xlabel=results.x, ylabel=results.y)
     plain_axes(axis)
+    if results.left_out:
+        axis.set_title(f"without {_counted(results.left_out.values())}", fontsize="small", loc="left")
     if results.group:
         figure.legend(frameon=False, loc="outside lower center", ncols=3, title=", ".join(results.group))
     return figure
+
+
+def _counted(reasons: Iterable[str]) -> str:
+    """Return how many runs are left out, by the first word of the reason, such as `2 diverged, 1 missing`."""
+    return ", ".join(f"{n} {state}" for state, n in Counter(reason.partition(" (")[0] for reason in reasons).items())
 
 
 def _labels(values: Sequence[float]) -> list[str]:

@@ -54,7 +54,7 @@ def optimizer_of(settings: Mapping[str, Any]) -> str:
 
 
 def loss_of(group: Group) -> float:
-    """Return the mean training loss at the end; infinite if a run has diverged."""
+    """Return the mean training loss of the last epoch, at the parameters that were read; infinite if a run diverged."""
     return math.inf if group.diverged else group.sample(LOSS).mean
 
 
@@ -166,18 +166,23 @@ def _ends_of_finals(study: Study, groups: Mapping[str, Sequence[Group]]) -> dict
     }
 
 
+_LOSS_SHOWN = "Mean training loss of the last epoch, at the parameters that were read, of"
+
+
 def _rule_of_choice(study: Study) -> str:
     once = (
-        f"There is one run of each on seed {study.cells[0].seeds[0]}, which no comparison uses; the test set has no "
-        f"say. What is missing: `python scripts/accuracy.py {study.name}`"
+        f"There is one run of each on seed {study.cells[0].seeds[0]}, which no comparison uses: rates whose losses "
+        "differ by less than seeds do are not told apart. The test set has no say: the rate of the lowest training "
+        "loss need not be that of the best result on it. Rates of one setting may be of several versions of the code: "
+        f"the commits are below. What is missing: `python scripts/accuracy.py {study.name}`"
     )
     if study.kind == "delay-finals":
         return (
-            "Training loss after runs of full length: of each setting the best rates of its short runs, and their "
+            f"{_LOSS_SHOWN} runs of full length: of each setting the best rates of its short runs, and their "
             "neighbours in the grid until the lowest loss lies between two that are higher. That rate is chosen. "
             f"{once}"
         )
     return (
-        f"Training loss after short runs. The {study.passes_on} lowest of each setting go on to runs of full length. "
+        f"{_LOSS_SHOWN} short runs. The {study.passes_on} lowest of each setting go on to runs of full length. "
         f"All settings have the same learning rates. {once}"
     )

@@ -6,9 +6,11 @@ equivalence of average bioavailability", J. Pharmacokinetics and Biopharmaceutic
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.special import stdtr
+from scipy.special import chdtri, ndtr, stdtr, stdtrit
 
 from cdp_repro.report.groups import Difference
 
@@ -34,6 +36,37 @@ def equivalence(difference: Difference, margin: float, more_is_better: bool) -> 
     """Return what a difference of two groups shows; `margin` is in its unit."""
     p_value = _p_value(difference, margin)
     return Equivalence(difference, p_value, _verdict(difference, p_value, more_is_better))
+
+
+def power_without_difference(difference: Difference, margin: float) -> float:
+    """Return how probably as many seeds are found equivalent if there is no difference; NaN without an interval.
+
+    It takes the spread of seeds in `difference` for the true one. With standard error e of the mean, known up to a
+    factor f (whose square times the degrees of freedom follows a chi-square distribution), the mean must lie within
+    margin - t f e. The result is the mean of that probability over quantiles of f.
+    """
+    degrees = difference.n - 1
+    quantiles = [(number + 0.5) / _QUANTILES for number in range(_QUANTILES)]
+    factors = (math.sqrt(float(chdtri(degrees, each)) / degrees) for each in quantiles) if degrees else ()
+    t, width = float(stdtrit(degrees, 1 - LEVEL)), margin / difference.error
+    inside = [max(0.0, 2 * float(ndtr(width - t * factor)) - 1) for factor in factors]
+    return math.fsum(inside) / _QUANTILES if inside else math.nan
+
+
+_QUANTILES = 1000
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p values corrected for their number, so that all that stay below a level hold together at it.
+
+    Source: Holm, "A simple sequentially rejective multiple test procedure", Scandinavian J. of Statistics 6 (1979).
+    """
+    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    corrected, largest = [1.0] * len(p_values), 0.0
+    for rank, place in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p_values[place]))
+        corrected[place] = largest
+    return corrected
 
 
 def _p_value(difference: Difference, margin: float) -> float:

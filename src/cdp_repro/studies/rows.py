@@ -16,6 +16,7 @@ from typing import Any
 from cdp_repro.config.keys import RUN_KEYS, defaults, flat
 from cdp_repro.config.task import task_of
 from cdp_repro.observe.atomic_file import replace_file
+from cdp_repro.observe.versions import joined
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.schedule import Action, Slot
 
@@ -78,6 +79,11 @@ class Row:
     def code(self) -> str:
         """Hash of the code that the numbers depend on."""
         return str(self.summary["version/code"])
+
+    @property
+    def device(self) -> str:
+        """What it ran on, such as `NVIDIA H200` or `x86_64 CPU`, whatever the number of threads."""
+        return joined(each.rpartition(", ")[0] or each for each in self.summary["hardware"].split(" and "))
 
     @property
     def costs(self) -> StageCosts:
