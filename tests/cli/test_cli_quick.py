@@ -115,11 +115,15 @@ sys.exit(entry.plan())
 """
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [(["--help"], 0), (["workers=0"], 2)])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["--help"], 0), (["workers=0"], 2), (["--cfg", "job"], 0), (["--info", "config", "workers=2"], 0)],
+)
 def test_a_plan_ends_without_taking_python_apart_and_loses_no_words(arguments, expected):
     """Freeing torch's modules takes about a second, and a plan leaves nothing open."""
     script = [sys.executable, "-c", _CONSOLE_SCRIPT, *arguments]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(script, capture_output=True, text=True, check=False, env=buffered)
     assert done.returncode == expected
     said = done.stderr if expected else done.stdout
     assert "workers" in said

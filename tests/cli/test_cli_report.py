@@ -120,3 +120,9 @@ def test_all_mistakes_are_told_at_once_and_nothing_is_written(arguments, said, c
     problems = [line for line in capsys.readouterr().err.splitlines() if line.startswith("- ")]
     assert len(problems) == len(said) and all(text in problem for text, problem in zip(said, problems, strict=True))
     assert [path.name for path in Path().iterdir()] == ["run"]
+
+
+def test_a_root_without_documents_is_refused(tmp_path, capsys):
+    """It passed for one whose documents are what the rows give."""
+    assert report.main(["check", f"--results={tmp_path}", "--root=/nowhere"]) == 2
+    assert "--root=/nowhere holds no README.md" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import shlex
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cdp_repro.cli.console import console_logging
+from cdp_repro.cli.console import console_logging, exit_code_of
+from cdp_repro.config import ConfigError
 
 
 def shell(command: str, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -86,3 +88,27 @@ def test_a_current_folder_that_is_gone_is_told(tmp_path):
     done = shell(f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone && PROGRAM", "plan")
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert "error: the current folder does not exist any more: change to another one" in done.stderr
+
+
+def test_a_path_that_may_not_be_searched_is_named_without_a_traceback(capsys):
+    with exit_code_of() as result:
+        raise PermissionError(errno.EACCES, "Permission denied", "/closed/run")
+    assert result.code == 2
+    assert (
+        capsys.readouterr().err == "error: /closed/run: Permission denied: give a path that you may read, or write to\n"
+    )
+
+
+def test_what_is_noted_beside_an_error_is_told(capsys):
+    error = ConfigError(["workers=0"])
+    error.add_note("and the end of the run could not be recorded")
+    with exit_code_of() as result:
+        raise error
+    assert result.code == 2 and "and the end of the run could not be recorded\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer", [["--cfg", "job"], ["--info", "defaults"]])
+def test_an_answer_of_hydra_that_nobody_reads_is_no_error(answer):
+    assert shell("PROGRAM | true; exit ${PIPESTATUS[0]}", "plan", *answer).returncode == 0
+    done = shell("PROGRAM > /dev/full", "plan", *answer)
+    assert (done.returncode, done.stderr) == (1, "cannot write to standard output: No space left on device\n")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -142,3 +144,18 @@ def test_an_empty_root_is_an_unset_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text(TEXT)
     assert load("").fingerprint() == load_dataset("text", context=8, tokens="bytes").fingerprint()
+
+
+def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read everything
+    with pytest.raises(DatasetError, match=f"dataset.root={tmp_path} is a folder that you may not read"):
+        load(tmp_path)
+
+
+def test_what_may_not_even_be_looked_for_is_named(monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", "/closed/data")
+
+    monkeypatch.setattr("cdp_repro.data.text_dataset.load_text", refused)
+    with pytest.raises(DatasetError, match="/closed/data: Permission denied: give a dataset"):
+        load_dataset("text")

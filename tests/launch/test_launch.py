@@ -21,6 +21,7 @@ import torch
 from cdp_repro.launch import LaunchError, RankFailedError, launch
 from cdp_repro.launch.fork_server import ForkedRanks
 from cdp_repro.launch.process_group import _limit_silence_of_the_store, process_group, refuse_differing
+from cdp_repro.launch.signals import StopRequest
 
 STARTERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 LONG = 30.0
@@ -273,6 +274,44 @@ def test_ranks_that_have_not_ended_in_the_grace_after_a_signal_are_killed_and_na
     shown = process.communicate(timeout=LONG)[1]
     assert "StalledError: of 2 ranks 0, 1 had not ended 1 s after SIGTERM, and were killed (grace_seconds=" in shown
     assert not any(map(is_running, pids(tmp_path)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ranks_that_have_not_even_started_in_the_grace_are_named(tmp_path, command, environment, number):
+    """There is no store yet that could say where they stand: to wait for it took minutes."""
+    environment.setenv("GRACE", "0.5")
+    environment.setenv("SLOW_IMPORT", str(tmp_path))
+    process = command("wait_unprepared")
+    wait_for_the_server(tmp_path)
+    began = time.monotonic()
+    os.kill(process.pid, number)
+    shown = process.communicate(timeout=LONG)[1]
+    assert "StalledError: of 2 ranks 0, 1 had not ended 0.5 s after SIG" in shown
+    assert time.monotonic() - began < 10, "the import alone would take 4 s, and the wait for the store 300"
+    wait_until(lambda: not any(map(is_running, pids(tmp_path, "importing"))))
+
+
+def test_a_signal_to_a_rank_that_has_just_ended_is_no_error():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    ranks = object.__new__(ForkedRanks)
+    ranks.numbers, ranks.exit_codes, ranks._pids = range(1), {}, [ended.pid]
+    assert ranks.send(signal.SIGTERM), "the news of its end have not been read yet"
+
+
+def test_a_signal_that_comes_while_handlers_are_installed_is_a_request(monkeypatch):
+    install, raised = signal.signal, []
+
+    def at_once(number, handler):
+        before = install(number, handler)
+        if not raised:
+            raised.append(number)
+            signal.raise_signal(number)
+        return before
+
+    monkeypatch.setattr(signal, "signal", at_once)
+    with StopRequest() as stop:
+        assert [stop.signal] == raised
 
 
 def test_ctrl_c_during_the_start_shows_one_traceback(tmp_path, command, environment):

@@ -188,12 +188,37 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
         RunDirectory.open(run.path)
 
 
-def test_a_link_that_leads_to_nothing_is_told_before_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", "summary.json"])
+def test_a_link_that_leads_to_nothing_is_told_before_training(tmp_path: Path, name: str) -> None:
     run = RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)
-    run.checkpoints_path.rmdir()
-    run.checkpoints_path.symlink_to("checkpoints")
-    with pytest.raises(RunDirectoryError, match="checkpoints is a link that leads to nothing: move it away"):
+    if name == "checkpoints":
+        run.checkpoints_path.rmdir()
+    (run.path / name).symlink_to("nothing/there")
+    with pytest.raises(RunDirectoryError, match=f"{name} is a link that leads to nothing: move it away"):
         RunDirectory.open(run.path)
+    if name == "metrics.jsonl":
+        with pytest.raises(RunDirectoryError, match="cannot write to"):
+            MetricsLog(run.metrics_path)
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_directory.fcntl, "flock", no_locks)
+    with pytest.raises(RunDirectoryError, match=r"run cannot be locked: No locks available\. Pass"), run.locked():
+        pass
+
+
+def test_a_new_run_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directory, "replace_file", _full)
+    with pytest.raises(RunDirectoryError, match="No space left on device"):
+        RunDirectory.create(tmp_path / "deep" / "er" / "run", CONFIG, COMMAND)
+    assert not names(tmp_path)
 
 
 def test_a_run_that_cannot_be_written_is_read_and_not_trained(tmp_path: Path) -> None:
@@ -442,10 +467,11 @@ before, changed = state(), []
 def look(where):
     if state() != before: changed.append(where)
 
-def picture(path):
-    from PIL import Image
-    Image.new("RGB", (4, 3)).save(path)
-    return path
+drawn = []
+def picture():
+    from matplotlib.figure import Figure
+    drawn.append(1)
+    return Figure(figsize=(4, 3))
 
 # a whole run
 run = base / "run"
@@ -456,9 +482,10 @@ metrics = MetricsLog(run / "metrics.jsonl", mirror)
 for step in (10, 20):
     metrics.log(step, {"train/loss": step / 4, "note": "hi", "bad": float("nan")}); look("log")
 mirror.log_table("memory", ["slot", "bytes"], [[0, 100], [1, "NaN"]]); look("log_table")
-mirror.log_image("timeline", picture(run / "timeline.png")); look("log_image")
+mirror.log_figure("timeline", picture); look("log_figure")
 (run / "trace.json").write_text("[1, 2, 3]")
 mirror.log_artifact("trace of experiment=paper/x", "trace", [run / "trace.json"]); look("log_artifact")
+mirror.log_artifact("x" * 200, "of a long name", [run / "trace.json"])
 first = mirror._run.id
 in_temporary = [path.name for path in temporary.iterdir()]
 mirror.finish({"eval/top1_percent": 97.5}, 0); look("finish")
@@ -489,7 +516,7 @@ children = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], captu
 os.kill(int(children), signal.SIGKILL)
 os.waitpid(int(children), 0)
 for step in range(2, 6): mirror.log(step, {"x": 1})
-mirror.log_image("gone", Path("absent.png")); mirror.log_artifact("a", "b", [Path("absent")])
+mirror.log_figure("gone", picture); mirror.log_artifact("a", "b", [Path("absent")])
 mirror.finish({"x": 1}, 0); look("killed")
 service_died = list(warnings); warnings.clear()
 
@@ -499,23 +526,23 @@ blocked.mkdir()
 (blocked / "wandb").write_text("a file in the way")
 mirror = WandbMirror()
 mirror.start("offline", blocked, {}, "n", "p"); look("blocked")
-mirror.log(1, {"x": 1}); mirror.log_table("t", ["a"], [[1]]); mirror.finish({}, 0)
+mirror.log(1, {"x": 1}); mirror.log_table("t", ["a"], [[1]]); mirror.log_figure("p", picture); mirror.finish({}, 0)
 no_start = list(warnings); warnings.clear()
 
 bad = base / "bad"
 mirror = WandbMirror()
 mirror.start("offline", bad, {}, "n", "p")
 mirror.log(1, {"x": 1})
-mirror.log_image("absent", Path("absent.png")); mirror.log_table("t", ["a", "b"], [[1]]); mirror.log(2, {"x": 2})
+mirror.log_figure("absent", lambda: absent_png); mirror.log_table("t", ["a", "b"], [[1]]); mirror.log(2, {"x": 2})
 mirror.finish({"y": 1}, 0); look("bad")
 bad_call = list(warnings); warnings.clear()
 
 mirror = WandbMirror()
 mirror.start("disabled", base / "disabled", {}, "n", "p")
-mirror.log(1, {"x": 1}); mirror.log_image("a", Path("absent")); mirror.finish({}, 0)
+mirror.log(1, {"x": 1}); mirror.log_figure("a", picture); mirror.finish({}, 0)
 disabled = list(warnings)
 
-names = "first second quiet no_key service_died no_start bad_call disabled changed in_temporary"
+names = "first second quiet no_key service_died no_start bad_call disabled changed in_temporary drawn"
 (base / "seen.json").write_text(json.dumps({name: globals()[name] for name in names.split()}))
 """
 
@@ -574,13 +601,15 @@ def test_the_mirror_holds_table_picture_artifact_and_summary(seen: Seen) -> None
     file = wandb_files(seen.base / "runs" / "run")[0]
     last = history(file)[-1]
     assert last["memory/_type"] == "table-file" and last["timeline/_type"] == "image-file"
-    assert (last["timeline/width"], last["timeline/height"]) == (4, 3)
+    assert (last["timeline/width"], last["timeline/height"]) == (600, 450), "4 x 3 inches of 150 dots"
     table = json.loads((file.parent / "files" / last["memory/path"]).read_text())
     assert (table["columns"], table["data"]) == (["slot", "bytes"], [[0, 100], [1, "NaN"]])
     picture = (file.parent / "files" / last["timeline/path"]).read_bytes()
-    assert picture == (seen.base / "runs" / "run" / "timeline.png").read_bytes()
+    assert picture == (seen.base / "runs" / "run" / "wandb" / "timeline.png").read_bytes()
+    assert seen.notes["drawn"] == [1], "only a mirror that works draws"
     artifacts = [r.request.log_artifact.artifact for r in records(file) if r.request.HasField("log_artifact")]
     artifacts += [record.artifact for record in records(file) if record.HasField("artifact")]
+    assert {len(artifact.name) for artifact in artifacts if artifact.type == "of a long name"} == {128}
     (trace,) = [artifact for artifact in artifacts if artifact.type == "trace"]
     assert trace.name == "trace-of-experiment-paper-x"
     (content,) = trace.manifest.contents
@@ -611,7 +640,7 @@ def test_nothing_is_written_outside_the_run_directory(seen: Seen) -> None:
     assert seen.notes["in_temporary"] == []  # in the middle of a run; W&B clears up at its end
     for folder in ("home", "temporary", "cwd"):
         assert names(seen.base / folder) == [], folder
-    assert names(seen.base / "runs" / "run") == ["metrics.jsonl", "timeline.png", "trace.json", "wandb"]
+    assert names(seen.base / "runs" / "run") == ["metrics.jsonl", "trace.json", "wandb"]
     assert names(seen.base / "runs" / "killed") == ["wandb"]
     assert not (seen.base / "runs" / "disabled").exists()
 
@@ -624,7 +653,7 @@ def test_online_without_a_key_warns_and_goes_offline(seen: Seen) -> None:
 
 @pytest.mark.parametrize(
     ("case", "says"),
-    [("service_died", "could not log"), ("no_start", "could not start"), ("bad_call", "absent.png")],
+    [("service_died", "could not log"), ("no_start", "could not start"), ("bad_call", "absent_png")],
 )
 def test_a_failure_warns_once_and_the_run_goes_on(seen: Seen, case: str, says: str) -> None:
     assert len(seen.notes[case]) == 1 and says in seen.notes[case][0]

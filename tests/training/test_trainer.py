@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import logging
 import math
@@ -26,8 +27,10 @@ from cdp_repro.config.compose import compose_config
 from cdp_repro.data.in_memory import InMemoryDataset
 from cdp_repro.engine.executor import Executor
 from cdp_repro.engine.randomness import generator
+from cdp_repro.observe import run_directory
+from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.metrics import read_metrics
-from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError, arguments_to_go_on
+from cdp_repro.observe.run_directory import SUMMARY, RunDirectory, RunDirectoryError, arguments_to_go_on
 from cdp_repro.schedule import Action
 from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
 from cdp_repro.training.divergence import DivergedError
@@ -445,13 +448,17 @@ def test_a_copy_of_the_data_under_another_name_is_the_same():
 
 
 def test_a_summary_that_cannot_be_written_does_not_hide_why_a_run_ended(tmp_path, tiny, monkeypatch):
-    def full(self: RunDirectory, summary: object) -> None:
-        raise OSError("No space left on device")
+    def full(path: Path, content: bytes) -> None:
+        if path.name == SUMMARY:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace_file(path, content)
 
-    monkeypatch.setattr(RunDirectory, "write_summary", full)
+    monkeypatch.setattr(run_directory, "replace_file", full)
     with pytest.raises(DivergedError) as failure:
         run(tmp_path / "run", *tiny, "optim.lr=1e12", "optim.warmup_epochs=0")
-    assert "summary.json could not be written: No space left on device" in failure.value.__notes__[0]
+    (note,) = failure.value.__notes__
+    assert "the end of the run could not be recorded: cannot write to" in note
+    assert "summary.json: No space left on device" in note
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])

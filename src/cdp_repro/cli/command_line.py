@@ -29,13 +29,14 @@ Hydra's own options:
 """
 
 _FLAG = {"action": "store_true"}
+_TOLD_BY_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _OF_HYDRA: dict[tuple[str, ...], dict[str, Any]] = {
     ("--help", "-h"): _FLAG,
     ("--hydra-help",): _FLAG,
     ("--cfg", "-c"): {"choices": ("job", "hydra", "all")},
     ("--resolve",): _FLAG,
     ("--package", "-p"): {},
-    ("--info", "-i"): {"nargs": "?", "const": "all"},
+    ("--info", "-i"): {"nargs": "?", "const": "all", "choices": _TOLD_BY_INFO},
     ("--shell-completion", "-sc"): _FLAG,
     ("--config-dir", "-cd"): {},
     ("--config-name", "-cn"): {"default": "config"},

@@ -45,12 +45,15 @@ def exit_code_of() -> Iterator[ExitCode]:
     except _LIGHT_MISTAKES as error:
         result.code = _refuse(error)
     except (RankFailedError, StalledError) as error:
-        write_error("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]) + "\n")
+        write_error(_told(f"error: {error}", error))
         stopped = getattr(error, "signal", None)
         result.code = 1 if stopped is None else 128 + stopped
     except KeyboardInterrupt:
         write_error("interrupted\n")
         result.code = 130
+    except PermissionError as error:  # even to look whether a file is there needs leave to search its folder
+        write_error(f"error: {error.filename}: {error.strerror}: give a path that you may read, or write to\n")
+        result.code = 2
     except Exception as error:
         code = _code_of(error)
         if code is None:
@@ -59,8 +62,13 @@ def exit_code_of() -> Iterator[ExitCode]:
 
 
 def _refuse(error: Exception) -> int:
-    write_error(f"error: {error}\n" if "\n" not in str(error) else f"error:\n{error}\n")
+    write_error(_told(f"error: {error}" if "\n" not in str(error) else f"error:\n{error}", error))
     return 2
+
+
+def _told(text: str, error: BaseException) -> str:
+    """Return the text on an error with what has been noted beside it, in lines."""
+    return "\n".join([text, *getattr(error, "__notes__", ()), ""])
 
 
 def _code_of(error: Exception) -> int | None:
@@ -79,10 +87,10 @@ def _code_of(error: Exception) -> int | None:
     if isinstance(error, (DatasetError, ModelError, CheckpointError)):
         return _refuse(error)
     if isinstance(error, Interrupted):
-        write_error(f"{error}\n")
+        write_error(_told(str(error), error))
         return 128 + error.signal
     if isinstance(error, DivergedError):
-        write_error(f"error: {error}\n")
+        write_error(_told(f"error: {error}", error))
         return 1
     said = str(error).partition("\n")[0]
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in said:

@@ -114,6 +114,10 @@ def _files(options: dict[str, str], draws: bool) -> dict[Path, bytes]:
     from cdp_repro.report.build import build, drawn, marked, undrawn  # here: matplotlib and scipy take seconds
 
     root = Path(typed_path(options["root"])) if "root" in options else results.resolve().parent
+    if "root" in options and not (root / "README.md").is_file():
+        raise ConfigError(
+            [f"--root={root} holds no README.md, and so no documents to renew: give the project's folder"]
+        )
     with without_collection():
         return build(results, marked(root), drawn if draws else undrawn)
 

@@ -321,9 +321,10 @@ def _status(line: CommandLine) -> int:
 def _summary_text(summary: dict[str, Any], run_dir: Path) -> str:
     try:
         return _told(summary, run_dir.absolute())
-    except KeyError as error:
+    except (KeyError, TypeError, ValueError) as error:
+        fault = f"lacks {error}" if isinstance(error, KeyError) else f"is damaged ({error})"
         raise RunDirectoryError(
-            f"{run_dir / SUMMARY} says that the run is finished, but lacks {error}: delete it, and the run goes on "
+            f"{run_dir / SUMMARY} says that the run is finished, but {fault}: delete it, and the run goes on "
             "from its newest checkpoint"
         ) from error
 

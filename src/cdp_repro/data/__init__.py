@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cdp_repro.data.dataset import Dataset, DatasetError, MiniBatch
@@ -20,6 +21,16 @@ _ENTERED: ByName[Callable[[str | None], Dataset]] = ByName(
 DATASETS = ("digits", "cifar10", "imagenet", "synthetic", "text")
 
 
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Raise DatasetError for what may not be read; even to look whether a file is there needs leave."""
+    try:
+        yield
+    except PermissionError as error:
+        raise DatasetError(f"{error.filename}: {error.strerror}: give a dataset.root= that you may read") from error
+
+
+@_readable()
 def load_dataset(
     name: str,
     *,

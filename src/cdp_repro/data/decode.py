@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -46,8 +47,14 @@ def decode(
         num_workers=processes,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # otherwise it would draw from the generator of the caller
+        worker_init_fn=_leave_interrupts,
     )
     yield from loader
+
+
+def _leave_interrupts(_worker: int) -> None:
+    """Ignore Ctrl-C, which every process of a terminal gets: it is for the process that asks, which ends this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def unreadable(failures: Sequence[Failure]) -> DatasetError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import math
+import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ def _files(root: Path) -> list[Path]:
     )
     if not found:
         state = "is a folder without text" if root.is_dir() else "is no file" if root.exists() else "does not exist"
+        if root.is_dir() and not os.access(root, os.R_OK | os.X_OK):
+            state = "is a folder that you may not read"
         raise DatasetError(f"dataset.root={root} {state}: give a UTF-8 file, or a folder of them")
     return found
 

@@ -17,7 +17,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _KILL_SECONDS = 5.0
 """How long to wait for killed ranks: a driver that does not let go of one would make the wait endless."""
+_STORE_SECONDS = 5.0
+"""How long a process waits at most for the store of its own machine, which answers at once if it is there."""
 _OF_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Lets a module ask during its import whether there is a GPU: once CUDA itself has been asked, it works in no fork."""
 
@@ -79,6 +82,11 @@ class ForkedRanks:
         """The numbers of the ranks that have not ended, as far as is known."""
         return [number for number in self.numbers if number not in self.exit_codes]
 
+    @property
+    def have_started(self) -> bool:
+        """Whether the ranks have been forked, as far as is known: then there is also their store."""
+        return bool(self._pids)
+
     def wait(self, seconds: float) -> None:
         """Wait until ranks start or end, but at most this long."""
         if self.running:
@@ -101,8 +109,9 @@ class ForkedRanks:
     def send(self, number: int) -> bool:
         """Send a signal to the running ranks; return whether they had started and so received it."""
         for rank in self.running if self._pids else ():
-            os.kill(self._pids[rank], number)
-        return bool(self._pids)
+            with suppress(ProcessLookupError):  # it has ended, and the news of it are on their way
+                os.kill(self._pids[rank], number)
+        return self.have_started
 
     def end(self) -> None:
         """Kill the ranks that still run, stopped ones as well, and the server."""
@@ -156,7 +165,14 @@ def store_at(port: int, listening: int | None = None) -> Store:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here: what the ranks import is their affair
 
     is_master = listening is not None
-    store: Store = TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False, master_listen_fd=listening)
+    store: Store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=is_master,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+        timeout=timedelta(seconds=_STORE_SECONDS),
+    )
     return store
 
 

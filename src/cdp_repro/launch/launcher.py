@@ -23,7 +23,7 @@ def launch(
 
     Under torchrun or srun this process is one of the ranks and runs the function itself, as it does if it is the only
     rank. Otherwise the ranks are started here. SIGINT and SIGTERM are then passed on to them once, and they end in
-    their own way; a second SIGINT ends them. No rank outlives this process.
+    their own way; a second SIGINT ends them. On Linux no rank outlives this process.
 
     Args:
         function: Must be defined at the top level of a module.

@@ -16,8 +16,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cdp_repro.launch.environment import usable_cores
 from cdp_repro.launch.failures import Failure, StalledError, error_to_raise
@@ -26,6 +27,9 @@ from cdp_repro.launch.fork_server import ForkedRanks, store_at
 from cdp_repro.launch.in_rank import failure_path, run_rank, value_path
 from cdp_repro.launch.positions import Positions
 from cdp_repro.launch.signals import StopRequest
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _POLL_SECONDS = 0.1
 
@@ -54,7 +58,8 @@ def launch_here(
             try:
                 failures, late = _watch(ranks, folder, stop, grace_seconds)
                 if late and stop.signal is not None:
-                    stalled = _stalled(late, stop.signal, grace_seconds, Positions(store_at(port), processes, None))
+                    positions = Positions(_store_of(ranks, port), processes, None)
+                    stalled = _stalled(late, stop.signal, grace_seconds, positions)
             finally:
                 ranks.end()
         if not failures and not late:
@@ -116,6 +121,13 @@ def _failure(rank: int, folder: Path, exit_code: int | None) -> Failure | None:
     if exit_code is None or (exit_code == 0 and value_path(folder, rank).exists()):
         return None
     return Failure(rank, time.monotonic(), exit_code=exit_code)
+
+
+def _store_of(ranks: ForkedRanks, port: int) -> Store | None:
+    """Return the store at which the ranks meet; None if they have not come so far, or it is gone."""
+    with suppress(RuntimeError):
+        return store_at(port) if ranks.have_started else None
+    return None
 
 
 def _stalled(late: Sequence[int], number: int, grace_seconds: float, positions: Positions) -> StalledError:

@@ -24,7 +24,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+            self._previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+            for number in STOP_SIGNALS:  # only now: a signal may come between the two
+                signal.signal(number, self._handle)
         return self
 
     def __exit__(

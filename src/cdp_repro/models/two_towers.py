@@ -13,20 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from cdp_repro.models.chain import Branched
-from cdp_repro.models.spec import ModelError, ModelSpec
+from cdp_repro.models.spec import ModelSpec
 from cdp_repro.schedule.branches import towers
 
 
 def build_two_towers(spec: ModelSpec) -> Branched:
-    """Return two towers and a trunk of `depth` blocks each, and a head; `width` channels, twice as many in the trunk.
+    """Return two towers and a trunk of `depth` blocks each, and a head.
 
-    Raises:
-        ModelError: `spec` is not for images.
+    The towers have `width` channels, the trunk twice as many.
     """
     from torchvision.models.resnet import BasicBlock  # here: it takes seconds
 
-    if len(spec.input_shape) != 3:
-        raise ModelError(f"two_towers reads images, not sequences of {spec.input_shape[0]} tokens: use model=gpt")
     depth, width = spec.depth, spec.width
     blocks: OrderedDict[str, nn.Module] = OrderedDict()
     for name, is_mirrored in (("left", False), ("right", True)):

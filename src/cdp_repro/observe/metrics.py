@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,8 +33,7 @@ class MetricsLog:
         if self.path.exists():
             whole, _ = _rows(self.path)
             os.truncate(self.path, whole)
-        # Unbuffered, so that a row is in the file when `log` returns.
-        self._file = self.path.open("ab", buffering=0)
+        self._file = _appending(self.path)
 
     def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
         """Append one row {"step": step, **values}; keys carry their unit. NaN becomes "NaN", inf "Infinity"."""
@@ -57,7 +57,7 @@ class MetricsLog:
         self._file.close()
         with writing(self.path):
             replace_file(self.path, kept)
-        self._file = self.path.open("ab", buffering=0)
+        self._file = _appending(self.path)
 
     def close(self) -> None:
         """Close the file; the mirror is ended separately."""
@@ -73,6 +73,12 @@ class MetricsLog:
         except RunDirectoryError:
             os.truncate(self.path, size)
             raise
+
+
+def _appending(path: Path) -> FileIO:
+    """Open a file at its end, unbuffered, so that a row is in it when `log` returns."""
+    with writing(path):
+        return path.open("ab", buffering=0)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

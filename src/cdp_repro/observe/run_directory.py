@@ -70,6 +70,9 @@ class RunDirectory:
             run.path.mkdir(parents=True, exist_ok=True)
             with run._claimed():
                 run._fill(text, command)
+        except RunDirectoryError:
+            _remove_empty(missing)
+            raise
         except OSError as error:
             _remove_empty(missing)
             raise RunDirectoryError(
@@ -103,9 +106,13 @@ class RunDirectory:
         with file:
             try:
                 _lock(file)
-            except OSError as error:
+            except BlockingIOError as error:
                 raise RunDirectoryError(
                     f"another process is training in {self.path}: wait for it, or stop it"
+                ) from error
+            except OSError as error:
+                raise RunDirectoryError(
+                    f"{self.path} cannot be locked: {error.strerror or error}. Pass a run_dir= that can be"
                 ) from error
             yield self
 
@@ -192,17 +199,18 @@ class RunDirectory:
             replace_file(self.summary_path, text.encode())
 
     def _refuse_damaged(self) -> None:
-        """Raise RunDirectoryError if there is a file in place of a folder, or the other way round."""
-        for name in (CONFIG, COMMAND, METRICS, SUMMARY):
-            path = self.path / name
-            if path.exists() and not path.is_file():
-                found = "is a folder, expected a file" if path.is_dir() else "is no regular file"
-                raise RunDirectoryError(f"{path} {found}: move it away to go on")
-        for name in (CHECKPOINTS, LOGS):
-            path = self.path / name
-            if os.path.lexists(path) and not path.is_dir():
-                found = "is a file, expected a folder" if path.exists() else "is a link that leads to nothing"
-                raise RunDirectoryError(f"{path} {found}: move it away to go on")
+        """Raise RunDirectoryError if there is a file in place of a folder, the other way round, or a dangling link."""
+        for path in (self.path / name for name in (CONFIG, COMMAND, METRICS, SUMMARY, CHECKPOINTS, LOGS)):
+            is_as_expected = path.is_dir() if path.name in (CHECKPOINTS, LOGS) else path.is_file()
+            if is_as_expected or not os.path.lexists(path):
+                continue
+            if not path.exists():
+                found = "is a link that leads to nothing"
+            elif path.is_dir():
+                found = "is a folder, expected a file"
+            else:
+                found = "is a file, expected a folder" if path.is_file() else "is no regular file"
+            raise RunDirectoryError(f"{path} {found}: move it away to go on")
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:
@@ -232,7 +240,7 @@ class RunDirectory:
 
 
 def _lock(file: IO[str]) -> None:
-    """Lock a file; raise OSError if another process has it for longer than one that only looks whether it is locked."""
+    """Lock a file; raise BlockingIOError if a process has it for longer than one that only looks whether it is."""
     deadline = time.monotonic() + _LOOK_SECONDS
     while True:
         try:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.run_directory import RunDirectory, writing
 from cdp_repro.observe.wandb_mirror import WandbMirror
 from cdp_repro.trace import Trace, step_and_worker, write_comms_csv, write_memory_csv, write_perfetto
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def write_trace_files(trace: Trace, directory: RunDirectory, version_bytes: Callable[[int, int], int]) -> None:
@@ -53,13 +55,19 @@ def mirror_trace(trace: Trace, mode: str, directory: RunDirectory, mirror: Wandb
     mirror.log_table("messages", ["slot", "source", "destination", "kind", "stage", "bytes"], sent)
     curve = trace.activation_bytes_per_slot
     mirror.log_table("memory", ["slot", "activation_bytes"], list(curve.items()))
-    pictures = directory.path / "wandb"
-    os.environ.setdefault("MPLCONFIGDIR", str(pictures / "matplotlib"))  # else it writes to the user's home
-    from cdp_repro.observe.figures import memory_figure, save_figure, timeline_figure
+    mirror.log_figure("timeline", partial(_timeline, trace, mode))
+    mirror.log_figure("memory_curve", partial(_memory_curve, curve, mode))
+    mirror.log_artifact(f"trace-{directory.path.name}", "trace", _files(directory))
+
+
+def _timeline(trace: Trace, mode: str) -> Figure:
+    from cdp_repro.observe.figures import timeline_figure  # here, as below: only a mirror that works draws
 
     slots = trace.slots[: 6 * trace.sizes.stages]
-    save_figure(timeline_figure({mode: slots}, {mode: trace.lanes}, trace.sizes.stages), pictures / "timeline.png")
-    save_figure(memory_figure({mode: curve}, "live activation bytes"), pictures / "memory.png")
-    mirror.log_image("timeline", pictures / "timeline.png")
-    mirror.log_image("memory_curve", pictures / "memory.png")
-    mirror.log_artifact(f"trace-{directory.path.name}", "trace", _files(directory))
+    return timeline_figure({mode: slots}, {mode: trace.lanes}, trace.sizes.stages)
+
+
+def _memory_curve(curve: Mapping[int, int], mode: str) -> Figure:
+    from cdp_repro.observe.figures import memory_figure
+
+    return memory_figure({mode: curve}, "live activation bytes")

@@ -13,9 +13,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_NAME = 128
+"""Characters that W&B takes in the name of an artifact."""
 
 
 class WandbMirror:
@@ -62,23 +68,29 @@ class WandbMirror:
 
         self._log(self._last_step, table)
 
-    def log_image(self, key: str, path: Path) -> None:
-        """Log a picture (PNG or JPEG)."""
+    def log_figure(self, key: str, draw: Callable[[], Figure]) -> None:
+        """Draw a figure, and log it as a picture, run_dir/wandb/KEY.png."""
 
         def image() -> dict[str, Any]:
             import wandb
 
+            from cdp_repro.observe.figures import save_figure  # here: matplotlib takes a second
+
+            save_figure(draw(), path := self._folder / f"{key}.png")
             return {key: wandb.Image(str(path))}
 
         self._log(self._last_step, image)
 
     def log_artifact(self, name: str, type: str, paths: Sequence[Path]) -> None:
-        """Log files, with their bare names, as one artifact; characters that W&B refuses in `name` become "-"."""
+        """Log files, with their bare names, as one artifact; characters that W&B refuses in `name` become "-".
+
+        Of a longer name than W&B takes, the beginning counts.
+        """
 
         def artifact() -> None:
             import wandb
 
-            files = wandb.Artifact(re.sub(r"[^\w.-]+", "-", name), type)
+            files = wandb.Artifact(re.sub(r"[^\w.-]+", "-", name)[:_LONGEST_NAME], type)
             for path in paths:
                 if not path.is_file():
                     raise FileNotFoundError(f"{path} is not a file")
@@ -181,6 +193,8 @@ def _inside(folder: Path) -> Iterator[None]:
     """Point everything that W&B may write to, temporary files included, into `folder`."""
     places = {f"WANDB_{kind}_DIR": folder / kind.lower() for kind in ("CACHE", "CONFIG", "DATA", "ARTIFACT")}
     places["TMPDIR"] = folder / "tmp"
+    if _OF_MATPLOTLIB not in os.environ:
+        places[_OF_MATPLOTLIB] = folder / "matplotlib"  # else it writes to the user's home
     for place in places.values():
         place.mkdir(parents=True, exist_ok=True)
     before, temporary = _environment(), tempfile.tempdir
@@ -198,4 +212,8 @@ def _inside(folder: Path) -> Iterator[None]:
 
 def _environment() -> dict[str, str]:
     """The variables that `_inside` or W&B itself may change."""
-    return {name: value for name, value in os.environ.items() if "WANDB" in name or name == "TMPDIR"}
+    ours = ("TMPDIR", _OF_MATPLOTLIB)
+    return {name: value for name, value in os.environ.items() if "WANDB" in name or name in ours}
+
+
+_OF_MATPLOTLIB = "MPLCONFIGDIR"

@@ -22,7 +22,7 @@ from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.launch.process_group import process_group, refuse_differing
 from cdp_repro.launch.signals import StopRequest
 from cdp_repro.observe.metrics import MetricsLog
-from cdp_repro.observe.run_directory import RunDirectory, arguments_to_go_on, writing
+from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError, arguments_to_go_on, writing
 from cdp_repro.observe.text import mode_text
 from cdp_repro.observe.trace_files import mirror_trace, remove_trace_files, write_trace_files
 from cdp_repro.observe.versions import code_hash, short, versions_since
@@ -238,8 +238,8 @@ class _Run:
         except BaseException as error:
             try:
                 self._finish(_status_of(error))
-            except OSError as second:  # e.g. a full disk: report what ended the run, and this beside it
-                error.add_note(f"and {self._directory.summary_path} could not be written: {second}")
+            except (OSError, RunDirectoryError) as second:  # e.g. a full disk: report what ended the run, and this too
+                error.add_note(f"and the end of the run could not be recorded: {second}")
             if isinstance(error, DatasetError):  # a damaged image: a checkpoint holds what was trained before
                 way_on = shlex.join(["cdp-train", *arguments_to_go_on(self._directory.path)])
                 raise DatasetError(f"{error}\nWith the data whole again, this run goes on by: {way_on}") from error
