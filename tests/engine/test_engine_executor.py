@@ -17,6 +17,7 @@ from cdp_repro.engine import executor
 from cdp_repro.engine.executor import Executor
 from cdp_repro.engine.mailbox import Pending
 from cdp_repro.schedule import Action, Value
+from cdp_repro.schedule.values import Kind
 
 
 def words(tree):
@@ -54,8 +55,9 @@ def test_a_sum_that_is_still_needed_is_copied_when_all_of_its_parts_are_there():
     )
     runner = object.__new__(Executor)
     runner.values = dict(zip(map(Value.parse, names), contents, strict=True))
-    runner._add(Action.parse(f"A g0[0:2]: {' '.join(names)} -> g0[0:2]"))
-    assert runner.values[Value.parse("g0[0:2]")]["weight"].tolist() == [2, 2, 2, 2]
+    action = Action.parse(f"A g0[0:2]: {' '.join(names)} -> g0[0:2]")
+    (total,) = runner._add(action, runner._take(action))[Kind.GRADIENTS]
+    assert total["weight"].tolist() == [2, 2, 2, 2]
     assert buffer.tolist() == [1, 1, 1, 1]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from cdp_repro import Engine
 from cdp_repro.engine.parameters import StageState, average
 from cdp_repro.schedule import Op, Program, Schedule
-from cdp_repro.schedule.values import PARAMETERS
+from cdp_repro.schedule.values import Kind
 
 
 class Greedy(torch.optim.SGD):
@@ -103,7 +103,7 @@ def test_the_engine_writes_in_place_just_where_the_update_frees_its_start(mode, 
 def test_on_one_device_stages_without_stale_readers_are_updated_in_place(mode, stages):
     found = {action.stage for slot in Program(Schedule.build(mode, 3)).slots(4) for action in slot.actions
              if action.op is Op.UPDATE and action.version > 1 and slot.number < 20
-             and any(value.kind == PARAMETERS for value in action.frees)}  # fmt: skip
+             and any(value.kind == Kind.PARAMETERS for value in action.frees)}  # fmt: skip
     assert found == stages
 
 

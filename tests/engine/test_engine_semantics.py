@@ -13,7 +13,7 @@ from torch import nn
 from cdp_repro import Engine
 from cdp_repro.engine.executor import Executor
 from cdp_repro.engine.ledger import LedgerError
-from cdp_repro.schedule.values import PARAMETERS
+from cdp_repro.schedule.values import Kind
 
 MODES = ("dp", "cdp_v1", "cdp_v2", "accumulation")
 
@@ -64,7 +64,7 @@ def test_reading_another_version_fails_the_run(mode, position, told, monkeypatch
 
     def other(self, value):
         alive = sorted(v for v in self.values if (v.kind, v.stage) == (value.kind, value.stage))
-        return honest(self, alive[position] if value.kind == PARAMETERS else value)
+        return honest(self, alive[position] if value.kind == Kind.PARAMETERS else value)
 
     monkeypatch.setattr(Executor, "_read", other)
     with pytest.raises(LedgerError) as failure:
@@ -78,7 +78,9 @@ def test_reading_an_older_version_fails_the_run(monkeypatch):
     honest = Executor._read
 
     def oldest_ever(self, value):
-        return kept.setdefault(value.stage, honest(self, value)) if value.kind == PARAMETERS else honest(self, value)
+        return (
+            kept.setdefault(value.stage, honest(self, value)) if value.kind == Kind.PARAMETERS else honest(self, value)
+        )
 
     monkeypatch.setattr(Executor, "_read", oldest_ever)
     with pytest.raises(LedgerError, match=r"stage 0 on micro-batch 0 of step 1 used version 0.*asks for version 1"):

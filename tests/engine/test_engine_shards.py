@@ -17,7 +17,7 @@ from cdp_repro.engine.parameters import StageState
 from cdp_repro.engine.shards import Shards
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.schedule import Program, Schedule
-from cdp_repro.schedule.values import PARAMETERS
+from cdp_repro.schedule.values import Kind
 
 CPU = torch.device("cpu")
 TYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -67,7 +67,7 @@ def test_a_rank_holds_as_many_bytes_as_predicted(ranks):
         for rank in range(ranks)
     ]
     of_stage = [
-        [v for v in program.schedule.held_after(0)[rank] if (v.kind, v.stage) == (PARAMETERS, 0)]
+        [v for v in program.schedule.held_after(0)[rank] if (v.kind, v.stage) == (Kind.PARAMETERS, 0)]
         for rank in range(ranks)
     ]
     assert [[costs.bytes_of(value) for value in values] for values in of_stage] == [[size] for size in held]

@@ -13,7 +13,7 @@ from torch import nn
 
 from cdp_repro.engine.ledger import LedgerError
 from cdp_repro.engine.mailbox import Mailbox
-from cdp_repro.schedule.values import LENT_BACKWARD, LENT_FORWARD
+from cdp_repro.schedule.values import Kind
 
 
 @pytest.mark.parametrize("pieces", [(2, 3, 1), (1, 1, 4)], ids=str)
@@ -69,14 +69,14 @@ def train_with_an_owner_that_sends_another_version(mode, kind, owner, step):
 
 @pytest.mark.parametrize("mode", ["dp", "cdp_v2"])
 @pytest.mark.parametrize("owner", [0, 1])
-@pytest.mark.parametrize("kind", [LENT_FORWARD, LENT_BACKWARD])
+@pytest.mark.parametrize("kind", [Kind.LENT_FORWARD, Kind.LENT_BACKWARD])
 def test_a_version_other_than_the_label_of_its_message_is_seen_on_arrival(tmp_path, kind, owner, mode):
     found = run_ranks(
         train_with_an_owner_that_sends_another_version, 2, mode, kind, owner, 2, folder=tmp_path, patience=20
     )
     assert found[owner] is None
     told, step = found[1 - owner]
-    what = "forward" if kind == LENT_FORWARD else "backward"
+    what = "forward" if kind == Kind.LENT_FORWARD else "backward"
     assert told.startswith(f"{what} of stage {owner} on micro-batch {1 - owner} of step ")
     assert told.endswith("used version 3; the rule asks for version 2")
     assert step <= 3, "at once, not at the end of the run"

@@ -441,7 +441,10 @@ def test_a_sum_that_is_not_added_from_the_left_is_refused():
     change = {Value("g", 0, 0, 0, 2): alone, whole: both}
     slots[k][p] = Action(*slots[k][p][:7], *(tuple(change.get(v, v) for v in each) for each in slots[k][p][7:]))
     slots[k].insert(p + 1, Action(Op.ADD, 0, 0, value=whole, reads=(first, both), writes=(whole,), frees=(first, both)))
-    assert "A g0[0:3]: g0[1:3] holds more than one micro-batch" in refused_and_wrong(schedule, slots, 2)
+    assert (
+        "A g0[0:3]: it must read g0[0:2], g0[2:3], not g0[0:1], g0[1:3]: a sum is of micro-batches"
+        in refused_and_wrong(schedule, slots, 2)
+    )
 
 
 def test_gradients_out_of_order_are_caught():

@@ -143,7 +143,7 @@ def test_what_a_drain_leaves_undone_names_the_drain(run, steps):
 def test_a_sum_of_many_micro_batches_is_refused_in_a_few_words(stop):
     text, _ = edited("replicated", "A g1[0:2]: g1[0:1]! g1[1:2]! ->", f"A g1[0:2]: g1[0:1]! g1[2:{stop}]! ->")
     said = refused(text)
-    assert f"it adds g1[0:1] and g1[2:{stop}], but a sum is of micro-batches in their order, without gaps" in said
+    assert f"it must read g1[0:1], g1[1:2], not g1[0:1], g1[2:{stop}]: a sum is of micro-batches in their order" in said
 
 
 @pytest.mark.parametrize("staleness", [20000, 2000000000])

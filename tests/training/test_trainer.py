@@ -91,7 +91,7 @@ def test_a_run_writes_every_file_and_they_agree(tmp_path, tiny):
     assert summary["memory/activation_peak_bytes_total"] == summary["memory/activation_peak_bytes_simulated"]
     assert summary["memory/activation_peak_bytes_total"] < summary["memory/activation_peak_bytes_simulated_dp"]
     events = json.loads(directory.trace_path.read_text())["traceEvents"]
-    forwards = [Action.of_label(event["name"]) for event in events if event.get("cat") == "forward"]
+    forwards = [Action.parse(f"{event['name']}: ->") for event in events if event.get("cat") == "forward"]
     assert len(forwards) >= 3 * 4 * 4 - 10 and all(action.version >= 0 for action in forwards)
     assert directory.comms_path.read_text() == "slot,source,destination,kind,stage,bytes\n"
     assert "epoch 2/2" in directory.log_path(0).read_text()

@@ -77,7 +77,7 @@ class GlobalClipping(Clipping):
         self._outgoing.let_go(before=version - self._lag)
         for rank in self._updating - {self._team.rank}:
             sent = dist.isend(square, rank, group=self._team.control, tag=_FIRST_TAG + total.stage)
-            self._outgoing.append(Transfer.started(square, sent), version)
+            self._outgoing.append(Transfer([sent], square), version)
 
     def _norm(self, version: int, gradients: Gradients) -> Tensor:  # noqa: ARG002 - of all stages
         squares = self._squares.setdefault(version, {})

@@ -33,32 +33,20 @@ class Uncorrected:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the optimizer make its step; reads the gradients from `.grad` and leaves them there unchanged."""
-        optimizer.step()
-
-
-DelayFactory = Callable[[Sequence[int]], Uncorrected]
-"""Makes the method of a stage from the staleness of its micro-batches: one of the classes here."""
-
-
-class _Remembering(Uncorrected):
-    """A method that remembers the last steps of the optimizer."""
-
-    @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `Uncorrected.step`."""
         if not self.kept_steps:
             optimizer.step()
             return
-        before = [(parameter, parameter.clone(), parameter.grad) for parameter in _moving(optimizer)]
-        for parameter, _, gradient in before:
-            if gradient is not None:
-                parameter.grad = self._gradient(gradient, last_steps(optimizer, parameter))
-        optimizer.step()
-        for parameter, theta, gradient in before:
-            parameter.grad = gradient
-            step = theta.sub_(parameter)
-            self._correct(parameter, step, last_steps(optimizer, parameter))
-            self._remember(optimizer, parameter, step)
+        with torch.no_grad():
+            before = [(parameter, parameter.clone(), parameter.grad) for parameter in _moving(optimizer)]
+            for parameter, _, gradient in before:
+                if gradient is not None:
+                    parameter.grad = self._gradient(gradient, last_steps(optimizer, parameter))
+            optimizer.step()
+            for parameter, theta, gradient in before:
+                parameter.grad = gradient
+                step = theta.sub_(parameter)
+                self._correct(parameter, step, last_steps(optimizer, parameter))
+                self._remember(optimizer, parameter, step)
 
     def _gradient(self, gradient: Tensor, past: Sequence[Tensor]) -> Tensor:  # noqa: ARG002 - for subclasses
         """Return what the optimizer gets in place of the gradient; `past` are the last steps, newest first."""
@@ -73,7 +61,11 @@ class _Remembering(Uncorrected):
         optimizer.state[parameter].update({f"{_KEY}{age}": kept for age, kept in enumerate(steps, start=1)})
 
 
-class ErrorFeedback(_Remembering):
+DelayFactory = Callable[[Sequence[int]], Uncorrected]
+"""Makes the method of a stage from the staleness of its micro-batches: one of the classes here."""
+
+
+class ErrorFeedback(Uncorrected):
     """theta[t+1] = theta[t] - (u_t + a (u_t - u_{t-1})), with no step before the first: u_{-1} = 0.
 
     The corrections telescope: the parameters are those of the plain steps, moved on by a times the last step.
@@ -94,7 +86,7 @@ class ErrorFeedback(_Remembering):
         parameter.sub_(change, alpha=self._strength)
 
 
-class Prediction(_Remembering):
+class Prediction(Uncorrected):
     """A read that is s steps stale sees theta[v] - s u_{v-1}, as if the next s steps were like the last.
 
     u_{v-1} is the step of the optimizer in use: the learning rate times the momentum with SGD, or times Adam's
@@ -111,7 +103,7 @@ class Prediction(_Remembering):
         self.kept_steps = oldest + 1 if oldest else 0  # one for each version that a later micro-batch reads
 
 
-class Compensation(_Remembering):
+class Compensation(Uncorrected):
     """The optimizer gets g + lambda g g (theta[t] - theta_read), elementwise.
 
     g is the mean gradient of the training step; theta_read is the mean of the versions that its micro-batches read. In

@@ -68,13 +68,13 @@ class AtOnce:
         """See `Delivery.send`."""
         if len(buffer):
             work = dist.isend(buffer, peer, group=self._groups[self._rank, peer])
-            self._outgoing.append(Transfer.started(buffer, work), self._slot)
+            self._outgoing.append(Transfer([work], buffer), self._slot)
 
     def receive(self, value: Value, peer: int) -> Callable[[], Tensor]:
         """See `Delivery.receive`."""
         whole, buffer = self._landing(value)
         works = [dist.irecv(buffer, peer, group=self._groups[peer, self._rank])] if len(buffer) else []
-        return Transfer.started(whole, *works).wait
+        return Transfer(works, whole).wait
 
     def flush(self) -> None:
         """See `Delivery.flush`."""

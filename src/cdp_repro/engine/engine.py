@@ -30,7 +30,7 @@ from cdp_repro.models.chain import joined
 from cdp_repro.schedule import Program, RankProgram, Schedule
 from cdp_repro.schedule.forward_only import is_pipelined
 from cdp_repro.schedule.schedule_spec import Choices
-from cdp_repro.schedule.values import PARAMETERS
+from cdp_repro.schedule.values import Kind
 from cdp_repro.trace import Trace
 from cdp_repro.trace.record import as_plain, from_plain
 
@@ -134,7 +134,7 @@ class Engine:
         self._stages.to(self.team.device)
         clips = None if clip_norm is None else clipping(clip_norm, program, self.team)
         self._network = Network([*self._stages], loss_fn, autocast, self.schedule.sizes.sources)
-        self._holdings = Holdings(self.schedule, self._network.stages, self.team, optimizer, delay, clips)
+        self._holdings = Holdings(self.schedule, self._network.stages, self.team, optimizer, delay)
         self._fill = program.steady_step
         self._traced_steps = max(3, self._fill + 1) if traced_steps is None else traced_steps
         self._tracer = Tracer(self.schedule, self.team, self._traced_steps)
@@ -143,6 +143,7 @@ class Engine:
             self._holdings,
             self._network.compute(),
             self._tracer,
+            clips,
             self.team,
             seed,
             learning_rate_factor,
@@ -300,7 +301,7 @@ class Engine:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of all parameter versions alive on this rank."""
-        held = (value.stage for value in self._holdings.values if value.kind == PARAMETERS)
+        held = (value.stage for value in self._holdings.values if value.kind == Kind.PARAMETERS)
         return sum(self._holdings.states[stage].version_bytes for stage in held)
 
     @property

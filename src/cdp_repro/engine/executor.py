@@ -7,8 +7,9 @@ values that it writes, and drops those that it frees.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from cdp_repro.engine.batches import Feed
+from cdp_repro.engine.clipping import Clipping
 from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version
 from cdp_repro.engine.holdings import Holdings
 from cdp_repro.engine.ledger import Ledger
@@ -25,24 +27,12 @@ from cdp_repro.engine.losses import Losses
 from cdp_repro.engine.mailbox import Mailbox, Pending
 from cdp_repro.engine.prefix import Prefix
 from cdp_repro.engine.randomness import seeded
-from cdp_repro.engine.split_backward import WeightWork, backward_input
+from cdp_repro.engine.split_backward import backward_input
 from cdp_repro.engine.tracing import Tracer
 from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Action, Op, RankProgram, Slot, Value
 from cdp_repro.schedule.program import Upcoming
-from cdp_repro.schedule.values import (
-    BUFFERS,
-    GRADIENTS,
-    INPUT,
-    LENT_BACKWARD,
-    LENT_FORWARD,
-    OUTPUT_GRADIENT,
-    PARAMETERS,
-    PREFIX,
-    PREFIX_GRADIENT,
-    SAVED,
-    WEIGHT_WORK,
-)
+from cdp_repro.schedule.values import Kind
 from cdp_repro.trace.rings import ring_bytes
 
 
@@ -62,6 +52,10 @@ class StepResult:
         return losses
 
 
+Contents = dict[Kind, list[Any]]
+"""What an action reads, or makes: the contents of its values by kind, in the order of their stages."""
+
+
 class Executor:
     """Executes the program of one rank, from a drained state to a drained state.
 
@@ -75,6 +69,7 @@ class Executor:
         holdings: Holdings,
         compute: Sequence[StageCompute],
         tracer: Tracer,
+        clipping: Clipping | None,
         team: Team,
         seed: int,
         learning_rate_factor: Callable[[int], float],
@@ -87,7 +82,7 @@ class Executor:
         self.mailbox: Mailbox | None = None
         """None on a single device, and until the layouts of messages are known."""
         self._losses = Losses(schedule, team)
-        self._states, self._compute, self._clipping, self._tracer = holdings.states, compute, holdings.clipping, tracer
+        self._states, self._compute, self._clipping, self._tracer = holdings.states, compute, clipping, tracer
         self._team, self._seed, self._learning_rate_factor = team, seed, learning_rate_factor
         self._sizes, self._last_stage, self._stashes = schedule.sizes, schedule.stages - 1, program.stashes
         self._finishing_kinds, self._finishing_count = program.finishing
@@ -169,148 +164,120 @@ class Executor:
     def _run(self, action: Action) -> None:
         traced = self._tracer.active
         begin = self._tracer.now() if traced else 0.0
-        if profiler._is_profiler_enabled:
-            with profiler.record_function(action.label):
-                self._handlers[action.op](action)
-        else:
-            self._handlers[action.op](action)
+        with profiler.record_function(action.label) if profiler._is_profiler_enabled else nullcontext():
+            made = self._handlers[action.op](action, self._take(action))
+        for value in sorted(action.writes):
+            self.values[value] = made[value.kind].pop(0)
         if action.op in self._finishing_kinds:
             self._count(action)
         if self._clipping is not None and action.op.sums_gradients:
             for value in action.writes:
-                if value.kind == GRADIENTS:
+                if value.kind == Kind.GRADIENTS:
                     self._clipping.enter(value, self.values[value])
-        for value in action.frees:
-            if value not in action.writes:  # buffers are read and written under one name
-                self.values.pop(value, None)  # handlers have already removed values that they pass on
         if traced:
-            held = Counter(value.stage for value in self.values if value.kind == PARAMETERS)
+            held = Counter(value.stage for value in self.values if value.kind == Kind.PARAMETERS)
             self._tracer.record(action, [held[stage] for stage in range(self._last_stage + 1)], begin)
 
-    def _take(self, value: Value) -> Any:
-        """Remove and return a value, after waiting for the message that brings it."""
-        self._read(value)
-        return self.values.pop(value)
+    def _take(self, action: Action) -> Contents:
+        """Return what an action reads, after waiting for it; what the action frees is held here no longer."""
+        read: Contents = defaultdict(list)
+        for value in sorted(action.reads):
+            read[value.kind].append(self._read(value))
+            if value in action.frees:
+                del self.values[value]
+        return read
 
     def _read(self, value: Value) -> Any:
-        """Return a value, after waiting as `_take` does, but keep it."""
+        """Return a value, after waiting for the message that brings it."""
         content = self.values[value]
         if isinstance(content, Pending):
             content = self.values[value] = content.get()
         return content
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: Action, read: Contents) -> Contents:
         stage, (step, i) = action.stage, divmod(action.micro_batch, self._sizes.micro_batches)
-        read = {value.kind: value for value in action.reads}
-        written = {value.kind: value for value in action.writes}
-        batch = self._feed[step]
-        is_last = stage == self._last_stage
-        inputs = [self._take(value) for value in _in_order(action.reads, INPUT)] or [batch.inputs(i)]
-        version, is_lent = self._parameters(action, read, LENT_FORWARD), LENT_FORWARD in read
+        batch, is_last = self._feed[step], stage == self._last_stage
+        inputs, (buffers,) = read[Kind.INPUT] or [batch.inputs(i)], read[Kind.BUFFERS]
+        (prefix,) = read[Kind.PREFIX] or [Prefix() if self._sizes.slices > 1 else None]
+        version, is_lent = self._parameters(action, read), bool(read[Kind.LENT_FORWARD])
         # else the graph would keep parameters that the backward brings, or reads in another version
         loan = Loan(version.tensors, is_copy=is_lent) if is_lent or not self._stashes else None
         self.ledger.record(action, version.number)
-        buffers = self._take(read[BUFFERS])
-        prefix = self._take(read[PREFIX]) if PREFIX in read else Prefix() if PREFIX in written else None
         with seeded(self._team.device, self._seed, step, i, stage):
             output, saved = self._compute[stage].forward(
                 version, buffers, inputs, batch.targets(i) if is_last else None, self._tracer.meter, loan, prefix
             )
         if loan is not None:
             loan.give_back()
-        self.values[written[SAVED]] = saved
-        self.values[written[BUFFERS]] = buffers
-        if PREFIX in written:
-            assert prefix is not None
-            self.values[written[PREFIX]] = prefix.take_after()
-        if is_last:
-            self._losses.enter(step, i, output)
-            # each micro-batch is weighted here, so that gradients only need to be added
-            self.values[written[OUTPUT_GRADIENT]] = torch.full_like(output, self._sizes.gradient_weight)
-        else:
-            self.values[written[INPUT]] = output.requires_grad_(saved.edge is not None)
+        made: Contents = {Kind.SAVED: [saved], Kind.BUFFERS: [buffers]}
+        if prefix is not None and any(value.kind == Kind.PREFIX for value in action.writes):
+            made[Kind.PREFIX] = [prefix.take_after()]
+        if not is_last:
+            return made | {Kind.INPUT: [output.requires_grad_(saved.edge is not None)]}
+        self._losses.enter(step, i, output)
+        # each micro-batch is weighted here, so that gradients only need to be added
+        return made | {Kind.OUTPUT_GRADIENT: [torch.full_like(output, self._sizes.gradient_weight)]}
 
-    def _saved(self, action: Action, read: Mapping[str, Value]) -> tuple[SavedForward, Version]:
+    def _saved(self, action: Action, read: Contents) -> tuple[SavedForward, Version]:
         """Return what a forward has saved, and the parameters that its backward reads."""
-        saved: SavedForward = self._take(read[SAVED])
+        saved: SavedForward = read[Kind.SAVED][0]
         version = saved.version
         if saved.loan is not None:
-            version = self._parameters(action, read, LENT_BACKWARD)
+            version = self._parameters(action, read)
             saved.loan.renew(version.tensors)
         self.ledger.record(action, version.number)
         return saved, version
 
-    def _backward(self, action: Action) -> None:
-        read = {value.kind: value for value in action.reads}
+    def _backward(self, action: Action, read: Contents) -> Contents:
         saved, version = self._saved(action, read)
-        sums: Gradients = self._take(read[GRADIENTS]) if GRADIENTS in read else {}
-        grad_output = self._take(read[OUTPUT_GRADIENT])
-        later = self._take(read[PREFIX_GRADIENT]) if PREFIX_GRADIENT in read else None
-        gradients = self._compute[action.stage].backward(saved, grad_output, sums, version, later)
+        (sums,), (later,) = read[Kind.GRADIENTS] or [{}], read[Kind.PREFIX_GRADIENT] or [None]
+        gradients = self._compute[action.stage].backward(saved, read[Kind.OUTPUT_GRADIENT][0], sums, version, later)
         if saved.loan is not None:
             saved.loan.give_back()
-        for value in action.writes:
-            if value.kind == PREFIX_GRADIENT:
-                assert saved.prefix is not None
-                self.values[value] = saved.prefix.take_gradients()
-            elif value.kind == GRADIENTS:
-                self.values[value] = sums
-        self._pass_on(action, gradients)
+        of_prefix = saved.prefix and saved.prefix.take_gradients()
+        return {Kind.OUTPUT_GRADIENT: gradients, Kind.GRADIENTS: [sums], Kind.PREFIX_GRADIENT: [of_prefix]}
 
-    def _backward_input(self, action: Action) -> None:
-        read = {value.kind: value for value in action.reads}
+    def _backward_input(self, action: Action, read: Contents) -> Contents:
         saved, version = self._saved(action, read)
-        gradients, work = backward_input(self._compute[action.stage], saved, self._take(read[OUTPUT_GRADIENT]), version)
-        self.values.update((value, work) for value in action.writes if value.kind == WEIGHT_WORK)
-        self._pass_on(action, gradients)
+        grad_output = read[Kind.OUTPUT_GRADIENT][0]
+        gradients, work = backward_input(self._compute[action.stage], saved, grad_output, version)
+        return {Kind.OUTPUT_GRADIENT: gradients, Kind.WEIGHT_WORK: [work]}
 
-    def _pass_on(self, action: Action, gradients: Sequence[Tensor | None]) -> None:
-        """Keep the gradients of a stage's inputs for the stages that made the inputs; data needs none."""
-        made = _in_order(action.writes, OUTPUT_GRADIENT)
-        self.values.update(zip(made, gradients, strict=bool(made)))
-
-    def _backward_weights(self, action: Action) -> None:
-        read = {value.kind: value for value in action.reads}
-        sums: Gradients = self._take(read[GRADIENTS]) if GRADIENTS in read else {}
-        work: WeightWork = self._take(read[WEIGHT_WORK])
+    def _backward_weights(self, action: Action, read: Contents) -> Contents:  # noqa: ARG002 - all is in what it reads
+        (work,), (sums,) = read[Kind.WEIGHT_WORK], read[Kind.GRADIENTS] or [{}]
         work.finish(sums)
-        self.values[action.writes[0]] = sums
+        return {Kind.GRADIENTS: [sums]}
 
-    def _add(self, action: Action) -> None:
+    def _add(self, action: Action, read: Contents) -> Contents:
         """Add the earlier sum into the later one, which is copied if still needed; a sum may come in parts."""
         sums: dict[Value, Gradients] = {}
-        for value in action.reads:
-            self._read(value)  # all parts, before any is copied: they lie in one buffer
-        for value in action.reads:
-            content = self._take(value) if value in action.frees else _copied(self._read(value))
-            sums.setdefault(value.whole, {}).update(content)
+        for value, content in zip(sorted(action.reads), read[Kind.GRADIENTS], strict=True):
+            sums.setdefault(value.whole, {}).update(content if value in action.frees else _copied(content))
         earlier, later = sums.values()
         for name, gradient in earlier.items():
             present = later.get(name)
             later[name] = gradient if present is None else present.add_(gradient)
-        (total,) = action.writes
-        self.values[total] = later
+        return {Kind.GRADIENTS: [later]}
 
-    def _update(self, action: Action) -> None:
-        read, (after,) = {value.kind: value for value in action.reads}, action.writes
-        before, total = read[PARAMETERS], read[GRADIENTS]
-        version: Version = self._read(before)
-        gradients, step = self._read(total), version.number // self._sizes.updates
-        factor = self._learning_rate_factor(step)
+    def _update(self, action: Action, read: Contents) -> Contents:
+        (version,), (gradients,) = read[Kind.PARAMETERS], read[Kind.GRADIENTS]
+        freed = {value.kind for value in action.frees}
+        factor = self._learning_rate_factor(version.number // self._sizes.updates)
 
         def update() -> Version:
+            clipped = None if self._clipping is None else self._clipping.clipped(version.number + 1, gradients)
             with seeded(self._team.device, self._seed, "update", version.number, action.stage):  # an optimizer's noise
                 return self._states[action.stage].update(
                     version,
-                    gradients,
+                    gradients if clipped is None else clipped,
                     factor,
-                    in_place=before in action.frees,
-                    gradients_are_ours=total in action.frees,
+                    in_place=Kind.PARAMETERS in freed,
+                    gradients_are_ours=clipped is not None or Kind.GRADIENTS in freed,
                 )
 
         is_late = self._clipping is not None and self._clipping.is_late
         # the norm for clipping may not be known before the version is first read
-        self.values[after] = Pending(update) if is_late else update()
+        return {Kind.PARAMETERS: [Pending(update) if is_late else update()]}
 
     def _count(self, action: Action) -> None:
         """Count an action of a training step of a finishing kind; the last one finishes the step on this rank."""
@@ -322,37 +289,35 @@ class Executor:
             self._feed.release(step)
             self._finished.append((step, self._slot + self._losses_late))
 
-    def _send(self, action: Action) -> None:
+    def _send(self, action: Action, read: Contents) -> Contents:
         assert self.mailbox is not None and action.value is not None
-        content = self._read(action.reads[0])
+        ((content,),) = read.values()
         if isinstance(content, Version):
             content = content.read_in(action.value.number // self._sizes.summed)
         size = self.mailbox.send(action.value, action.peer, content)
         if size and self._tracer.active:
             self._tracer.sent(action, size)
+        return {}
 
-    def _receive(self, action: Action) -> None:
+    def _receive(self, action: Action, _: Contents) -> Contents:
         assert self.mailbox is not None and action.value is not None
-        self.values[action.value] = self.mailbox.receive(action.value, action.peer)
+        return {action.value.kind: [self.mailbox.receive(action.value, action.peer)]}
 
-    def _collective(self, action: Action) -> None:
+    def _collective(self, action: Action, read: Contents) -> Contents:
         assert self.mailbox is not None and action.value is not None
-        self.values[action.value], size = self.mailbox.join(action.value, self._read(action.reads[0]))
+        ((content,),) = read.values()
+        pending, size = self.mailbox.join(action.value, content)
         if self._tracer.active and (sent := ring_bytes(action, size, self._team.size)):
             self._tracer.sent(action, sent)
+        return {action.value.kind: [pending]}
 
-    def _parameters(self, action: Action, read: Mapping[str, Value], lent: str) -> Version:
+    def _parameters(self, action: Action, read: Contents) -> Version:
         """Return the parameters that a forward or backward reads: a lent copy, or the rank's own."""
-        if lent in read:
-            copy: Version = self._take(read[lent])
-            return copy
-        own: Version = self._read(read[PARAMETERS])
+        lent: Version
+        for lent in (*read[Kind.LENT_FORWARD], *read[Kind.LENT_BACKWARD]):
+            return lent
+        own: Version = read[Kind.PARAMETERS][0]
         return own.read_in(action.micro_batch // self._sizes.summed)
-
-
-def _in_order(values: Sequence[Value], kind: str) -> list[Value]:
-    """Return the values of a kind in the order of their stages, which is the order of a stage's inputs."""
-    return sorted(value for value in values if value.kind == kind)
 
 
 def _copied(gradients: Gradients) -> Gradients:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdp_repro.engine.clipping import Clipping
 from cdp_repro.engine.compute import Version
 from cdp_repro.engine.delay import DelayFactory, Uncorrected
 from cdp_repro.engine.messages import Layout, broadcast
@@ -18,7 +17,7 @@ from cdp_repro.engine.seal import Seal, StageSeal, differing
 from cdp_repro.engine.shards import Shards
 from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Schedule, Value, last_steps
-from cdp_repro.schedule.values import PARAMETERS, buffers
+from cdp_repro.schedule.values import Kind, buffers
 
 
 class Holdings:
@@ -35,11 +34,10 @@ class Holdings:
         team: Team,
         optimizer: OptimizerFactory,
         delay: DelayFactory,
-        clipping: Clipping | None,
     ) -> None:
         self.values: dict[Value, Any] = {}
         self._schedule, self._stages, self._team = schedule, stages, team
-        self._optimizer, self._delay, self.clipping = optimizer, delay, clipping
+        self._optimizer, self._delay = optimizer, delay
         self._layouts = [Layout.like(dict(stage.named_parameters())) for stage in stages]
         is_sharded = schedule.placement.is_sharded
         self.shards = [
@@ -67,7 +65,7 @@ class Holdings:
         if delay.name != Uncorrected.name and (why := last_steps.refusal(self._schedule, delay.name)):
             raise ValueError(why)
         if not self.shards:
-            return StageState(whole, self._optimizer, delay, self.clipping)
+            return StageState(whole, self._optimizer, delay)
         shards, trainable = self.shards[number], [p for p in whole.values() if p.requires_grad]
         pieces = {name: nn.Parameter(piece, whole[name].requires_grad) for name, piece in shards.pieces(whole).items()}
         return StageState(pieces, shards.optimizer(self._optimizer, trainable))
@@ -85,7 +83,7 @@ class Holdings:
         """Set the values that this rank holds at a step: some `versions` of its stages, and copies of buffers."""
         self.values.clear()
         for value in self._schedule.held_after(step).get(self._team.rank, ()):
-            if value.kind == PARAMETERS:
+            if value.kind == Kind.PARAMETERS:
                 self.values[value] = versions[value.stage][value.number]
             else:
                 theirs = sets_of_buffers[value.stage][value.number]
@@ -196,7 +194,9 @@ class Holdings:
         read there. A shard of a version has only one holder.
         """
         held = self._schedule.held_after(step)
-        return {value: rank for rank in sorted(held, reverse=True) for value in held[rank] if value.kind == PARAMETERS}
+        return {
+            value: rank for rank in sorted(held, reverse=True) for value in held[rank] if value.kind == Kind.PARAMETERS
+        }
 
     def state_dict(self, step: int) -> list[dict[str, Any]]:
         """Return the state of each stage after `step` steps, on rank 0; the others get an empty list; collective."""
@@ -247,7 +247,7 @@ class Holdings:
         found = {
             f"version {value.number} of stage {value.stage}": _sums_of_bits(content.tensors)
             for value, content in self.values.items()
-            if value.kind == PARAMETERS
+            if value.kind == Kind.PARAMETERS
         }
         for number, state in self.states.items():
             found[f"the optimizer of stage {number}"] = _sums_of_bits(state.kept_by_optimizer())

@@ -31,7 +31,7 @@ class Losses:
         if self._team.rank:
             value = loss.detach().to("cpu", torch.float64).reshape(1)
             sent = dist.isend(value, 0, group=self._team.control, tag=_FIRST_TAG + i)
-            self._outgoing.append(Transfer.started(value, sent), step)
+            self._outgoing.append(Transfer([sent], value), step)
 
     def flush(self) -> None:
         """Wait until all losses have been sent."""

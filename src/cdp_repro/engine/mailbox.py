@@ -20,7 +20,7 @@ from cdp_repro.engine.shards import Shards, Views
 from cdp_repro.engine.transfers import Transfer
 from cdp_repro.schedule import RankProgram, Slot, Value
 from cdp_repro.schedule.parts import part_of
-from cdp_repro.schedule.values import BUFFERS, INPUT, LENT, OUTPUT_GRADIENT
+from cdp_repro.schedule.values import LENT, Kind
 
 _NUMBER_BYTES = 8
 """Bytes of the version number that travels with lent parameters; reported bytes do not include them."""
@@ -102,25 +102,25 @@ class Mailbox:
             else:
                 buffer = layout.pack(tensors, self._device)
                 works = [dist.all_reduce(values, async_op=True) for values in layout.values(buffer)]
-                transfer = Transfer.started(buffer, *works)
+                transfer = Transfer(works, buffer)
         size = layout.nbytes - (_NUMBER_BYTES if number else 0)
         return Pending(lambda: self._content(value, views(transfer.wait()) | number)), size
 
     def _layout(self, value: Value) -> Layout:
         """Return the layout of a whole value."""
-        return self._layouts[value.stage - 1 if value.kind == INPUT else value.stage][value.kind]
+        return self._layouts[value.stage - 1 if value.kind == Kind.INPUT else value.stage][value.kind]
 
     def _content(self, value: Value, tensors: dict[str, Tensor]) -> Any:
         """Return the content of a message in the form in which the executor keeps the value."""
-        if value.kind in (INPUT, *LENT):
+        if value.kind in (Kind.INPUT, *LENT):
             layouts = self._layout(value).tensors
             tensors = {name: tensor.requires_grad_(layouts[name].requires_grad) for name, tensor in tensors.items()}
         if value.kind in LENT:
             number = tensors.pop(VERSION, None)  # parameters without values do not travel
             return Version(value.version if number is None else int(number), tensors)
-        if value.kind == BUFFERS:
+        if value.kind == Kind.BUFFERS:
             return {name: tensor.clone() for name, tensor in tensors.items()}  # not views of one buffer
-        return tensors.get(VALUE) if value.kind in (INPUT, OUTPUT_GRADIENT) else tensors
+        return tensors.get(VALUE) if value.kind in (Kind.INPUT, Kind.OUTPUT_GRADIENT) else tensors
 
 
 def _as_message(content: Any) -> dict[str, Tensor]:

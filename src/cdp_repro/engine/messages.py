@@ -15,7 +15,7 @@ from torch import Tensor
 from cdp_repro.engine.compute import Network
 from cdp_repro.engine.rehearsal import Rehearsal, fake_tensors
 from cdp_repro.launch.team import Team
-from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, LENT, OUTPUT_GRADIENT
+from cdp_repro.schedule.values import LENT, Kind
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ VALUE = "value"
 """The name of the only tensor in a message of activations or of their gradient."""
 
 Layouts = Sequence[Mapping[str, Layout]]
-"""For each stage, the layouts of its values by kind; INPUT is what the reader of its output gets."""
+"""For each stage, the layouts of its values by kind; Kind.INPUT is what the reader of its output gets."""
 
 VERSION = ".version"
 """The name of the tensor with the version number that travels with lent parameters; no parameter can have this name."""
@@ -124,11 +124,11 @@ def layouts_of(network: Network, inputs: Tensor, targets: Tensor) -> Layouts:
             parameters = dict(module.named_parameters())
             found.append(
                 {
-                    INPUT: Layout.like(made),
-                    OUTPUT_GRADIENT: Layout.like(made if of_output is not None else {}),
-                    GRADIENTS: Layout.like({name: parameters[name] for name in gradients}),
+                    Kind.INPUT: Layout.like(made),
+                    Kind.OUTPUT_GRADIENT: Layout.like(made if of_output is not None else {}),
+                    Kind.GRADIENTS: Layout.like({name: parameters[name] for name in gradients}),
                     **dict.fromkeys(LENT, Layout.like(numbered(parameters, 0))),
-                    BUFFERS: Layout.like(dict(module.named_buffers())),
+                    Kind.BUFFERS: Layout.like(dict(module.named_buffers())),
                 }
             )
     return found[::-1]

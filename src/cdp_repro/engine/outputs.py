@@ -51,7 +51,7 @@ def pipelined_outputs(
         if place + 1 < len(hops):
             outgoing.let_go(before=number - _MOST_ON_THEIR_WAY)
             for buffer, work in control_messages.begin_send((values, targets), hops[place + 1].rank, team.control):
-                outgoing.append(Transfer.started(buffer, work), number)
+                outgoing.append(Transfer([work], buffer), number)
         else:
             yield values, targets
     outgoing.flush()

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdp_repro.engine.clipping import Clipping
 from cdp_repro.engine.compute import Gradients, Version
 from cdp_repro.engine.delay import Uncorrected, delay_bytes, last_steps
 from cdp_repro.engine.seal import Seal, differing
@@ -35,7 +34,6 @@ class StageState:
         parameters: Mapping[str, nn.Parameter],
         optimizer: OptimizerFactory,
         delay: Uncorrected | None = None,
-        clipping: Clipping | None = None,
     ) -> None:
         """`delay` is the method against delay of the stage."""
         self._parameters = dict(parameters)
@@ -46,7 +44,6 @@ class StageState:
         self._refuse_other_rates()
         self.seal = Seal(self._parameters)
         self._delay = delay or Uncorrected([0])
-        self._clipping = clipping
 
     @property
     def version_bytes(self) -> int:
@@ -98,9 +95,7 @@ class StageState:
         """
         self._refuse_other_rates()
         self.seal.check()
-        if self._clipping is not None:
-            gradients = self._clipping.clipped(version.number + 1, gradients)  # copies
-        elif not gradients_are_ours:
+        if not gradients_are_ours:
             gradients = {name: gradient.clone() for name, gradient in gradients.items()}
         for name, parameter in self._parameters.items():
             parameter.grad = gradients.get(name)

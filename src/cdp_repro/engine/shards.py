@@ -93,7 +93,7 @@ class Shards:
             dist.all_gather_into_tensor(block, part, async_op=True)
             for block, part in zip(self._blocks_of(whole), self._parts(shard), strict=True)
         ]
-        return Transfer.started(whole, *works, source=shard), self._tensors_in
+        return Transfer(works, whole, shard), self._tensors_in
 
     def reduce(self, gradients: Mapping[str, Tensor]) -> tuple[Transfer, Views]:
         """Start to add all ranks' `gradients`, by name; each gets its pieces of the sums; collective."""
@@ -109,7 +109,7 @@ class Shards:
             )
             if layout.tensors.keys() & names
         ]
-        return Transfer.started(shard, *works, source=whole), lambda received: {
+        return Transfer(works, shard, whole), lambda received: {
             name: piece for name, piece in self._pieces_in(received).items() if name in names
         }
 

@@ -15,24 +15,15 @@ from torch import Tensor
 class Transfer:
     """Sends, receives or collectives that torch has started, with their buffer."""
 
-    works: Sequence[dist.Work]
+    works: Sequence[dist.Work | None]
     buffer: Tensor
     source: Tensor | None = None
     """The buffer that a collective reads, if it is not `buffer`."""
 
-    @classmethod
-    def started(cls, buffer: Tensor, *works: dist.Work | None, source: Tensor | None = None) -> Transfer:
-        """Return the transfer of `works`; a work is None (nothing started) only if the rank is not in the group.
-
-        `buffer` is a vector, of bytes or values.
-        """
-        started = [work for work in works if work is not None]
-        assert len(started) == len(works), "the process group is the world's, so every rank is a member"
-        return cls(started, buffer, source)
-
     def wait(self) -> Tensor:
         """Wait for the transfer; return its buffer."""
         for work in self.works:
+            assert work is not None, "the process group is the world's, so every rank is a member"
             work.wait()
         return self.buffer
 

@@ -17,7 +17,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from cdp_repro.observe.figures import COLOURS
 from cdp_repro.schedule import Action, Op, Program, Slot, Value
-from cdp_repro.schedule.values import GRADIENTS, INPUT, OUTPUT_GRADIENT, PARAMETERS
+from cdp_repro.schedule.values import Kind
 
 _GREY, _LINE = "#EEEEEE", "#333333"
 
@@ -111,7 +111,7 @@ def micro_batch_figure(programs: dict[str, Program], micro_batch: int, shown: ra
     """Draw the path of one micro-batch over ranks and slots, for each program; all other compute is grey."""
 
     def wanted(value: Value) -> bool:
-        return value.kind in (INPUT, OUTPUT_GRADIENT) and value.number == micro_batch
+        return value.kind in (Kind.INPUT, Kind.OUTPUT_GRADIENT) and value.number == micro_batch
 
     figure, axes = _figure([program.schedule.ranks for program in programs.values()], shown)
     for axis, (title, program) in zip(axes, programs.items(), strict=True):
@@ -140,7 +140,7 @@ def gradient_sum_figure(program: Program, stage: int, version: int, shown: range
     members = range((version - 1) * step, version * step)
 
     def wanted(value: Value) -> bool:
-        return value.kind == GRADIENTS and value.stage == stage and value.number in members
+        return value.kind == Kind.GRADIENTS and value.stage == stage and value.number in members
 
     rows = _Rows(lives(program, shown, wanted))
     figure, (axis,) = _figure([rows.height], shown)
@@ -169,7 +169,7 @@ def versions_figure(programs: dict[str, Program], stage: int, shown: range) -> F
     """Draw the versions of a stage's parameters on each rank that holds it, with the compute that reads them."""
 
     def wanted(value: Value) -> bool:
-        return value.kind == PARAMETERS and value.stage == stage
+        return value.kind == Kind.PARAMETERS and value.stage == stage
 
     drawn = {title: _Rows(lives(program, shown, wanted)) for title, program in programs.items()}
     figure, axes = _figure([rows.height for rows in drawn.values()], shown)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cdp_repro.schedule.parts import part_of
-from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT, Value
+from cdp_repro.schedule.values import Kind, Value
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class StageCosts:
         The bytes of SAVED are not known separately: see `forward_bytes`.
         """
         kind, stage = value.kind, value.stage
-        if kind == INPUT:
+        if kind == Kind.INPUT:
             size = self.output_bytes[stage - 1]
-        elif kind == OUTPUT_GRADIENT:
+        elif kind == Kind.OUTPUT_GRADIENT:
             size = self.input_gradient_bytes[stage + 1]
-        elif kind == GRADIENTS:
+        elif kind == Kind.GRADIENTS:
             size = self.gradient_bytes[stage]
         else:
-            size = (self.buffer_bytes if kind == BUFFERS else self.parameter_bytes)[stage]
+            size = (self.buffer_bytes if kind == Kind.BUFFERS else self.parameter_bytes)[stage]
         return size if value.parts == 1 else len(part_of(size, value.part, value.parts))
 
     def received_bytes(self, stage: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from cdp_repro.engine.messages import layouts_of
 from cdp_repro.engine.prefix import Prefix
 from cdp_repro.engine.rehearsal import Rehearsal, fake_tensors
 from cdp_repro.predict.costs import StageCosts
-from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT
+from cdp_repro.schedule.values import Kind
 
 
 def profile_stages(
@@ -43,12 +43,12 @@ def profile_stages(
         parameter_bytes=tuple(sum(p.nbytes for p in stage.parameters()) for stage in stages),
         forward_flops=tuple(flops for _, flops in forward),
         backward_flops=tuple(flops for _, flops in backward),
-        output_bytes=tuple(layout[INPUT].nbytes for layout in layouts),
+        output_bytes=tuple(layout[Kind.INPUT].nbytes for layout in layouts),
         output_kept=output_kept,
         input_kept=input_kept,
-        gradient_bytes=tuple(layout[GRADIENTS].nbytes for layout in layouts),
-        input_gradient_bytes=(0, *(layout[OUTPUT_GRADIENT].nbytes for layout in layouts[:-1])),
-        buffer_bytes=tuple(layout[BUFFERS].nbytes for layout in layouts),
+        gradient_bytes=tuple(layout[Kind.GRADIENTS].nbytes for layout in layouts),
+        input_gradient_bytes=(0, *(layout[Kind.OUTPUT_GRADIENT].nbytes for layout in layouts[:-1])),
+        buffer_bytes=tuple(layout[Kind.BUFFERS].nbytes for layout in layouts),
         prefix_bytes=prefix_bytes,
     )
 

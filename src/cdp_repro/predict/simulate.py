@@ -10,7 +10,7 @@ from cdp_repro.predict.costs import StageCosts
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.program import Program
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.values import INPUT, PARAMETERS, parameters
+from cdp_repro.schedule.values import Kind, parameters
 from cdp_repro.trace import Trace, TraceRecorder, longest_chain
 from cdp_repro.trace.rings import ring_bytes
 
@@ -39,7 +39,7 @@ class Devices:
         """By rank and stage."""
         for rank, values in schedule.held_after(0).items():
             for value in values:
-                if value.kind == PARAMETERS:
+                if value.kind == Kind.PARAMETERS:
                     beside = optimizer_states[value.stage] if optimizer_states else 0
                     self.state_bytes[rank] += round((1 + beside) * costs.bytes_of(value))
                     self.versions[rank, value.stage] += 1
@@ -55,13 +55,13 @@ class Devices:
             received = sum(costs.received_bytes(j)[1] for _, j in taken)
             self._received -= taken
             self.activation_bytes[rank] -= costs.backward_bytes[stage] + received + self._of_prefix(action)
-        elif op is Op.SEND and action.value is not None and action.value.kind == INPUT:
+        elif op is Op.SEND and action.value is not None and action.value.kind == Kind.INPUT:
             self.activation_bytes[rank] -= costs.released_by_sending(stage - 1)
-        elif op is Op.RECEIVE and action.value is not None and action.value.kind == INPUT:
+        elif op is Op.RECEIVE and action.value is not None and action.value.kind == Kind.INPUT:
             self._received.add((action.value.number, stage))
         for change, values in ((1, action.writes), (-1, action.frees)):
             for value in values:
-                if value.kind == PARAMETERS:
+                if value.kind == Kind.PARAMETERS:
                     self.versions[rank, stage] += change
                     self.state_bytes[rank] += change * costs.bytes_of(value)
         return self.sent_bytes(action)

@@ -11,7 +11,7 @@ from cdp_repro.config import RunConfig
 from cdp_repro.config.schema import OptimConfig
 from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.schedule import Op, Program, Schedule
-from cdp_repro.schedule.values import PARAMETERS
+from cdp_repro.schedule.values import Kind
 
 if TYPE_CHECKING:  # torch takes seconds
     from cdp_repro.engine.delay import Uncorrected
@@ -91,7 +91,7 @@ def copied_bytes(program: Program, stage_bytes: Sequence[int]) -> int:
         rank, stage, micro_batch = action.rank, action.stage, action.micro_batch
         if action.op is Op.FORWARD:
             update = micro_batch // program.schedule.sizes.summed
-            for version in (value.number for value in action.reads if value.kind == PARAMETERS):
+            for version in (value.number for value in action.reads if value.kind == Kind.PARAMETERS):
                 if version < update:
                     copy = copy_of[rank, stage, micro_batch] = (rank, stage, version, update)
                     held[rank] += 0 if readers[copy] else stage_bytes[stage]

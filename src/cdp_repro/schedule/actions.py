@@ -8,7 +8,7 @@ from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
 
-from cdp_repro.schedule.values import NUMBER, Value
+from cdp_repro.schedule.values import LENT, NUMBER, Value, parameters
 
 
 class Op(StrEnum):
@@ -125,14 +125,6 @@ class Action(NamedTuple):
             raise ValueError(f"not an action: {text!r}; actions look like {_EXAMPLES}")
         return action
 
-    @classmethod
-    def of_label(cls, text: str) -> Action:
-        """Return a forward or backward from its label alone, such as F2.m5@v1; files for drawings keep labels."""
-        match = _TEXT.fullmatch(f"{text}:->")
-        if match is None or match["label"] != text or match["micro_batch"] is None:
-            raise ValueError(f"not the label of a forward or backward: {text!r}; labels look like F2.m5@v1")
-        return cls(Op(match["op"]), 0, int(match["stage"]), int(match["micro_batch"]), int(match["version"]))
-
     def shifted(self, micro_batches: int, versions: int, later: Callable[[int], int] | None = None) -> Action:
         """Return the action that takes this one's place after this many more micro-batches and versions.
 
@@ -174,12 +166,17 @@ _TEXT = re.compile(
 _EXAMPLES = "F2.m5@v1: x2.m5! p2@v1 b2.w1! -> s2.m5 x3.m5 b2.w1, S x3.m5>3: x3.m5! ->, R x3.m5<0: -> x3.m5"
 
 
-def send(value: Value, source: int, destination: int, read: Value | None = None) -> tuple[Action, Action]:
-    """Return both ends of a message with `value`; the SEND reads `read`, if given, in place of `value`."""
-    stage, sent, received = value.stage, (read or value,), (value,)
+def send(value: Value, source: int, destination: int) -> tuple[Action, Action]:
+    """Return both ends of a message.
+
+    Lent parameters are sent from those that the sender holds. A part is sent from the whole: where only parts have
+    arrived, the buffer of the others is not filled.
+    """
+    stage = value.stage
+    read = parameters(stage, value.version) if value.kind in LENT else value.whole
     return (
-        _fast((Op.SEND, source, stage, -1, -1, destination, value, sent, (), ())),
-        _fast((Op.RECEIVE, destination, stage, -1, -1, source, value, (), received, ())),
+        _fast((Op.SEND, source, stage, -1, -1, destination, value, (read,), (), ())),
+        _fast((Op.RECEIVE, destination, stage, -1, -1, source, value, (), (value,), ())),
     )
 
 

@@ -18,7 +18,7 @@ from cdp_repro.schedule.grid import text_grid
 from cdp_repro.schedule.meaning import fault_of
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.timelines.cyclic import Cyclic
-from cdp_repro.schedule.values import GRADIENTS, LENT, PARAMETERS, Value, buffers, collective_name
+from cdp_repro.schedule.values import LENT, Kind, Value, buffers, collective_name
 
 SHOWN_SLOTS = 128
 """The most slots before a fault that its error shows."""
@@ -170,7 +170,7 @@ class Checker:
                 if value in live:  # on its way
                     return False
                 raise self._too_early(self._why_not_there(value, rank), action, value, slot)
-            if is_compute and made >= slot and value.kind in (PARAMETERS, *LENT):
+            if is_compute and made >= slot and value.kind in (Kind.PARAMETERS, *LENT):
                 why = f"version {action.version} of stage {action.stage} is made only in this same slot"
                 raise self._too_early(why, action, value, slot)
         is_collective = op is Op.COLLECTIVE
@@ -263,14 +263,6 @@ class Checker:
         if len(self._joined) < self._schedule.ranks:
             return
         parts, self._joined = self._joined, {}
-        brought = [value for part in parts.values() for value in part.reads]
-        if brought[0].kind == GRADIENTS:
-            members = sorted(m for value in brought for m in value.members)
-            whole = action.value
-            if whole is None or members != list(whole.members):
-                raise _Fault(f"the ranks bring the gradients of micro-batches {members}")
-        elif sorted(value.part for value in brought) != list(range(1, self._schedule.ranks + 1)):
-            raise _Fault(f"the ranks bring the parts {sorted(value.part for value in brought)}")
         for rank, part in parts.items():
             self._live[rank][part.writes[0]] = slot - 1  # gathered values were made in an earlier slot
 
@@ -299,7 +291,7 @@ class Checker:
         m, stage = lent.number if lent else action.micro_batch, action.stage
         schedule, sizes = self._schedule, self._schedule.sizes
         made = self._made(read)
-        if read.kind != PARAMETERS or m < 0 or read.number != schedule.rule.version(m, stage) or made < slot:
+        if read.kind != Kind.PARAMETERS or m < 0 or read.number != schedule.rule.version(m, stage) or made < slot:
             return _Fault(why)
         i = m % sizes.micro_batches // sizes.replicas
         staleness = schedule.rule.matrix[i][stage]

@@ -16,7 +16,7 @@ from cdp_repro.schedule.meaning import made_from
 from cdp_repro.schedule.program import Program
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.schedule_spec import Spec
-from cdp_repro.schedule.values import PARAMETERS
+from cdp_repro.schedule.values import Kind
 
 
 def clips_globally(schedule: Schedule) -> bool:
@@ -48,7 +48,7 @@ def _knows_in_time(schedule: Schedule, first_step: int, slots: Sequence[Slot]) -
     for slot in slots:
         for action in slot.actions:
             for value in action.reads:
-                if value.kind == PARAMETERS and value.number > first_version:
+                if value.kind == Kind.PARAMETERS and value.number > first_version:
                     known = told.get(value.number, {}).values()
                     here = [k for k, rank in known if k < slot.number or rank == action.rank]
                     if len(here) < schedule.stages:

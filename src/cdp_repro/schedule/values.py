@@ -22,22 +22,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from enum import StrEnum
 from functools import partial
 from typing import Final, NamedTuple
 
-INPUT: Final = "x"
-SAVED: Final = "s"
-OUTPUT_GRADIENT: Final = "d"
-WEIGHT_WORK: Final = "w"
-PREFIX: Final = "k"
-PREFIX_GRADIENT: Final = "h"
-GRADIENTS: Final = "g"
-PARAMETERS: Final = "p"
-LENT_FORWARD: Final = "pf"
-LENT_BACKWARD: Final = "pb"
-LENT = (LENT_FORWARD, LENT_BACKWARD)
-BUFFERS: Final = "b"
-# plain strings: a large program hashes millions of values, and hashing an enum member runs Python code
+
+class Kind(StrEnum):
+    """What a value is; the first letters of its text."""
+
+    INPUT = "x"
+    SAVED = "s"
+    OUTPUT_GRADIENT = "d"
+    WEIGHT_WORK = "w"
+    PREFIX = "k"
+    PREFIX_GRADIENT = "h"
+    GRADIENTS = "g"
+    PARAMETERS = "p"
+    LENT_FORWARD = "pf"
+    LENT_BACKWARD = "pb"
+    BUFFERS = "b"
+
+    __hash__ = str.__hash__  # as of `Op`: a large program hashes millions of values
+
+
+LENT = (Kind.LENT_FORWARD, Kind.LENT_BACKWARD)
 
 NUMBER: Final = r"\d{1,9}"
 """A number in a text, for `re`. A longer one is a slip of the pen, and no machine word would hold it."""
@@ -52,7 +60,7 @@ _TEXT = re.compile(
 class Value(NamedTuple):
     """The name of one value. The functions below make them."""
 
-    kind: str
+    kind: Kind
     stage: int
     number: int
     """The micro-batch; for parameters the version, for buffers the set, for a sum its first micro-batch."""
@@ -83,20 +91,20 @@ class Value(NamedTuple):
     def shifted(self, micro_batches: int, versions: int) -> Value:
         """Return the value that takes this one's place after this many more micro-batches and versions."""
         kind, stage, number, version, stop, stride, part, parts = self
-        if kind == BUFFERS:
+        if kind == Kind.BUFFERS:
             return self
-        if kind == PARAMETERS:
+        if kind == Kind.PARAMETERS:
             return _fast((kind, stage, number + versions, 0, 0, 1, part, parts))
         ahead = number + micro_batches
-        if kind == GRADIENTS:
+        if kind == Kind.GRADIENTS:
             return _fast((kind, stage, ahead, 0, stop + micro_batches, stride, part, parts))
         return _fast((kind, stage, ahead, version + versions if kind in LENT else 0, 0, 1, 0, 1))
 
     def __str__(self) -> str:
         names = {
-            GRADIENTS: f"[{self.number}:{self.stop}{'' if self.stride == 1 else f':{self.stride}'}]",
-            PARAMETERS: f"@v{self.number}",
-            BUFFERS: f".w{self.number}",
+            Kind.GRADIENTS: f"[{self.number}:{self.stop}{'' if self.stride == 1 else f':{self.stride}'}]",
+            Kind.PARAMETERS: f"@v{self.number}",
+            Kind.BUFFERS: f".w{self.number}",
         }
         version = f"@v{self.version}" if self.kind in LENT else ""
         part = "" if self.parts == 1 else f"#{self.part}/{self.parts}"
@@ -109,14 +117,14 @@ class Value(NamedTuple):
         if match is not None:
             kind, *numbers = match.groups()
             stage, number, start, stop, stride, version, part, parts = (int(each or 0) for each in numbers)
-            if kind == PARAMETERS:
+            if kind == Kind.PARAMETERS:
                 value = parameters(stage, version)
             elif start < stop:
                 value = gradient_sum(stage, range(start, stop, stride or 1))
             else:
-                value = cls(kind, stage, number, version)
+                value = cls(Kind(kind), stage, number, version)
             value = value.divided(part, parts or 1)
-            if kind == GRADIENTS and start >= stop:
+            if kind == Kind.GRADIENTS and start >= stop:
                 raise ValueError(f"a sum of no micro-batches: {text!r}")
             if parts and not 0 < part <= parts:
                 raise ValueError(f"there is no part {part} of {parts}: {text!r}")
@@ -130,25 +138,25 @@ _fast = partial(tuple.__new__, Value)
 """Makes a value from all its fields in a fifth of the time: a large program has millions of values."""
 
 
-def micro_batch_value(kind: str, stage: int, micro_batch: int) -> Value:
-    """Return a value of a kind that a stage has once per micro-batch, such as its INPUT."""
+def micro_batch_value(kind: Kind, stage: int, micro_batch: int) -> Value:
+    """Return a value of a kind that a stage has once per micro-batch, such as its Kind.INPUT."""
     return _fast((kind, stage, micro_batch, 0, 0, 1, 0, 1))
 
 
 def parameters(stage: int, version: int) -> Value:
     """Return the parameters of a stage after `version` updates."""
-    return _fast((PARAMETERS, stage, version, 0, 0, 1, 0, 1))
+    return _fast((Kind.PARAMETERS, stage, version, 0, 0, 1, 0, 1))
 
 
 def buffers(stage: int, number: int) -> Value:
     """Return a set of buffers of a stage by its number."""
-    return _fast((BUFFERS, stage, number, 0, 0, 1, 0, 1))
+    return _fast((Kind.BUFFERS, stage, number, 0, 0, 1, 0, 1))
 
 
 def gradient_sum(stage: int, members: Sequence[int]) -> Value:
     """Return the sum over `members`, which are equally spaced. Its `stop` is the number after the last member."""
     stride = members[1] - members[0] if len(members) > 1 else 1
-    return _fast((GRADIENTS, stage, members[0], 0, members[-1] + 1, stride, 0, 1))
+    return _fast((Kind.GRADIENTS, stage, members[0], 0, members[-1] + 1, stride, 0, 1))
 
 
 def collective_name(value: Value) -> tuple[object, ...]:
@@ -156,6 +164,6 @@ def collective_name(value: Value) -> tuple[object, ...]:
 
     The values differ: each rank gathers parameters for its own micro-batch, and gets its own shard of a scattered sum.
     """
-    if value.kind == GRADIENTS:
+    if value.kind == Kind.GRADIENTS:
         return value.whole, value.parts
     return value.kind, value.stage, value.version

@@ -97,7 +97,10 @@ class Row:
 
     def slots(self) -> list[Slot]:
         """Return the compute of the traced slots."""
-        return [Slot(k, tuple(map(Action.of_label, text.split()))) for k, text in enumerate(self.actions)]
+        return [
+            Slot(k, tuple(Action.parse(f"{label}: ->") for label in text.split()))
+            for k, text in enumerate(self.actions)
+        ]
 
     @property
     def file_name(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.schedule.sizes import Sizes
-from cdp_repro.schedule.values import BUFFERS, GRADIENTS, INPUT, OUTPUT_GRADIENT, Value, collective_name
+from cdp_repro.schedule.values import Kind, Value, collective_name
 from cdp_repro.trace.chains import longest_chain
 from cdp_repro.trace.rings import next_in_ring
 
@@ -274,13 +274,13 @@ def message_name(value: Value, summed: int, readers: Sequence[int]) -> tuple[str
     are those of `Sizes`.
     """
     kind, stage = value.kind, value.stage
-    if kind == INPUT:
+    if kind == Kind.INPUT:
         return "activations", stage - 1
-    if kind == OUTPUT_GRADIENT:
+    if kind == Kind.OUTPUT_GRADIENT:
         return "input_gradients", readers[stage]
-    if kind == GRADIENTS:
+    if kind == Kind.GRADIENTS:
         return ("total" if len(value.members) == summed and value.parts == 1 else "gradients"), stage
-    return ("buffers" if kind == BUFFERS else "parameters"), stage
+    return ("buffers" if kind == Kind.BUFFERS else "parameters"), stage
 
 
 def as_plain(recorded: Recorded) -> tuple[list[Any], list[Any]]:

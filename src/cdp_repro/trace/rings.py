@@ -7,7 +7,7 @@ twice. A library may really send something else.
 from __future__ import annotations
 
 from cdp_repro.schedule.actions import Action
-from cdp_repro.schedule.values import GRADIENTS
+from cdp_repro.schedule.values import Kind
 
 
 def ring_bytes(collective: Action, size: int, ranks: int) -> int:
@@ -25,7 +25,7 @@ def times_round(collective: Action) -> int:
     """Return how often a COLLECTIVE goes round the ring: twice if every rank gets the whole sum."""
     value = collective.value
     assert value is not None
-    return 2 if value.kind == GRADIENTS and value.parts == 1 else 1
+    return 2 if value.kind == Kind.GRADIENTS and value.parts == 1 else 1
 
 
 def next_in_ring(rank: int, ranks: int) -> int:

@@ -19,7 +19,7 @@ from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.pricing.cluster import Cluster, ring_seconds
 from cdp_repro.predict.simulate import Devices
 from cdp_repro.schedule import Action, Op, Program, Schedule, Slot, Value
-from cdp_repro.schedule.values import GRADIENTS
+from cdp_repro.schedule.values import Kind
 from cdp_repro.trace.rings import next_in_ring, ring_bytes
 
 MAX_STEPS, MAX_MICRO_BATCHES = 12, 192
@@ -247,7 +247,7 @@ class _SelfTimedClock:
         assert event.carries is not None
         value, size = event.carries
         factors = self._cluster.collectives
-        if value.kind != GRADIENTS:
+        if value.kind != Kind.GRADIENTS:
             rounds = factors.all_gather
         else:
             rounds = 2 * factors.all_reduce if value.parts == 1 else factors.reduce_scatter

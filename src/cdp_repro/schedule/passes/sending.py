@@ -8,9 +8,10 @@ and that another rank needs in the next slot. A message of slot k arrives before
 from __future__ import annotations
 
 from cdp_repro.schedule.actions import Action, Op, send
+from cdp_repro.schedule.meaning import collective
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.values import INPUT, LENT, OUTPUT_GRADIENT, Value, buffers, micro_batch_value, parameters
+from cdp_repro.schedule.values import LENT, Kind, Value, buffers, micro_batch_value
 
 
 def add_boundary_messages(slots: Slots, schedule: Schedule) -> Slots:
@@ -23,12 +24,12 @@ def _boundary(action: Action, schedule: Schedule) -> list[Action]:
     wanted: list[tuple[Value, int]] = []
     if action.op is Op.FORWARD:
         if stage < schedule.stages - 1:
-            wanted.append((micro_batch_value(INPUT, stage + 1, m), rank_of(m, sizes.readers[stage])))
+            wanted.append((micro_batch_value(Kind.INPUT, stage + 1, m), rank_of(m, sizes.readers[stage])))
         statistics = schedule.statistics_of(m)
         wanted.append((buffers(stage, statistics), rank_of(schedule.next_with(statistics, m + 1), stage)))
     elif action.op.passes_on:
         for source in sizes.sources[stage]:
-            wanted.append((micro_batch_value(OUTPUT_GRADIENT, source, m), rank_of(m, source)))
+            wanted.append((micro_batch_value(Kind.OUTPUT_GRADIENT, source, m), rank_of(m, source)))
     return [end for value, rank in wanted if rank != action.rank for end in send(value, action.rank, rank)]
 
 
@@ -52,7 +53,6 @@ def add_lending(slots: Slots, schedule: Schedule) -> Slots:
 
 def _brought(lent: Value, rank: int, schedule: Schedule) -> tuple[Action, ...]:
     """Return the actions that bring lent parameters to a rank."""
-    own = schedule.own(parameters(lent.stage, lent.version), rank)
     if schedule.placement.is_sharded:
-        return (Action(Op.COLLECTIVE, rank, lent.stage, value=lent, reads=(own,), writes=(lent,)),)
-    return send(lent, schedule.placement.holders(lent.stage)[0], rank, read=own)
+        return (collective(schedule, lent, rank),)
+    return send(lent, schedule.placement.holders(lent.stage)[0], rank)

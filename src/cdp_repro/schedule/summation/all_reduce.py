@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cdp_repro.schedule.actions import Action, Op
+from cdp_repro.schedule.actions import Action
+from cdp_repro.schedule.meaning import collective, with_sum
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.common import members_with, replace_backwards, update_before_reads, with_sum
+from cdp_repro.schedule.summation.common import members_with, replace_backwards, update_before_reads
 from cdp_repro.schedule.values import Value, gradient_sum
 
 
@@ -29,8 +30,7 @@ def join_collectives(
     def accumulated(backward: Action) -> tuple[Action]:
         m, stage = backward.micro_batch, backward.stage
         first = members_with(schedule, m)[m % lanes]
-        before = gradient_sum(stage, range(first, m, lanes)) if m > first else None
-        return (with_sum(backward, before, gradient_sum(stage, range(first, m + lanes, lanes))),)
+        return (with_sum(backward, gradient_sum(stage, range(first, m + 1, lanes))),)
 
     found = replace_backwards(slots, stages, accumulated)
     for actions in found:
@@ -38,6 +38,5 @@ def join_collectives(
             (*_, own), stage, rank = action.writes, action.stage, action.rank
             members = members_with(schedule, action.micro_batch)
             if own.stop > members.stop - lanes:
-                whole = result(gradient_sum(stage, members), rank)
-                actions.append(Action(Op.COLLECTIVE, rank, stage, value=whole, reads=(own,), writes=(whole,)))
+                actions.append(collective(schedule, result(gradient_sum(stage, members), rank), rank))
     return found

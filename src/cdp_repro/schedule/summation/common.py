@@ -10,19 +10,6 @@ from cdp_repro.schedule.actions import Action, Op
 from cdp_repro.schedule.meaning import made_from, update
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.values import Value, gradient_sum
-
-
-def with_sum(backward: Action, before: Value | None, after: Value) -> Action:
-    """Return a backward, or its second part, with its gradients added to the sum `before`, which makes `after`."""
-    reads = backward.reads if before is None else (*backward.reads, before)
-    return backward._replace(reads=reads, writes=(*backward.writes, after))
-
-
-def add(earlier: Value, later: Value, rank: int) -> Action:
-    """Return the action that adds two sums; `later` begins where `earlier` ends."""
-    both = gradient_sum(earlier.stage, range(earlier.number, later.stop))
-    return Action(Op.ADD, rank, earlier.stage, value=both, reads=(earlier, later), writes=(both,))
 
 
 def members_with(schedule: Schedule, micro_batch: int) -> range:

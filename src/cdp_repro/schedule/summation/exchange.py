@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cdp_repro.schedule.actions import Action, Op, send
+from cdp_repro.schedule.meaning import addition
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.common import add, completed, members_with, replace_backwards, update_before_reads
+from cdp_repro.schedule.summation.common import completed, members_with, replace_backwards, update_before_reads
 from cdp_repro.schedule.summation.relay import relayed_sum
 from cdp_repro.schedule.values import gradient_sum
 
@@ -59,7 +60,7 @@ def _exchanged(backward: Action, schedule: Schedule, receives_early: bool) -> It
         yield hand_back
         if not receives_early:
             yield receive
-        yield add(gradient_sum(stage, range(members[0], m)), own, other)
+        yield addition(gradient_sum(stage, members), other)
     yield from relayed
     if m == members[-2] and receives_early:
         yield send(gradient_sum(stage, (m + 1,)), rank_of(m + 1, stage), rank)[1]

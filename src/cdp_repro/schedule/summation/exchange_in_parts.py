@@ -122,7 +122,7 @@ def sum_by_exchange_in_parts(slots: Slots, schedule: Schedule, stages: frozenset
                 m, rank = action.micro_batch, action.rank
                 for slot, stage, part in plans[m % 2]:
                     whole, leaves = gradient_sum(stage, (m,)), number + slot
-                    ends = send(whole.divided(part, parts[stage]), rank, 1 - rank, read=whole)
+                    ends = send(whole.divided(part, parts[stage]), rank, 1 - rank)
                     sends[rank].append((leaves, m, ends[0]))
                     receives[rank].append((leaves - _start(schedule, m % 2), m, ends[1]))  # it may drift behind so far
         computing = {action.rank for action in actions if action.op.is_compute}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cdp_repro.schedule.actions import Action, send
+from cdp_repro.schedule.meaning import addition, with_sum
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.common import add, members_with, put_off, replace_backwards, update_at_once, with_sum
+from cdp_repro.schedule.summation.common import members_with, put_off, replace_backwards, update_at_once
 from cdp_repro.schedule.values import gradient_sum
 
 
@@ -16,12 +17,12 @@ def sum_at_owner(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Sl
 
     def sent(backward: Action) -> Iterator[Action]:
         m, stage = backward.micro_batch, backward.stage
-        own, first = gradient_sum(stage, range(m, m + 1)), members_with(schedule, m)[0]
+        own, first = gradient_sum(stage, (m,)), members_with(schedule, m)[0]
         (owner,) = schedule.placement.holders(stage)
-        yield with_sum(backward, None, own)
+        yield with_sum(backward, own)
         if backward.rank != owner:
             yield from send(own, backward.rank, owner)
         if m > first:
-            yield add(gradient_sum(stage, range(first, m)), own, owner)
+            yield addition(gradient_sum(stage, range(first, m + 1)), owner)
 
     return put_off(update_at_once(replace_backwards(slots, stages, sent), schedule, stages), stages, schedule)

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, zip_longest
 
 from cdp_repro.schedule.actions import Action, Op, send
-from cdp_repro.schedule.meaning import total_of, update
+from cdp_repro.schedule.meaning import addition, total_of, update, with_sum
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.summation.common import add, completed, due, members_with, replace_backwards, with_sum
+from cdp_repro.schedule.summation.common import completed, due, members_with, replace_backwards
 from cdp_repro.schedule.values import gradient_sum
 
 
@@ -35,14 +35,12 @@ def relayed_sum(backward: Action, schedule: Schedule) -> Iterator[Action]:
     """Yield a backward of the relay of partial sums, with its ADD and its message if it needs them."""
     m, stage, rank = backward.micro_batch, backward.stage, backward.rank
     members, rank_of = members_with(schedule, m), schedule.placement.rank_of
-    before = gradient_sum(stage, range(members[0], m)) if m > members[0] else None
     after = gradient_sum(stage, range(members[0], m + 1))
-    if before is None or rank_of(m - 1, stage) == rank:
-        yield with_sum(backward, before, after)
+    if m == members[0] or rank_of(m - 1, stage) == rank:
+        yield with_sum(backward, after)
     else:
-        own = gradient_sum(stage, range(m, m + 1))
-        yield with_sum(backward, None, own)
-        yield add(before, own, rank)
+        yield with_sum(backward, gradient_sum(stage, (m,)))
+        yield addition(after, rank)
     if m < members[-1] and (following := rank_of(m + 1, stage)) != rank:
         yield from send(after, rank, following)
 
