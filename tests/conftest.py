@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,6 +47,26 @@ def registries_restored() -> Iterator[None]:
     for registry, entries in zip(registries, before, strict=True):
         registry.clear()
         registry |= entries
+
+
+@pytest.fixture
+def cells_here(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    """Run the cells of sweeps and studies in this process; return their arguments. To start a process takes seconds.
+
+    Signals and logs of what a run prints need real processes.
+    """
+    from cdp_repro.cli import train
+    from cdp_repro.studies import missing_runs, start_cells
+
+    calls: list[Sequence[str]] = []
+
+    def run_cell(arguments: Sequence[str], *_: object, **__: object) -> int:
+        calls.append(arguments)
+        return train.main(list(arguments))
+
+    for module in (missing_runs, start_cells):
+        monkeypatch.setattr(module, "train_in_process", run_cell)
+    return calls
 
 
 @pytest.fixture
