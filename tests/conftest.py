@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Before torch is imported: ranks have one thread each, and with more a reference adds in another order."""
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# where the environment forbids it, each of the many processes that tests start would compile all of our modules again
 
 TINY = (
     "dataset=synthetic", "dataset.image_size=8", "dataset.train_samples=80", "dataset.test_samples=20",
@@ -42,6 +47,26 @@ def registries_restored() -> Iterator[None]:
     for registry, entries in zip(registries, before, strict=True):
         registry.clear()
         registry |= entries
+
+
+@pytest.fixture
+def cells_here(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    """Run the cells of sweeps and studies in this process; return their arguments. To start a process takes seconds.
+
+    Signals and logs of what a run prints need real processes.
+    """
+    from cdp_repro.cli import train
+    from cdp_repro.studies import missing_runs, start_cells
+
+    calls: list[Sequence[str]] = []
+
+    def run_cell(arguments: Sequence[str], *_: object, **__: object) -> int:
+        calls.append(arguments)
+        return train.main(list(arguments))
+
+    for module in (missing_runs, start_cells):
+        monkeypatch.setattr(module, "train_in_process", run_cell)
+    return calls
 
 
 @pytest.fixture

@@ -13,8 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch", "torch.distributed", "torchvision", "timm", "cdp_repro", "cdp_repro.training.run"]
-"""A fork server imports these once, so that a rank starts in a fraction of a second."""
+PRELOADED = [
+    "torch", "torch.distributed", "torchvision", "timm", "pytest", "hypothesis", "cdp_repro", "cdp_repro.training.run",
+]  # fmt: skip
+"""A fork server imports these once, so that a rank starts in a fraction of a second: what ranks call lies in modules of
+tests, which import pytest and hypothesis."""
 
 
 def run_ranks(

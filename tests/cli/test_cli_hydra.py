@@ -221,7 +221,7 @@ def test_what_hydra_would_answer_by_a_traceback_is_told(capsys):
     assert "use --cfg all --resolve" in refused(capsys, "--cfg", "hydra", "--resolve")
 
 
-def test_a_sweep_over_a_range_with_files_of_ones_own(capfd, tiny, mine):
+def test_a_sweep_over_a_range_with_files_of_ones_own(capfd, tiny, mine, cells_here):
     (mine / "experiment" / "tiny.yaml").write_text("# @package _global_\nepochs: 1\n")
     words = ["-m", f"--config-dir={mine}", "experiment=tiny", *(text for text in tiny if text != "epochs=2")]
     assert command.main([*words, "seed=range(2)", "hydra.sweep.dir=sweep"]) == 0

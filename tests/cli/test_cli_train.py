@@ -122,7 +122,7 @@ def test_all_mistakes_of_a_command_line_are_told_at_once(arguments, said, capsys
     assert len(problems) == len(said) and all(text in problem for text, problem in zip(said, problems, strict=True))
 
 
-def test_a_sweep_can_be_repeated_and_runs_only_what_is_missing(tiny, capfd):
+def test_a_sweep_can_be_repeated_and_runs_only_what_is_missing(tiny, capfd, cells_here):
     sweep = ["--multirun", *tiny, "epochs=1", "seed=0,1", "run_dir=sweep"]
     assert command.main(sweep) == 0
     (Path("sweep") / "seed=1" / "summary.json").unlink()
@@ -258,7 +258,7 @@ def test_a_path_is_used_as_it_is_typed(tiny, capsys, name):
     assert shlex.quote(f"resume={Path(name).absolute()}") in again
 
 
-def test_the_own_folder_is_found(tiny, capsys, monkeypatch, tmp_path):
+def test_the_own_folder_is_found(tiny, capsys, monkeypatch, tmp_path, cells_here):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert command.main(["--multirun", *tiny, "epochs=1", "seed=0", "run_dir=~/a b"]) == 0
     (cell,) = (path for path in (tmp_path / "a b").iterdir() if path.is_dir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -98,10 +99,21 @@ def error_of_unequal_lengths(mode, placement, n, s, lengths):
     return None
 
 
-@pytest.mark.parametrize("lengths", [(3, 4), (5, 2), (0, 3)])
 @pytest.mark.parametrize(("mode", "placement"), [("dp", "replicated"), ("cdp_v2", "replicated"), ("cdp_v1", "zero")])
-def test_batches_of_different_lengths_fail_on_every_rank_in_time(tmp_path, mode, placement, lengths):
-    found = run_ranks(error_of_unequal_lengths, 2, mode, placement, 2, 2, lengths, folder=tmp_path, patience=PATIENCE)
+def test_batches_of_different_lengths_fail_on_every_rank_in_time(tmp_path, mode, placement):
+    """Of each pair of lengths at once, as the ranks only wait for each other."""
+    pairs = [(3, 4), (5, 2), (0, 3)]
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        found = [
+            pool.submit(run_ranks, error_of_unequal_lengths, 2, mode, placement, 2, 2, lengths, folder=tmp_path,
+                        patience=PATIENCE)
+            for lengths in pairs
+        ]  # fmt: skip
+    for lengths, outcome_of_pair in zip(pairs, found, strict=True):
+        check_unequal_lengths(lengths, outcome_of_pair.result())
+
+
+def check_unequal_lengths(lengths, found):
     short = min((0, 1), key=lambda rank: lengths[rank])
     clear = (
         f"ValueError: another rank has begun more than {lengths[short]} steps, but the batches of this one end there: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -122,14 +123,29 @@ def check(tmp_path, kind, mode, placement, n, s, r=1, settings=None):
     schedule = Schedule.build(rule(mode, n, s), n, s, placement, replicas=r, **(settings or {}))
     outcomes = run_ranks(train, schedule.ranks, kind, mode, placement, n, s, r, settings, folder=tmp_path)
     alone = {name: value for name, value in (settings or {}).items() if name != "servers"}
-    losses, model, _, reads, state = train(kind, mode, "single_device", n, s, r, alone)
+    check_outcomes(outcomes, train(kind, mode, "single_device", n, s, r, alone))
+    return schedule, outcomes
+
+
+def check_outcomes(outcomes, alone):
+    """The ranks have computed, bitwise, what one device has."""
+    losses, model, _, reads, state = alone
     assert all(torch.isfinite(torch.tensor(losses)).flatten())
     assert outcomes[0][0] == losses
     for _, theirs, *_ in outcomes:
         same(theirs, model)
     assert sum(outcome[3] for outcome in outcomes) == reads
     same(flat(outcomes[0][4]), flat(state))
-    return schedule, outcomes
+
+
+@contextmanager
+def naming(case):
+    """Name the case of a comparison that fails."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"of {case}")
+        raise
 
 
 def check_trace(trace, schedule, n, s, r=1):
@@ -145,12 +161,22 @@ def check_trace(trace, schedule, n, s, r=1):
     )
 
 
+def train_each(modes, placement, n):
+    return [train("linear", mode, placement, n, n) for mode in modes]
+
+
 @pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("mode", ["dp", "cdp_v1", "cdp_v2", MATRIX])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_placement_computes_what_one_device_computes(tmp_path, placement, mode, n):
-    schedule, outcomes = check(tmp_path, "linear", mode, placement, n, n)
-    check_trace(outcomes[0][2], schedule, n, n)
+def test_every_placement_computes_what_one_device_computes(tmp_path, placement, n):
+    """Modes that run on as many ranks need processes once."""
+    schedules = {mode: Schedule.build(rule(mode, n, n), n, n, placement) for mode in ("dp", "cdp_v1", "cdp_v2", MATRIX)}
+    for ranks in {schedule.ranks for schedule in schedules.values()}:
+        modes = [mode for mode, schedule in schedules.items() if schedule.ranks == ranks]
+        found = run_ranks(train_each, ranks, modes, placement, n, folder=tmp_path)
+        for mode, *outcomes in zip(modes, *found, strict=True):
+            with naming(mode):
+                check_outcomes(outcomes, train("linear", mode, "single_device", n, n))
+                check_trace(outcomes[0][2], schedules[mode], n, n)
 
 
 def close(mine, theirs):

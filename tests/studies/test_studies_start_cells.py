@@ -69,7 +69,7 @@ def job(script: Path, index: int) -> subprocess.Popen[str]:
     return subprocess.Popen(["bash", script], env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_sweep_over_a_program_file_can_be_repeated(tiny, capfd):
+def test_a_sweep_over_a_program_file_can_be_repeated(tiny, capfd, cells_here):
     sizes = ["mode=dp", "workers=2", "stages=2"]
     assert plan_command.main([*sizes, "--program=file.txt"]) == 0
     words = [*tiny, *sizes, "epochs=1"]
@@ -189,7 +189,7 @@ def test_runs_at_once_have_a_log_each_and_failures_are_told(tiny, capfd):
     assert "5 of 5" in shown
 
 
-def test_a_failure_of_one_after_another_is_told_too(tiny, capfd):
+def test_a_failure_of_one_after_another_is_told_too(tiny, capfd, cells_here):
     assert sweep(*tiny, "seed=0,1", "optim.lr=1e30") == 1
     capfd.readouterr()
     assert command.main(["--status=sweep"]) == 0
@@ -374,7 +374,7 @@ def write_images(path: Path, content: str) -> None:
 @pytest.mark.parametrize("is_old", [False, True], ids=["", "of an older version"])
 @pytest.mark.parametrize(("settings", "write"), [(GPT, write_text), (PICTURES, write_images)], ids=["text", "images"])
 def test_a_finished_run_does_not_pass_for_one_on_data_of_the_same_name_in_another_folder(
-    settings, write, is_old, monkeypatch, capsys
+    settings, write, is_old, monkeypatch, capsys, cells_here
 ):
     above = Path.cwd()
     words = ["-m", *settings, "dataset.root=data", "epochs=1", "wandb=disabled", f"run_dir={above / 'sweep'}"]
@@ -396,7 +396,7 @@ def test_a_finished_run_does_not_pass_for_one_on_data_of_the_same_name_in_anothe
 
 
 def test_a_finished_run_does_not_pass_for_one_from_weights_of_the_same_name_in_another_folder(
-    tiny, monkeypatch, capsys
+    tiny, monkeypatch, capsys, cells_here
 ):
     above = Path.cwd()
     words = ["-m", *tiny, "model.weights=w.pt", "epochs=1", f"run_dir={above / 'sweep'}"]
@@ -414,7 +414,7 @@ def test_a_finished_run_does_not_pass_for_one_from_weights_of_the_same_name_in_a
     assert command.main(words) == 0
 
 
-def test_a_finished_run_does_not_pass_for_one_on_another_text(capsys):
+def test_a_finished_run_does_not_pass_for_one_on_another_text(capsys, cells_here):
     gpt = (*GPT, "epochs=1", "wandb=disabled")
     for name, words in (("a.txt", "one way to say it "), ("b.txt", "and quite another. ")):
         Path(name).write_text(words * 150)
@@ -449,7 +449,7 @@ def test_a_folder_in_the_place_of_a_log_is_told(tiny):
     ]
 
 
-def test_a_run_under_way_shows_its_rate_and_the_time_left(tiny, monkeypatch):
+def test_a_run_under_way_shows_its_rate_and_the_time_left(tiny, monkeypatch, cells_here):
     words = [text for text in tiny if not text.startswith("epochs")]
     assert sweep(*words, "epochs=1", "seed=0,1") == 0
     run = RunDirectory(Path("sweep/seed=0"))

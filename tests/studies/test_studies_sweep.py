@@ -19,7 +19,7 @@ import pytest
 from conftest import TINY
 from ranks import PRELOADED
 
-from cdp_repro.cli import report, sweep, train
+from cdp_repro.cli import report, sweep
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import COMMAND, RunDirectory
 from cdp_repro.studies import at_once, missing_runs
@@ -45,16 +45,9 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def quick(monkeypatch):
+def quick(cells_here):
     """Train within this process; return what `cdp-train` was called with."""
-    calls = []
-
-    def run_cell(arguments, stop, environment, log):
-        calls.append(arguments)
-        return train.main(arguments)
-
-    monkeypatch.setattr(missing_runs, "train_in_process", run_cell)
-    return calls
+    return cells_here
 
 
 def failing(monkeypatch, code=1, said=b""):

@@ -252,9 +252,9 @@ def test_a_model_of_ours_keeps_its_names():
     ours.load_state_dict(original_tensors("mlp", ours.state_dict()), strict=True)
 
 
-def refused_start(tmp_path: Path, file: Path, *overrides: str) -> str:
+def refused_start(tmp_path: Path, file: Path, model: str = "resnet18") -> str:
     """Start a run from a file that does not fit; return the message, after nothing was written."""
-    config = compose_config([*SMALL, "model=resnet18", f"model.weights={file}", *overrides])
+    config = compose_config([*SMALL, f"model={model}", f"model.weights={file}"])
     with pytest.raises(ConfigError) as refusal:
         train(config, tmp_path / "run", ["test"])
     assert not (tmp_path / "run").exists()
@@ -278,16 +278,16 @@ def test_weights_of_another_model_are_refused_with_names_and_shapes(tmp_path):
 
 
 def test_files_that_hold_no_weights_are_refused(tmp_path):
-    assert "cannot be read: Is a directory" in refused_start(tmp_path, tmp_path)
+    assert "cannot be read: Is a directory" in refused_start(tmp_path, tmp_path, "mlp")
     for name, content in {
         "text.pt": b"hello", "text.safetensors": b"hello", "empty.pt": b"", "code.pt": pickle.dumps(Path("x")),
     }.items():  # fmt: skip
         (tmp_path / name).write_bytes(content)
-        said = refused_start(tmp_path, tmp_path / name)
+        said = refused_start(tmp_path, tmp_path / name, "mlp")
         assert f"{name} is not a file of weights: give a .safetensors file" in said
         assert "weights_only" not in said and "index" not in said, "no advice to load it unsafely, no words of a parser"
     torch.save({"epoch": 3}, tmp_path / "numbers.pt")
-    assert "holds no tensors by name" in refused_start(tmp_path, tmp_path / "numbers.pt")
+    assert "holds no tensors by name" in refused_start(tmp_path, tmp_path / "numbers.pt", "mlp")
 
 
 def test_a_file_that_is_not_there_is_told_with_the_other_mistakes_before_anything_starts(tmp_path):

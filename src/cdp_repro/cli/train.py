@@ -38,6 +38,7 @@ from cdp_repro.observe.run_directory import (
 )
 from cdp_repro.observe.text import format_bytes, mode_text
 from cdp_repro.schedule import PLACEMENT_SIZES
+from cdp_repro.schedule.garbage import without_collection
 from cdp_repro.studies.cells import Cell, cells_of, refuse_other_data, write_list
 from cdp_repro.studies.start_cells import array_script, queue, refuse_without_sbatch, train_here
 from cdp_repro.studies.sweep_status import sweep_text
@@ -122,7 +123,8 @@ def _train_rank(
     """Train in one rank; only rank 0 logs to the console."""
     if is_rank_0():
         console_logging()
-    from cdp_repro.training.run import train  # here: torch takes seconds, and mistakes are reported before
+    with without_collection():  # most of what an import makes stays
+        from cdp_repro.training.run import train  # here: torch takes seconds, and mistakes are reported before
 
     return train(config, run_dir, command, resume, restart)
 

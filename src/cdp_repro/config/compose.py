@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir, initialize_config_module
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -110,8 +110,8 @@ def output_folder(kind: str, overrides: Sequence[str], source: Source = OURS) ->
 def _examined(overrides: Sequence[str], source: Source) -> tuple[list[str], list[str], DictConfig | None]:
     """Return the overrides that Hydra can compose, a sentence for each problem, and the tree if it is complete.
 
-    The choices of groups decide which keys exist, so they are composed first. If no other override is left for Hydra,
-    this tree is complete; otherwise None stands in its place.
+    The choices of groups decide which keys exist, so they are composed first. If the other overrides are plain values,
+    this tree is complete with them; otherwise None stands in its place.
     """
     can_be_read, unreadable = readable(overrides)
     parsed = long_forms(can_be_read, source)
@@ -125,9 +125,33 @@ def _examined(overrides: Sequence[str], source: Source) -> tuple[list[str], list
     found = leaves(tree)
     known, missing = [key for key, _ in found], [key for key, value in found if value == MISSING]
     problems |= {id(item): problem for item in parsed if (problem := unknown_key(item, source, known, missing))}
-    composable = [text_of(override) for override in parsed if id(override) not in problems]
+    rest = [override for override in parsed if id(override) not in problems]
+    values = [override for override in rest if not source.is_group(override.key_or_group)]
     sentences = [*unreadable, *problems.values(), *_placement_of_baseline(parsed)]
-    return composable, sentences, deepcopy(tree) if composable == groups else None
+    complete = _with_values(tree, values) if source == OURS or not values else None
+    return [text_of(override) for override in rest], sentences, complete
+
+
+def _with_values(tree: DictConfig, overrides: Sequence[Override]) -> DictConfig | None:
+    """Return a copy of a composed tree with the values of `key=value`; None if only Hydra can apply the overrides.
+
+    Hydra would compose the whole tree again before it sets them in the same way, which takes thirty times as long.
+    """
+    if not all(map(_is_plain, overrides)):
+        return None
+    changed = deepcopy(tree)
+    try:
+        for override in overrides:
+            OmegaConf.update(changed, override.key_or_group, override.value())
+    except OmegaConfBaseException:
+        return None  # Hydra says what is wrong
+    return changed
+
+
+def _is_plain(override: Override) -> bool:
+    """Whether an override sets one value of a key that exists."""
+    is_change = override.type == OverrideType.CHANGE and override.package is None
+    return is_change and not (override.is_hydra_override() or isinstance(override.value(), dict))
 
 
 def _placement_of_baseline(parsed: Sequence[Override]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -124,7 +125,7 @@ def _typed(composed: DictConfig) -> tuple[RunConfig, dict[str, str]]:
     Raises:
         ConfigError: an interpolation in the tree cannot be resolved.
     """
-    schema = OmegaConf.structured(RunConfig)
+    schema = _schema()
     try:
         given = leaves(composed)
     except OmegaConfBaseException as error:
@@ -143,6 +144,13 @@ def _typed(composed: DictConfig) -> tuple[RunConfig, dict[str, str]]:
     config = OmegaConf.to_object(merged)
     assert isinstance(config, RunConfig)
     return config, problems
+
+
+@cache
+def _schema() -> DictConfig:
+    """Return the types of all settings; `merge` copies it."""
+    schema: DictConfig = OmegaConf.structured(RunConfig)
+    return schema
 
 
 def _mistyped(schema: DictConfig, given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from cdp_repro.launch.environment import environment
 from cdp_repro.launch.in_rank import end_with_starter
 from cdp_repro.launch.signals import STOP_SIGNALS
+from cdp_repro.schedule.garbage import without_collection
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -138,8 +139,9 @@ def _serve(
     traceback from the middle of an import.
     """
     end_with_starter()
-    for name in imports:
-        importlib.import_module(name)
+    with without_collection():  # most of what an import makes stays
+        for name in imports:
+            importlib.import_module(name)
     # On macOS, libraries that torch links to break in a fork.
     context = get_context("fork") if sys.platform == "linux" else get_context("spawn")
     ranks: dict[int, BaseProcess] = {}
