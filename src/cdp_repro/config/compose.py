@@ -128,6 +128,7 @@ def _examined(overrides: Sequence[str], source: Source) -> tuple[list[str], list
     rest = [override for override in parsed if id(override) not in problems]
     values = [override for override in rest if not source.is_group(override.key_or_group)]
     sentences = [*unreadable, *problems.values(), *_placement_of_baseline(parsed)]
+    # in a tree of the user's, a value may decide which file is chosen
     complete = _with_values(tree, values) if source == OURS or not values else None
     return [text_of(override) for override in rest], sentences, complete
 

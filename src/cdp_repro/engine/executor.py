@@ -243,7 +243,7 @@ class Executor:
         gradients, work = backward_input(self._compute[action.stage], saved, grad_output, version)
         return {Kind.OUTPUT_GRADIENT: gradients, Kind.WEIGHT_WORK: [work]}
 
-    def _backward_weights(self, action: Action, read: Contents) -> Contents:  # noqa: ARG002 - all is in what it reads
+    def _backward_weights(self, _: Action, read: Contents) -> Contents:
         (work,), (sums,) = read[Kind.WEIGHT_WORK], read[Kind.GRADIENTS] or [{}]
         work.finish(sums)
         return {Kind.GRADIENTS: [sums]}

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _KILL_SECONDS = 5.0
 """How long to wait for killed ranks: a driver that does not let go of one would make the wait endless."""
-_STORE_SECONDS = 5.0
-"""How long a process waits at most for the store of its own machine, which answers at once if it is there."""
+_CLIENT_SECONDS = 5.0
+"""How long a client waits at most for the store of its own machine, which answers at once if it is there."""
 _OF_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Lets a module ask during its import whether there is a GPU: once CUDA itself has been asked, it works in no fork."""
 
@@ -166,15 +166,11 @@ def store_at(port: int, listening: int | None = None) -> Store:
     """Return a client of the store at a port of this machine, or the store, given the descriptor that listens there."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here: what the ranks import is their affair
 
-    is_master = listening is not None
-    store: Store = TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=is_master,
-        wait_for_workers=False,
-        master_listen_fd=listening,
-        timeout=timedelta(seconds=_STORE_SECONDS),
-    )
+    store: Store
+    if listening is None:
+        store = TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=_CLIENT_SECONDS))
+    else:
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
     return store
 
 

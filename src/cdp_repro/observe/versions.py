@@ -54,6 +54,11 @@ def joined(versions: Iterable[str]) -> str:
     return _AND.join(dict.fromkeys(each for version in versions for each in version.split(_AND)))
 
 
+def devices(hardware: str) -> str:
+    """Return what the entry `hardware` of `versions` names, such as `NVIDIA H200`, whatever the number of threads."""
+    return joined(each.rpartition(", ")[0] or each for each in hardware.split(_AND))
+
+
 def git_commit() -> str:
     """Return the commit of the source tree that runs, with "-dirty" if it was changed; "unknown" outside of one.
 

@@ -16,7 +16,7 @@ from typing import Any
 from cdp_repro.config.keys import RUN_KEYS, defaults, flat
 from cdp_repro.config.task import task_of
 from cdp_repro.observe.atomic_file import replace_file
-from cdp_repro.observe.versions import joined
+from cdp_repro.observe.versions import devices
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.schedule import Action, Slot
 
@@ -83,7 +83,7 @@ class Row:
     @property
     def device(self) -> str:
         """What it ran on, such as `NVIDIA H200` or `x86_64 CPU`, whatever the number of threads."""
-        return joined(each.rpartition(", ")[0] or each for each in self.summary["hardware"].split(" and "))
+        return devices(self.summary["hardware"])
 
     @property
     def costs(self) -> StageCosts:
