@@ -85,7 +85,10 @@ def test_how_it_is_composed_is_shown_and_hydra_explains_itself(mine):
 
 def test_questions_that_do_not_fit_are_refused(capsys):
     assert "unknown mode 'cdp_v3'" in refused(capsys, "--cfg", "job", "mode=cdp_v3")
-    assert "invalid choice: 'nosuch' (choose from" in refused(capsys, "--info", "nosuch")
+    said = refused(capsys, "--info", "nosuch")
+    assert said.startswith("error:") and "invalid choice: 'nosuch' (choose from" in said, (
+        "as all mistakes, without a usage"
+    )
     assert "unknown key 'optm.lr'; did you mean 'optim.lr'?" in refused(capsys, "--info", "all", "optm.lr=1")
     assert "--cfg, --multirun ask for different things" in refused(capsys, "-m", "--cfg", "job")
     assert "add --cfg job" in refused(capsys, "--resolve")

@@ -12,13 +12,13 @@ import time
 from contextlib import closing
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import launch_workers as workers
 import pytest
 import torch
 
-from cdp_repro.launch import LaunchError, RankFailedError, launch
+from cdp_repro.launch import LaunchError, RankFailedError, launch, local_ranks
 from cdp_repro.launch.fork_server import ForkedRanks
 from cdp_repro.launch.process_group import _limit_silence_of_the_store, process_group, refuse_differing
 from cdp_repro.launch.signals import StopRequest
@@ -289,6 +289,19 @@ def test_ranks_that_have_not_even_started_in_the_grace_are_named(tmp_path, comma
     assert "StalledError: of 2 ranks 0, 1 had not ended 0.5 s after SIG" in shown
     assert time.monotonic() - began < 10, "the import alone would take 4 s, and the wait for the store 300"
     wait_until(lambda: not any(map(is_running, pids(tmp_path, "importing"))))
+
+
+def test_a_store_that_is_not_there_yet_or_no_more_is_not_asked_where_ranks_stand(monkeypatch):
+    asked = []
+
+    def gone(port):
+        asked.append(port)
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(local_ranks, "store_at", gone)
+    for have_started in (False, True):
+        assert local_ranks._store_of(SimpleNamespace(have_started=have_started), 1) is None
+    assert asked == [1], "only once the ranks have started"
 
 
 def test_a_signal_to_a_rank_that_has_just_ended_is_no_error():
