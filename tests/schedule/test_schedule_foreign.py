@@ -44,6 +44,10 @@ def place(stages=2, **methods):
             {"holders": lambda _, j: range(2), "rank_of": lambda _, m, j: 1 + m % 2},
             r"the ranks \[0, 1\] hold stage 0, but \[1, 2\] compute it",
         ),
+        (
+            {"holders": lambda _, j: range(1), "rank_of": lambda _, m, j: 1 + m % 3},
+            r"rank_of\(2, 0\) is 3, which neither holds stage 0 nor computes .* repeat after 2 micro-batches",
+        ),
         ({"holders": lambda _, j: range(j + 1, j + 2)}, r"the ranks \[0\] neither hold nor compute a stage: number"),
         ({"holders": lambda _, j: range(2 * j, 2 * j + 1)}, r"the ranks \[1\] neither hold nor compute a stage"),
     ],

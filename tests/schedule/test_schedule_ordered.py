@@ -153,6 +153,8 @@ def test_orders_that_wait_for_each_other_are_refused():
         ("chimera", 4, 4, 2, {}, "use ranks=4, not 2"),
         ("chimera", 3, 4, 4, {}, "not 3: use workers=4"),
         ("chimera", 4, 4, 4, {"replicas": 2}, "use replicas=1"),
+        ("chimera", 1, 4, 4, {"accumulate": 2}, "workers=1 and 2 micro-batches share one: use workers=2"),
+        ("chimera", 5, 4, 4, {"micro_batches": 6}, "workers=5 and 6 micro-batches share one: use workers=6"),
     ],
 )
 def test_what_an_order_cannot_have_is_refused_with_a_value_that_works(mode, n, s, d, options, said):

@@ -25,7 +25,7 @@ def check_foreign(timeline: Timeline, rule: Rule, placement: Placement) -> None:
 
     Raises:
         ForeignError: a slot, a staleness or a rank is no whole number from 0; a stage has no holder; it has several,
-            and other ranks compute it; a rank has nothing to do.
+            and other ranks compute it; a rank that borrows a stage begins late; a rank has nothing to do.
     """
     checks = (
         (timeline, partial(_check_timeline, timeline)),
@@ -57,8 +57,17 @@ def _check_placement(placement: Placement) -> None:
         holders = [_number(placement, f"a rank of holders({stage})", rank) for rank in placement.holders(stage)]
         if not holders:
             raise ForeignError(f"{_named(placement)}: holders({stage}) is empty: give at least one rank")
-        micro_batches = range(sizes.lanes * len(holders))
-        computing = {_number(placement, f"rank_of({m}, {stage})", placement.rank_of(m, stage)) for m in micro_batches}
+        # `Placement.ranks` and `Schedule.lent` ask for the micro-batches of one turn of all lanes; twice as many show
+        # whether a rank begins later.
+        micro_batches = range(sizes.lanes * max(2, len(holders)))
+        ranks = [_number(placement, f"rank_of({m}, {stage})", placement.rank_of(m, stage)) for m in micro_batches]
+        computing, known = {*ranks}, {*ranks[: sizes.lanes], *holders}
+        if late := [(m, rank) for m, rank in enumerate(ranks) if rank not in known]:
+            raise ForeignError(
+                f"{_named(placement)}: rank_of({late[0][0]}, {stage}) is {late[0][1]}, which neither holds stage "
+                f"{stage} nor computes it for the {sizes.lanes} micro-batches that are under way at once: let the "
+                f"ranks that borrow a stage repeat after {sizes.lanes} micro-batches"
+            )
         if len(holders) > 1 and computing != {*holders}:
             raise ForeignError(
                 f"{_named(placement)}: the ranks {holders} hold stage {stage}, but {sorted(computing)} compute it: "

@@ -256,7 +256,7 @@ class Chimera(Ordered):
         return self.sizes.stages
 
     def check(self, placement: str) -> None:
-        """Raise ValueError unless D = S is even, M is even, R is 1 and the stages are a chain."""
+        """Raise ValueError unless D = S and M are even, M shares a factor with N, R is 1 and the stages are a chain."""
         self._refuse_branches()
         stages, ranks, turns = self.sizes.stages, self.sizes.pipeline_ranks, self.sizes.turns
         if stages % 2:
@@ -267,6 +267,12 @@ class Chimera(Ordered):
             raise ValueError(
                 f"mode=chimera sends one half of the micro-batches each way, not {turns}: use "
                 f"{self.sizes.turns_are_set_by}={turns + 1}"
+            )
+        if placement == "pipeline" and self.sizes.statistics == 1:
+            raise ValueError(
+                "mode=chimera runs a stage on two ranks at once, which cannot both have the only set of running "
+                f"statistics, as workers={self.sizes.workers} and {turns} micro-batches share one: use "
+                f"workers={self.sizes.workers + 1}"
             )
         if self.sizes.replicas > 1:
             raise ValueError(f"mode=chimera has two copies of each stage, not replicas={self.sizes.replicas} of two: "
