@@ -138,7 +138,7 @@ def test_pipelines_that_go_to_and_fro_refuse_branches(mode):
 def test_a_program_file_keeps_the_branches():
     program = Program(Schedule.build("cdp_v2", 3, 6, "pipeline", sources=SIX))
     again = read_program(write_program(program))
-    assert again.schedule == program.schedule and again.schedule.sizes.branches == SIX
+    assert again.schedule == program.schedule and again.schedule.sizes.chosen_sources == SIX
     for mine, theirs in zip(again.slots(3), program.slots(3), strict=True):
         assert sorted(mine.actions, key=str) == sorted(theirs.actions, key=str)
 

@@ -81,7 +81,7 @@ def test_muon_leaves_out_what_meets_the_image():
 def test_systems_of_a_branched_model_run_its_branches_at_once():
     found = {s.mode: s for s, _ in systems_of(compose_config([*TOWERS])) if s.spec.placement == "pipeline"}
     assert "interleaved" not in found and "chimera" not in found
-    assert all(schedule.sizes.branches for schedule in found.values())
+    assert all(schedule.sizes.chosen_sources for schedule in found.values())
     assert found["gpipe"].slots_per_step == 2 * (3 + 2 - 1)
 
 

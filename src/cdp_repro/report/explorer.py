@@ -105,7 +105,7 @@ def _system(schedule: Schedule, costs: StageCosts) -> dict[str, Any]:
         "name": _name(schedule),
         "ranks": schedule.ranks,
         "lanes": schedule.sizes.lanes,
-        "turns": schedule.timeline.lanes.turns,
+        "laneOrder": schedule.timeline.lanes.order,
         "durations": schedule.timeline.lanes.durations,
         "microBatches": schedule.micro_batches,
         "summed": schedule.sizes.summed,

@@ -25,7 +25,7 @@ class Hop:
 
 def is_pipelined(schedule: Schedule) -> bool:
     """Whether forwards pass from rank to rank: a chain of stages, computed on their holders; no rank holds all."""
-    if schedule.sizes.branches:
+    if schedule.sizes.chosen_sources:
         return False
     holders = [schedule.placement.holders(stage) for stage in range(schedule.stages)]
     return not schedule.lent and not set(holders[0]).intersection(*holders[1:])

@@ -9,10 +9,10 @@ from cdp_repro.schedule.actions import Action, Op
 
 @dataclass(frozen=True)
 class Lanes:
-    """`number` lanes. They take micro-batches in turn, unless `turns` gives another order."""
+    """`number` lanes. They take micro-batches in turn, unless `order` gives another order."""
 
     number: int
-    turns: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
     """The lane of each micro-batch of a training step, the same in every step."""
     durations: tuple[int, ...] = ()
     """The slots that each forward or backward of a micro-batch takes, likewise; 1 unless given."""
@@ -30,7 +30,7 @@ class Lanes:
 
     def lane_of(self, micro_batch: int) -> int:
         """Return the lane of a micro-batch."""
-        return self.turns[micro_batch % len(self.turns)] if self.turns else micro_batch % self.number
+        return self.order[micro_batch % len(self.order)] if self.order else micro_batch % self.number
 
     def duration(self, micro_batch: int) -> int:
         """Return the slots that a forward or backward of a micro-batch takes."""

@@ -112,7 +112,7 @@ class Schedule:
 
     def next_with(self, statistics: int, micro_batch: int) -> int:
         """Return the first micro-batch, from `micro_batch` on, with this set of running statistics."""
-        if not self.timeline.lanes.turns:
+        if not self.timeline.lanes.order:
             return micro_batch + (statistics - micro_batch) % self.sizes.statistics
         return next(m for m in count(micro_batch) if self.statistics_of(m) == statistics)
 

@@ -111,7 +111,7 @@ class Spec:
             slack=slack if "slack" in mode.sizes else None,
             slices=mode.slices(self.slices),
             chosen_turns=self.micro_batches,
-            branches=() if self.sources is None or self.sources == chain(self.stages) else self.sources,
+            chosen_sources=() if self.sources is None or self.sources == chain(self.stages) else self.sources,
         )
 
     @property

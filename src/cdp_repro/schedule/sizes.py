@@ -18,8 +18,8 @@ MOST_MESSAGE_TIME = 10
 class Sizes:
     """The sizes of a `Spec`, with defaults filled in; fields of the same name mean the same.
 
-    `micro_batches` and `ranks` of the spec are `chosen_turns` and `pipeline_ranks` here, since the numbers of all
-    micro-batches and of all ranks have the plain names.
+    `micro_batches`, `ranks` and `sources` of the spec are `chosen_turns`, `pipeline_ranks` and `chosen_sources` here:
+    the number of all micro-batches, that of all ranks, and the sources of a chain, too, have the plain names.
 
     Five numbers, not one, and more for some systems; each timeline says how it ties them together. Micro-batch
     m = tM + i is the i-th of the M of training step t. With R replicas, a worker computes R micro-batches at once; they
@@ -46,13 +46,13 @@ class Sizes:
     slices: int = 1
     chosen_turns: int | None = None
     """`micro_batches` of the spec. If not a multiple of N, a turn has another worker in the next training step."""
-    branches: Sources = ()
-    """`sources` of the spec; () for a chain."""
+    chosen_sources: Sources = ()
+    """() for a chain."""
 
     @cached_property
     def sources(self) -> Sources:
         """For each stage, the stages whose outputs it reads; a stage without sources reads the data."""
-        return self.branches or chain(self.stages)
+        return self.chosen_sources or chain(self.stages)
 
     @cached_property
     def readers(self) -> tuple[int, ...]:
@@ -175,8 +175,8 @@ class Sizes:
             raise ValueError(f"ranks={self.pipeline_ranks} does not divide stages={self.stages}: use ranks={choices}")
         if not 1 <= self.servers <= self.stages:
             raise ValueError(f"servers={self.servers} for stages={self.stages}: use servers=1 to {self.stages}")
-        if self.branches:
-            check_sources(self.branches, self.stages)
+        if self.chosen_sources:
+            check_sources(self.chosen_sources, self.stages)
         self._check_speeds()
 
     def _check_speeds(self) -> None:

@@ -13,7 +13,7 @@ function shape(parent, name, attributes, text) {
 
 /** Return the lane of a micro-batch: they take turns, unless a system says otherwise. */
 function laneOf(system, microBatch) {
-  return system.turns.length ? system.turns[microBatch % system.turns.length] : microBatch % system.lanes;
+  return system.laneOrder.length ? system.laneOrder[microBatch % system.laneOrder.length] : microBatch % system.lanes;
 }
 
 /** Return the slots that a compute takes; a forward stands in the first of them, a backward in the last. */

@@ -103,7 +103,7 @@ class Ordered(Timeline):
 
     def _refuse_branches(self) -> None:
         """Raise ValueError, with modes that work, if the stages are not a chain."""
-        if self.sizes.branches:
+        if self.sizes.chosen_sources:
             raise ValueError(
                 f"mode={self.name} passes a chain of stages to and fro, not branches that join: use "
                 "mode=gpipe, one_f_one_b or zero_bubble"
