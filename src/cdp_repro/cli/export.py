@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cdp_repro.cli.console import exit_code_of
+from cdp_repro.cli.entry import end_with
 from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError
 from cdp_repro.config.paths import typed_path
@@ -45,4 +46,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from cdp_repro.cli.command_line import Command, CommandLine
+from cdp_repro.cli.entry import end_with
 from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
@@ -163,4 +163,4 @@ COMMAND = Command("cdp-plan", USAGE, _run, options=("out", "program", "html"), f
 main = command(COMMAND.main)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

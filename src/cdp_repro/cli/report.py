@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cdp_repro.cli.console import exit_code_of
+from cdp_repro.cli.entry import end_with
 from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError
 from cdp_repro.config.errors import refuse
@@ -223,4 +224,4 @@ def _sweep(options: dict[str, str], words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

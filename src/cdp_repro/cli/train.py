@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
@@ -16,6 +15,7 @@ from yaml import YAMLError
 
 from cdp_repro.cli.command_line import Command, CommandLine
 from cdp_repro.cli.console import console_logging, values_text
+from cdp_repro.cli.entry import end_with
 from cdp_repro.cli.streams import OutputError, command, write_error, write_out
 from cdp_repro.config import ConfigError, RunConfig, load_config
 from cdp_repro.config.compose import compose_config, output_folder
@@ -366,4 +366,4 @@ COMMAND = Command("cdp-train", USAGE, _run, ("status",), (("--multirun", "-m"), 
 main = command(COMMAND.main)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 
 from cdp_repro.cli.command_line import Command, CommandLine
 from cdp_repro.cli.console import console_logging
+from cdp_repro.cli.entry import end_with
 from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
@@ -78,4 +78,4 @@ COMMAND = Command("cdp-verify", USAGE, _run, options=("steps",))
 main = command(COMMAND.main)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)
