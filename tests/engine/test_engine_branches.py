@@ -85,7 +85,9 @@ def test_bytes_are_those_simulated(mode):
     for _ in engine.run(batches):
         pass
     simulated = simulate(Program(engine.schedule), costs, 3)
-    assert [r.activation_bytes for r in engine.trace().records] == [r.activation_bytes for r in simulated.records]
+    assert [r.activation_peak_bytes for r in engine.trace().records] == [
+        r.activation_peak_bytes for r in simulated.records
+    ]
 
 
 def test_a_run_goes_on_bitwise_from_a_checkpoint():

@@ -25,6 +25,14 @@ def test_the_timeline_has_a_cell_for_every_action(tmp_path):
     assert axis.get_xlabel() and axis.get_ylabel() == "stage"
 
 
+def test_a_timeline_with_slots_in_which_nothing_begins_is_drawn_to_its_end():
+    schedule = Schedule.build("async", 2, 2, "parameter_server", speeds=(4, 3))
+    slots = simulate(Program(schedule), StageCosts.equal(2), 1).slots
+    (axis,) = timeline_figure({"async": slots}, {"async": schedule.timeline.lanes}, stages=2).axes
+    cells = [path.get_extents() for patches in axis.collections for path in patches.get_paths()]
+    assert len(slots) < axis.get_xlim()[1] == max(cell.x1 for cell in cells)
+
+
 SPLIT = Program(Schedule.build("zero_bubble", 2, placement="pipeline"))
 """With forwards, backwards, and gradients of weights that are computed apart."""
 

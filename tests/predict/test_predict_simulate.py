@@ -53,8 +53,8 @@ def test_cdp_returns_to_zero(n):
     for mode, order in itertools.product(("dp", "cdp_v1", "cdp_v2"), ("paper", "backward_first")):
         # the peak of the last slot is what its last backward releases (in DP, those of all workers)
         last = run(mode, n, order).records[-1]
-        assert last.activation_bytes == (n if mode == "dp" else 1) * UNIT
-        assert last.activation_bytes_after == 0
+        assert last.activation_peak_bytes == (n if mode == "dp" else 1) * UNIT
+        assert last.activation_bytes_at_end == 0
 
 
 @pytest.mark.parametrize("n", range(1, 6))

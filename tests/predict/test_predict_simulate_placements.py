@@ -99,7 +99,7 @@ def test_a_parameter_server_sends_two_copies_a_worker_and_gets_one_and_cdp_sprea
 def test_a_pipeline_device_holds_n_minus_j_stages_and_moves_micro_batches_only(n, mode):
     records, messages = steady(program(mode, n, placement="pipeline"), StageCosts.equal(n, 5, 1))
     for j in range(n):
-        assert max(record.activation_bytes for record in records if record.rank == j) == (n - j) * 5
+        assert max(record.activation_peak_bytes for record in records if record.rank == j) == (n - j) * 5
         computes = [a for record in records if record.rank == j for a in record.actions if a.op.is_compute]
         assert len(computes) == 2 * n, "every slot is used: no bubble"
     assert {message.kind for message in messages} == {"activations", "input_gradients"}
@@ -110,7 +110,7 @@ def test_a_pipeline_device_holds_n_minus_j_stages_and_moves_micro_batches_only(n
 @settings_
 def test_a_model_parallel_device_holds_one_micro_batch(n, mode):
     records, _ = steady(program(mode, n, placement="model_parallel"))
-    assert {record.activation_bytes for record in records} <= {0, 1}
+    assert {record.activation_peak_bytes for record in records} <= {0, 1}
 
 
 @pytest.mark.parametrize("placement", DISTRIBUTED)
@@ -138,7 +138,7 @@ def test_schedules_with_a_flush(n, flush):
     trace = simulate(program("dp", n, placement="pipeline", pipeline_schedule=flush), StageCosts.equal(n, 1, 1), 3)
     assert len({record.slot for record in trace.records}) == 3 * 2 * (2 * n - 1), "2(N+S-1) slots a step"
     for j in range(n):
-        held = max(record.activation_bytes for record in trace.records if record.rank == j)
+        held = max(record.activation_peak_bytes for record in trace.records if record.rank == j)
         assert held == (n if flush == "gpipe" else n - j)
 
 
@@ -151,10 +151,10 @@ def test_idle_share_and_activations_of_any_number_of_micro_batches_and_ranks(m, 
     trace = simulate(built, StageCosts.equal(s, 1, 1), 3)
     assert trace.idle_share(built.schedule.slots_per_step) == pytest.approx((d - 1) / (m + d - 1))
     for rank in range(d):
-        held = max(record.activation_bytes for record in trace.records if record.rank == rank)
+        held = max(record.activation_peak_bytes for record in trace.records if record.rank == rank)
         assert held == (m if flush == "gpipe" else min(m, d - rank)) * (s // d)
     if (m, s, d, flush) == (4, 12, 4, "one_f_one_b"):
-        peaks = [max(r.activation_bytes for r in trace.records if r.rank == rank) for rank in range(d)]
+        peaks = [max(r.activation_peak_bytes for r in trace.records if r.rank == rank) for rank in range(d)]
         assert sum(peaks) == 30
 
 

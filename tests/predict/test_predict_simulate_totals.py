@@ -63,7 +63,7 @@ def test_totals_are_those_of_the_trace(job, drains):
             continue
         held = [sum(n * size(r.rank, j) for j, n in enumerate(r.versions)) for r in here]
         assert total.state_bytes_per_device == max(held)
-        assert total.activation_bytes_per_device == max(record.activation_bytes for record in here)
+        assert total.activation_bytes_per_device == max(record.activation_peak_bytes for record in here)
         alone = Trace(schedule.sizes, schedule.timeline.lanes, tuple(here), sent)
         assert total.chain == alone.max_chain_per_slot
         assert total.bytes_sent == {

@@ -83,6 +83,20 @@ def test_memory_csv_has_the_bytes_of_every_slot(simulated):
         assert int(row["parameter_bytes"]) == 10 * sum(record.versions)
 
 
+def test_memory_csv_has_a_row_for_a_rank_that_is_idle():
+    program = Program(Schedule.build("gpipe", 2, 2, "pipeline", ranks=2))
+    costs = StageCosts.equal(2, 100, parameter_bytes=10)
+    rows = rows_of(write_memory_csv, simulate(program, costs, 1), version_bytes(program.schedule, costs))
+    assert [(row["slot"], row["rank"], row["activation_bytes"], row["parameter_bytes"]) for row in rows] == [
+        ("0", "0", "100", "10"), ("0", "1", "0", "10"),
+        ("1", "0", "200", "10"), ("1", "1", "100", "10"),
+        ("2", "0", "200", "10"), ("2", "1", "200", "10"),
+        ("3", "0", "200", "10"), ("3", "1", "200", "10"),
+        ("4", "0", "200", "10"), ("4", "1", "100", "10"),
+        ("5", "0", "100", "10"), ("5", "1", "0", "10"),
+    ]  # fmt: skip
+
+
 def test_memory_csv_counts_shards_as_what_they_are():
     program = Program(Schedule.build("dp", 2, placement="zero", collectives=True))
     costs = StageCosts.equal(2, 100, parameter_bytes=24)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_perfetto_has_one_complete_event_an_action(mode):
         assert event["dur"] >= 0 and event["ts"] == number * 1e6
         worker = action.micro_batch % n if action.op.is_compute else None
         assert named[event["pid"], event["tid"]] == ("state, messages" if worker is None else f"worker {worker}")
-    named_bytes = [event for event in loaded["traceEvents"] if event["name"] == "live activation bytes"]
+    named_bytes = [event for event in loaded["traceEvents"] if event["name"] == "activation bytes (peak of the slot)"]
     counters = {event["ts"]: event["args"]["bytes"] for event in named_bytes}
     assert counters == {slot * 1e6: live for slot, live in trace.activation_bytes_per_slot.items()}
 
@@ -52,3 +53,24 @@ def test_arrows_lead_from_each_send_to_what_waits_for_it(mode, placement):
     assert {event["args"]["bytes"] for event in starts.values()} == {1}
     newest = [event for event in events if event["ph"] == "C" and event["name"] == "newest version"]
     assert {max(event["args"].values()) for event in newest} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("mode", ["cdp_v1", "cdp_v2"])
+def test_no_arrow_leads_back_in_time(mode):
+    """Buffers have no version: a rank that has them at the start reads them before others send them back."""
+    costs = replace(StageCosts.equal(3), buffer_bytes=(0, 8, 8))
+    trace = simulate(Program(Schedule.build(mode, 3, placement="model_parallel")), costs, 3)
+    events = perfetto(trace)["traceEvents"]
+    sent, waited = ({event["id"]: event for event in events if event["ph"] == kind} for kind in "sf")
+    assert sent.keys() == waited.keys() and all(waited[number]["ts"] >= sent[number]["ts"] for number in sent)
+
+    def is_read(message):
+        return any(
+            message.value in action.reads
+            for record in trace.records
+            for action in record.actions
+            if record.rank == message.destination and record.slot >= message.slot
+        )
+
+    assert "buffers" in {message.kind for message in trace.messages}
+    assert len(sent) == sum(map(is_read, trace.messages))

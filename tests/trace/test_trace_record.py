@@ -32,6 +32,14 @@ def test_a_rank_that_does_nothing_in_a_slot_still_holds_its_activations():
     assert trace.activation_peak_bytes_per_device == 7
 
 
+def test_a_slot_in_which_no_rank_acts_has_what_all_hold():
+    trace = trace_of(record(1, 0, 5, 4), record(1, 1, 3, 2), record(4, 0, 4, 0))
+    assert trace.activation_bytes_per_slot == {1: 5 + 3, 2: 4 + 2, 3: 4 + 2, 4: 4 + 2}
+    assert [[(r.slot, r.rank, r.activation_bytes_at_end) for r in records] for records in trace.of_each_slot()] == [
+        [(1, 0, 4), (1, 1, 2)], [(2, 0, 4), (2, 1, 2)], [(3, 0, 4), (3, 1, 2)], [(4, 0, 0), (4, 1, 2)],
+    ]  # fmt: skip
+
+
 def test_an_empty_trace_has_no_numbers():
     empty = trace_of()
     assert (empty.activation_peak_bytes_total, empty.activation_peak_bytes_per_device, empty.versions_kept) == (0, 0, 0)
@@ -84,7 +92,7 @@ def test_a_recorder_keeps_the_peak_within_a_slot_and_what_is_left_after_it():
     recorder.sent(5, send(total, 0, 1)[0], 7)
     recorder.sent(5, Action(Op.COLLECTIVE, 0, 0, value=total, reads=(gradient,), writes=(total,)), 9)
     records, messages = recorder.finish()
-    assert [(r.slot, r.activation_bytes, r.activation_bytes_after, r.versions) for r in records] == [
+    assert [(r.slot, r.activation_peak_bytes, r.activation_bytes_at_end, r.versions) for r in records] == [
         (3, 10, 4, (1,)),
         (5, 4, 0, (2,)),
     ]

@@ -34,7 +34,7 @@ def timeline_figure(timelines: Mapping[str, Sequence[Slot]], lanes: Mapping[str,
     `lanes` gives, by the same titles, the lane of each micro-batch.
     """
     names = max((each.names for each in lanes.values()), key=len)
-    slots = max(len(slots) for slots in timelines.values())
+    slots = max((_end(timeline, lanes[title]) for title, timeline in timelines.items()), default=0)
     cell = 0.36 if len(names) <= _LABELLED_LANES else 0.12
     figure = Figure(figsize=(1.5 + cell * slots, 1.1 + len(timelines) * (0.75 + cell * stages)), layout="constrained")
     axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
@@ -52,6 +52,14 @@ def timeline_figure(timelines: Mapping[str, Sequence[Slot]], lanes: Mapping[str,
         handles = [Rectangle((0, 0), 1, 1, color=_colour(lane), label=name) for lane, name in enumerate(names)]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(names), frameon=False)
     return figure
+
+
+def _end(timeline: Sequence[Slot], lanes: Lanes) -> int:
+    """Return the first slot after all computes of a timeline, some of whose slots may be missing."""
+    busy = (
+        lanes.busy(slot.number, action).stop for slot in timeline for action in slot.actions if action.op.is_compute
+    )
+    return max(busy, default=0)
 
 
 def _draw_timeline(axis: Axes, timeline: Sequence[Slot], lanes: Lanes) -> None:

@@ -171,7 +171,7 @@ def _memory_table(plan: Plan) -> str:
     curves = {name: forecast.trace.activation_bytes_per_slot for name, forecast in plan.forecasts.items()}
     peak = max(max(curve.values()) for curve in curves.values())
     rows = [("slot", *(text for name in curves for text in (name, "")))]
-    for slot in range(max(len(curve) for curve in curves.values())):
+    for slot in range(1 + max(max(curve) for curve in curves.values())):
         row = [str(slot)]
         for curve in curves.values():
             live = curve.get(slot, 0)

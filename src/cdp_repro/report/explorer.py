@@ -126,7 +126,7 @@ def _bytes(trace: Trace, slots: Sequence[Slot], schedule: Schedule, costs: Stage
         peaks = [*holds]
         for rank in range(schedule.ranks):
             if record := records.get((slot.number, rank)):
-                peaks[rank], holds[rank] = record.activation_bytes, record.activation_bytes_after
+                peaks[rank], holds[rank] = record.activation_peak_bytes, record.activation_bytes_at_end
                 kept[rank] = sum(number * size(rank, stage) for stage, number in enumerate(record.versions))
         found["activations"].append(peaks)
         found["parameters"].append([*kept])

@@ -67,20 +67,9 @@ def _collected(run_dir: Path, study: str, diverged_too: bool) -> Row:
 def _own(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the summary without paths and without entries that repeat the configuration."""
     said = {
-        "config",
-        "command",
-        "run_dir",
-        "status",
-        "mode",
-        "placement",
-        "stages",
-        "replicas",
-        "baseline",
-        "model",
-        "optim",
-        "delay",
-    }
-    said |= {"workers", "dataset", "seed", "epochs", "stages/blocks"}
+        "config", "command", "run_dir", "status", "mode", "placement", "stages", "replicas", "baseline", "model",
+        "optim", "delay", "workers", "dataset", "seed", "epochs", "stages/blocks",
+    }  # fmt: skip
     return {key: value for key, value in summary.items() if key not in said}
 
 

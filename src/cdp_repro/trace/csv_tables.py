@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
+from itertools import chain
 from typing import IO
 
 from cdp_repro.schedule.actions import Action, Op
@@ -28,16 +29,17 @@ def write_comms_csv(trace: Trace, file: IO[str]) -> None:
 
 
 def write_memory_csv(trace: Trace, file: IO[str], version_bytes: Callable[[int, int], int]) -> None:
-    """Write one row per slot and rank: live activation bytes, parameter bytes, live versions of each stage.
+    """Write one row per slot and rank that has acted by then: bytes of activations and parameters, versions.
 
+    Activation bytes are the most during the slot; parameter bytes and the versions of each stage are those at its end.
     `version_bytes` maps a rank and a stage to the bytes of one version of the stage's parameters there.
     """
     writer = csv.writer(file, lineterminator="\n")
     stages = [f"versions_stage_{stage}" for stage in range(trace.sizes.stages)]
     writer.writerow(["slot", "rank", "activation_bytes", "parameter_bytes", *stages])
-    for record in trace.records:
+    for record in chain.from_iterable(trace.of_each_slot()):
         live = sum(number * version_bytes(record.rank, stage) for stage, number in enumerate(record.versions) if number)
-        writer.writerow([record.slot, record.rank, record.activation_bytes, live, *record.versions])
+        writer.writerow([record.slot, record.rank, record.activation_peak_bytes, live, *record.versions])
 
 
 def step_and_worker(action: Action, trace: Trace) -> tuple[int | None, int | None]:

@@ -17,7 +17,9 @@ def perfetto(trace: Trace) -> dict[str, Any]:
     """Return the trace in Chrome's trace-event format (open it in ui.perfetto.dev or chrome://tracing).
 
     A process is a rank, and a thread a lane. Arrows lead from each message's SEND to the action that waited for it.
-    Counters show live activation bytes, live versions and the newest version of each stage. Times are microseconds.
+    Counters show, at the start of a slot, the most
+    activation bytes in it, and the versions that are alive at its end; at the end of an update, the newest version of
+    each stage. Times are microseconds.
     """
     return {"displayTimeUnit": "ms", "traceEvents": [*_names(trace), *_events(trace), *_flows(trace)]}
 
@@ -54,7 +56,9 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
                 own = {f"stage {stage}": version for (rank, stage), version in newest.items() if rank == record.rank}
                 yield _counter("newest version", record.rank, end, own)
         start = record.spans[0][0]
-        yield _counter("live activation bytes", record.rank, start, {"bytes": record.activation_bytes})
+        yield _counter(
+            "activation bytes (peak of the slot)", record.rank, start, {"bytes": record.activation_peak_bytes}
+        )
         live = {f"stage {stage}": number for stage, number in enumerate(record.versions)}
         yield _counter("live versions", record.rank, start, live)
 
@@ -65,19 +69,20 @@ def _counter(name: str, rank: int, seconds: float, values: dict[str, int]) -> di
 
 def _flows(trace: Trace) -> Iterator[dict[str, Any]]:
     """Yield both ends of an arrow for each message that an action of the trace waited for."""
-    arrows: dict[tuple[int, Value], deque[dict[str, Any]]] = defaultdict(deque)
+    arrows: dict[tuple[int, Value], deque[tuple[int, dict[str, Any]]]] = defaultdict(deque)
     sizes: dict[tuple[object, ...], int] = {(m.slot, m.source, m.destination, m.value): m.bytes for m in trace.messages}
     for record, action, start, end in _spans(trace):
         key = record.slot, record.rank, action.peer, action.value
         if action.op is Op.SEND and action.value is not None and key in sizes:
             end_of_arrow = _arrow_end("s", action, record.rank, trace, (start + end) / 2, 0)
-            arrows[action.peer, action.value].append({**end_of_arrow, "args": {"bytes": sizes[key]}})
+            arrows[action.peer, action.value].append((record.slot, {**end_of_arrow, "args": {"bytes": sizes[key]}}))
     number = 0
     for record, action, start, end in _spans(trace):
         for value in action.reads:
-            if arrows.get((record.rank, value)):
+            sent = arrows.get((record.rank, value))
+            if sent and sent[0][0] <= record.slot:  # else it is there already: buffers have no version
                 number += 1
-                yield {**arrows[record.rank, value].popleft(), "id": number}
+                yield {**sent.popleft()[1], "id": number}
                 yield {**_arrow_end("f", action, record.rank, trace, (start + end) / 2, number), "bp": "e"}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
@@ -25,14 +25,19 @@ class SlotRecord:
     rank: int
     actions: tuple[Action, ...]
     """The actions in the order in which they ran; compute actions carry the version that they read."""
-    activation_bytes: int
+    activation_peak_bytes: int
     """Peak of live activation bytes on this rank during the slot (at its start and after each action)."""
-    activation_bytes_after: int
+    activation_bytes_at_end: int
     """Live activation bytes at the end of the slot; the rank holds them until it acts again."""
     versions: tuple[int, ...]
     """For each stage, the number of parameter versions alive at the end of the slot."""
     spans: tuple[tuple[float, float], ...] = field(compare=False)
     """Start and end of each action, in seconds since the trace began (one slot is one second when simulated)."""
+
+    def idle_in(self, slot: int) -> SlotRecord:
+        """Return the record of a later slot in which the rank does nothing, and keeps what it has."""
+        held = self.activation_bytes_at_end
+        return SlotRecord(slot, self.rank, (), held, held, self.versions, ())
 
 
 @dataclass(frozen=True)
@@ -101,29 +106,33 @@ class Trace:
         messages = sorted((m for _, messages in parts for m in messages), key=lambda m: (m.slot, m.source))
         return cls(sizes, lanes, tuple(records), tuple(messages), tuple(begins), is_cut, fill)
 
+    def of_each_slot(self) -> Iterator[list[SlotRecord]]:
+        """Yield the records of each slot from the first to the last, by rank, with those of idle ranks.
+
+        A rank that has not acted yet has no record.
+        """
+        acting: dict[int, list[SlotRecord]] = defaultdict(list)
+        for record in self.records:
+            acting[record.slot].append(record)
+        latest: dict[int, SlotRecord] = {}
+        for slot in range(min(acting, default=0), max(acting, default=-1) + 1):
+            latest |= {record.rank: record for record in acting[slot]}
+            yield [record if record.slot == slot else record.idle_in(slot) for _, record in sorted(latest.items())]
+
     @property
     def activation_bytes_per_slot(self) -> dict[int, int]:
-        """Live activation bytes of each slot, summed over ranks; a rank without an action keeps its bytes."""
-        by_slot: dict[int, dict[int, SlotRecord]] = defaultdict(dict)
-        for record in self.records:
-            by_slot[record.slot][record.rank] = record
-        held: dict[int, int] = {}
-        total = {}
-        for slot, active in by_slot.items():
-            idle = sum(live for rank, live in held.items() if rank not in active)
-            total[slot] = idle + sum(record.activation_bytes for record in active.values())
-            held |= {rank: record.activation_bytes_after for rank, record in active.items()}
-        return total
+        """For each slot from the first to the last, the sum over ranks of the peak of live activation bytes in it."""
+        return {records[0].slot: sum(each.activation_peak_bytes for each in records) for records in self.of_each_slot()}
 
     @property
     def activation_peak_bytes_total(self) -> int:
-        """Largest sum over ranks of live activation bytes, over all slots."""
+        """Largest sum over ranks of the peak of live activation bytes in a slot, over all slots."""
         return max(self.activation_bytes_per_slot.values(), default=0)
 
     @property
     def activation_peak_bytes_per_device(self) -> int:
         """Largest number of live activation bytes on any one rank."""
-        return max((record.activation_bytes for record in self.records), default=0)
+        return max((record.activation_peak_bytes for record in self.records), default=0)
 
     @property
     def versions_kept(self) -> int:
