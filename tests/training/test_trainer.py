@@ -416,6 +416,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_after_a_checkpoint(tmp_path, ti
     assert CheckpointStore(tmp_path / "run" / "checkpoints").latest() is None
 
 
+def test_a_run_that_diverges_again_names_the_state_of_this_time(tmp_path, tiny):
+    """It is that after all steps that had begun: an earlier one where the pipeline drains after each step."""
+    with pytest.raises(DivergedError, match=r"saved in \S+step-000000003;"):
+        run(tmp_path / "run", *tiny, "optim.lr=1e12", "optim.warmup_epochs=0")
+    config = load_config(OmegaConf.create(RunDirectory.open(tmp_path / "run").config()))
+    config.checkpoint_every_steps = 1
+    with pytest.raises(DivergedError, match=r"saved in \S+step-00000000[12];"):
+        train(config, tmp_path / "run", ["test"], resume=True, restart=True)
+
+
 def test_no_checkpoint_to_go_on_from_has_a_parameter_that_is_not_finite(tmp_path, tiny):
     """The loss that shows it would come a step later, and a run that resumed between them would only diverge again."""
     huge = ("mode=cdp_v1", "optim.lr=1e38", "optim.momentum=0.99", "optim.warmup_epochs=0", "model.dropout=0")

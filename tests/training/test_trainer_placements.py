@@ -156,6 +156,12 @@ def test_a_run_by_collectives_goes_on_without_them(tmp_path, tiny, alone):
     same_outcome(tmp_path / "run", alone / "dp")
 
 
+def test_a_baseline_has_no_simulated_peak_of_a_schedule_that_it_does_not_run(tmp_path, tiny):
+    summary = run(config_of(tiny, "mode=dp", "baseline=torch_1f1b", "epochs=1"), tmp_path / "run", tmp_path)
+    assert summary["memory/activation_peak_bytes_simulated_dp"] > 0
+    assert "memory/activation_peak_bytes_simulated" not in summary
+
+
 @pytest.mark.parametrize(("mode", "placement"), RUNS)
 def test_a_killed_rank_ends_all_and_the_run_goes_on_bitwise(tmp_path, tiny, alone, placement, mode):
     config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split())

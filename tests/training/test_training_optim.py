@@ -14,11 +14,33 @@ from cdp_repro import Engine
 from cdp_repro.config.schema import OptimConfig
 from cdp_repro.models import ModelSpec, build_model, cut
 from cdp_repro.models.chain import hidden_matrices
-from cdp_repro.training.optim import optimizer_factory
+from cdp_repro.training.optim import learning_rate_factor, optimizer_factory
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 import reference
+
+HALF = 0.5**0.5
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup_epochs", "factors"),
+    [
+        ("constant", 0.0, [1] * 8),
+        ("constant", 1.5, [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1]),
+        ("constant", 1.25, [0.4, 0.8, 1, 1, 1, 1, 1, 1]),
+        ("step", 0.0, [1, 1, 1, 1, 0.1, 0.1, 0.1, 0.1]),
+        ("step", 0.5, [1, 1, 1, 1, 0.1, 0.1, 0.1, 0.1]),
+        ("cosine", 2.0, [0.25, 0.5, 0.75, 1, 1, (1 + HALF) / 2, 0.5, (1 - HALF) / 2]),
+        ("cosine", 4.0, [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1]),
+    ],
+)
+def test_the_learning_rate_of_each_step(schedule, warmup_epochs, factors):
+    """Four epochs of two steps."""
+    config = OptimConfig(schedule=schedule, warmup_epochs=warmup_epochs, step_epochs=2, gamma=0.1)
+    factor = learning_rate_factor(config, steps_per_epoch=2, epochs=4)
+    assert [factor(step) for step in range(8)] == pytest.approx(factors)
+
 
 STEPS, ROWS = 6, 8
 RANGES = [range(2), range(2, 3), range(3, 4), range(4, 5)]

@@ -103,4 +103,7 @@ def _load_entered(name: str, root: str | None) -> Dataset:
         found: object = _ENTERED[name](root)
     if not isinstance(found, Dataset):
         raise DatasetError(f"dataset={name} is of the type {type(found).__name__}: its function must return a Dataset")
+    for split, size in (("training", found.train_size), ("test", found.test_size)):
+        if size < 1:
+            raise DatasetError(f"dataset={name} has {size} {split} samples: a run needs at least 1")
     return found

@@ -23,6 +23,12 @@ class Split:
     images: Tensor
     labels: Tensor
 
+    def __post_init__(self) -> None:
+        if len(self.images) != len(self.labels):
+            raise ValueError(
+                f"{len(self.images)} images have {len(self.labels)} class numbers: give one for each image"
+            )
+
     def to(self, device: torch.device) -> Split:
         """Return this split on `device`."""
         return Split(self.images.to(device), self.labels.to(device))

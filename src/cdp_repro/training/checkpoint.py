@@ -67,7 +67,7 @@ class CheckpointStore:
             raise CheckpointError(f"step {step} is negative; steps count from 0")
         _refuse_unloadable(tensors, "tensors")
         text = _encode(step, meta)
-        final = self.directory / f"step-{step:09d}"
+        final = self.path_of(step)
         new = self.directory / f".new-{final.name}"
         needed: dict[str, int] = {}
         try:
@@ -84,6 +84,10 @@ class CheckpointStore:
         with contextlib.suppress(OSError):  # the checkpoint is in place; what cannot be deleted now is tried next time
             self._prune(final)
         return final
+
+    def path_of(self, step: int) -> Path:
+        """Return where the checkpoint of a step is, if there is one."""
+        return self.directory / f"step-{step:09d}"
 
     def latest(self) -> Path | None:
         """Path of the newest checkpoint by step, None if there is none; `load` checks its content."""

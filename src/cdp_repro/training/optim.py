@@ -40,8 +40,8 @@ def optimizer_factory(
 def learning_rate_factor(config: OptimConfig, steps_per_epoch: int, epochs: int) -> Callable[[int], float]:
     """Return step -> factor on the learning rate in the update that makes theta[step + 1].
 
-    The warm-up grows linearly to 1 over `warmup_epochs`; `step` is constant within an epoch, `cosine` falls from
-    step to step and would reach 0 just after the last one.
+    The warm-up grows linearly, and reaches 1 in the last step of `warmup_epochs`. After it, `step` is constant within
+    an epoch; `cosine` begins at 1, falls from step to step and would reach 0 just after the last one.
     """
     warmup_steps = config.warmup_epochs * steps_per_epoch
     total_steps = steps_per_epoch * epochs

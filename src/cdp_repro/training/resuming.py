@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from cdp_repro.config import RunConfig
 from cdp_repro.config.keys import NEUTRAL_KEYS, PLACEMENT_KEYS, flat, settings_of
+from cdp_repro.schedule import Spec
 from cdp_repro.training.checkpoint import CheckpointError
 
 
@@ -36,7 +39,16 @@ def refuse_foreign(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
         )
 
 
-def is_moved(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a run goes on elsewhere, by its two configurations: on another placement, or by another program."""
-    theirs, ours = settings_of(earlier), settings_of(now)
-    return any(theirs.get(key) != ours.get(key) for key in (*PLACEMENT_KEYS, "program"))
+def is_moved(earlier: Mapping[str, Any], config: RunConfig) -> bool:
+    """Whether a run goes on elsewhere than by its earlier configuration: on another placement, or by another program.
+
+    A number of ranks or servers that was left out is the same as the one that it stands for.
+    """
+    theirs = settings_of(earlier)
+
+    def where(spec: Spec) -> tuple[object, ...]:
+        return spec.placement, spec.collectives, spec.chosen_mode.timeline, spec.sizes
+
+    here = config.spec()
+    there = replace(here, **{key.removesuffix(".name"): theirs[key] for key in PLACEMENT_KEYS})
+    return where(there) != where(here) or theirs["program"] != config.program

@@ -148,7 +148,7 @@ class Trainer:
             self._engine.load_state_dict(checkpoint.tensors["engine"])
             torch.set_rng_state(checkpoint.tensors["torch_random_state"])
             is_cut = checkpoint.step < min(self.position.traced_until, self._total_steps)
-            traces_again = is_cut or is_moved(checkpoint.meta["config"], self._facts["config"])
+            traces_again = is_cut or is_moved(checkpoint.meta["config"], self._config)
         except CheckpointError:
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # it has other content
@@ -343,7 +343,8 @@ class Trainer:
         """Say where the state of a run that has diverged is, and the last one before it did."""
         good = self._checkpoints.latest()
         before = f"the last good checkpoint is {good}" if good else "no checkpoint had been due before"
-        return f"the state, after all steps that had begun, is saved in {self._diverged.latest()}; {before}"
+        saved = self._diverged.path_of(self._engine.step)
+        return f"the state, after all steps that had begun, is saved in {saved}; {before}"
 
     def _stop_diverged(self) -> None:
         """If a loss was not finite, save the state away from the checkpoints and raise DivergedError, on all ranks."""
