@@ -32,3 +32,10 @@ def test_all_mistakes_are_told_at_once():
 def test_what_an_unknown_study_might_know_is_no_mistake():
     (said,) = problems("tow", "dataset.root=data", "--run=7")
     assert said.startswith("unknown study 'tow'") and said.endswith("did you mean 'two'?")
+
+
+def test_every_study_takes_the_keys_that_the_help_offers():
+    """Alone: beside another study, a key that is refused here would be dropped in silence."""
+    for name in sweep.STUDIES:
+        options = sweep.parsed(["wandb=disabled", "keep_checkpoints=1"], [name])
+        assert options.passed_on == {name: ("wandb=disabled", "keep_checkpoints=1")}

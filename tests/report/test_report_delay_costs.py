@@ -10,13 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from delay_world import BEST_AT_02, OTHERS, SETTINGS, SMALL, STATE, World, compared, studies_of, tried
 from report_rows import row_of
 
 from cdp_repro.config.task import task_of
-from cdp_repro.report import standing, tuning
+from cdp_repro.report import tuning
 from cdp_repro.report.claims import FAILS, HOLDS, PARTLY, UNKNOWN, claims, tuned_verdict
 from cdp_repro.report.delay_advice import advice
-from cdp_repro.report.delay_costs import _notes, delay_table, read_times
+from cdp_repro.report.delay_costs import _notes, _simulated, read_times
 from cdp_repro.report.groups import Difference, grouped
 from cdp_repro.report.standing import best_of_each_mode, standings
 from cdp_repro.report.tuning import method_of, passed_on, rate_table, setting_of, tuned_rates
@@ -25,88 +26,6 @@ from cdp_repro.studies.delay_studies import CIFAR10, FRESH_SEEDS, TEXT, TUNING_S
 from cdp_repro.studies.rows import RowError, read_rows
 
 ROWS = Path(__file__).resolve().parents[2] / "results" / "rows"
-
-SETTINGS = (
-    "mode=dp",
-    "mode=cdp_v1 delay=prediction",
-    "mode=cdp_v2 delay=compensation",
-    "mode=cdp_v1 optim.nesterov=true",
-    "mode=dp optim.nesterov=true",
-)
-GRID = (0.05, 0.1, 0.2, 0.4)
-SMALL = replace(
-    CIFAR10, base="dataset=digits epochs=2", settings=SETTINGS, grid=GRID, seeds=(0, 1, 2),
-    finalists=dict.fromkeys(SETTINGS, GRID), rates=dict.fromkeys(SETTINGS, 0.2), best=SETTINGS[1:3],
-    judged_before=(), larger=replace(CIFAR10.larger, settings=SETTINGS[3:4]),
-)  # fmt: skip
-STATE = {"memory/optimizer_bytes_per_device": 2**20, "memory/delay_bytes_per_device": 2**21}
-BEST_AT_02 = (1.2, 1.0, 0.9, 1.1)
-OTHERS = [BEST_AT_02] * (len(SETTINGS) - 1)
-"""Losses of all settings but data parallelism."""
-
-
-def studies_of(benchmark):
-    """The studies of a benchmark by the end of their names, tuning and finals by kind."""
-    return {
-        each.kind if each.kind != "delay" else each.name.removeprefix(f"{benchmark.name}-"): each
-        for each in benchmark.studies()
-    }
-
-
-def tried(study, losses):
-    """Groups of a tuning or its finals; `losses` by setting, in the order of the rates; None has not run."""
-    flat = [loss for of_setting in losses for loss in of_setting]
-    rows = [
-        row_of(cell, TUNING_SEED, study.name, **({"diverged": True} if loss == inf else {"train/loss": loss}))
-        for cell, loss in zip(study.cells, flat, strict=True) if loss is not None
-    ]  # fmt: skip
-    return grouped(rows, study.varied)
-
-
-def compared(study, top1, keep=lambda number, seed: True, **changed):
-    """Groups of a comparison; `top1(number of the cell, seed)`, None if the run has diverged."""
-    rows = [
-        row_of(cell, seed, study.name, top1(number, seed) or 0.0, **STATE, **changed,
-               **({} if top1(number, seed) else {"diverged": True}))
-        for number, cell in enumerate(study.cells) for seed in cell.seeds if keep(number, seed)
-    ]  # fmt: skip
-    return grouped(rows, study.varied)
-
-
-class World:
-    """A benchmark with all of its runs, some of which a test changes."""
-
-    def __init__(self, monkeypatch, benchmark=SMALL):
-        self.studies = studies_of(benchmark)
-        for module in (standing, tuning):
-            monkeypatch.setattr(module, "STUDIES", {each.name: each for each in self.studies.values()})
-        self.groups = {}
-        for kind in ("delay-tuning", "delay-finals"):
-            self.have(kind, tried(self.studies[kind], [BEST_AT_02] * len(benchmark.settings)))
-
-    def have(self, kind, groups):
-        self.groups[self.studies[kind].name] = groups
-
-    def judge(self, *lost, keep=lambda number, seed: True, **changed):
-        """Runs of the verdict whose settings lose so many points; None diverges on some seeds."""
-
-        def top1(number, seed):
-            loss = (0, *lost)[number]
-            if loss is None:
-                return None if seed % 4 == 3 else 90.0
-            return 90 + 0.1 * (seed % 3) - loss + 0.01 * (number and (seed + number) % 2)
-
-        self.have("verdict", compared(self.studies["verdict"], top1, keep, **changed))
-        return self.standings("verdict")
-
-    def standings(self, kind):
-        return standings(self.studies[kind], self.groups)
-
-    def table(self, kind, times=None):
-        return delay_table(self.studies[kind], self.groups, self.standings(kind), times or {})
-
-    def claim(self):
-        return claims((), (), (), (), self.standings("verdict"))[2]
 
 
 @pytest.fixture
@@ -253,6 +172,15 @@ def test_copies_that_stale_reads_see_are_shown_where_there_are_any(world, nbytes
     assert world.table("verdict").rows[1][9] == f"not measured + 1.00{shown}"
 
 
+def test_simulated_state_is_that_of_runs_that_measured_it():
+    rows = [row for row in read_rows(ROWS) if row.study == "cifar10-larger"]
+    for row in rows:
+        found = _simulated(row.config, row.costs.parameter_bytes)
+        assert {f"{key}_per_device" for key in found} <= row.summary.keys()
+        assert found == {key: row.summary[f"{key}_per_device"] for key in found}
+    assert any(row.summary["memory/predicted_parameter_bytes_per_device"] for row in rows)
+
+
 def test_what_a_device_keeps_between_two_runs_counts(world):
     verdict, peak = world.studies["verdict"], {"memory/parameter_peak_bytes_per_device": 2**20}
     for drained, shown in ((2**21, "2.00 + "), (2**19, "1.00 + ")):
@@ -272,7 +200,7 @@ def test_what_a_device_keeps_is_told_by_a_run_that_has_finished(world):
         assert group.rows[0].has_diverged
         del group.rows[0].summary["memory/parameter_peak_bytes_per_device"]
     world.have("verdict", groups)
-    told = {row[9].removesuffix(" + copies not counted") for row in world.table("verdict").rows}
+    told = {row[9].removesuffix(" + 0.00*") for row in world.table("verdict").rows}
     assert told == {"1.00 + 1.00 + 2.00"}
 
 
@@ -282,7 +210,8 @@ def test_verdicts_come_from_fresh_seeds_alone_and_the_other_table_chooses(world)
     assert table.columns[5] == "verdict" and [row[5] for row in table.rows] == ["", "equivalent", "worse"]
     assert [row[1] for row in table.rows] == ["sgd", "sgd + prediction", "sgd + compensation"]
     assert [row[8] for row in table.rows] == ["", "1.02", ""]
-    assert table.rows[1][9] == "not measured + 1.00 + 2.00 + copies not counted", "by rows of before they were"
+    assert table.rows[1][9] == "not measured + 1.00 + 2.00 + 0.00*", "by rows of before they were"
+    assert "* simulated, as rows of older versions lack it" in table.notes[0]
     assert table.columns[6:8] == ("p (corrected)", "power") and [row[7] for row in table.rows] == ["", "1.00", "1.00"]
     assert table.rows[2][6] == "1 (1)" and "less than 0.3 points" in " ".join(table.notes)
     delay = world.studies["delay"]
@@ -307,7 +236,7 @@ def test_a_setting_that_was_judged_before_stays_beside_the_one_that_is_better_no
     assert judged == {
         ("cdp_v1", "sgd nesterov"): "worse", ("cdp_v1", "sgd"): "equivalent", ("cdp_v2", "sgd"): "equivalent"
     }  # fmt: skip
-    advised = advice(world.standings("verdict"), [], {})
+    advised = advice(world.standings("verdict"), [], {}, {})
     assert "nesterov=true" not in advised and advised.count("is within 0.3 points of") == 2, "the best of each mode"
     said = "one more chance to seem equivalent"
     assert said in " ".join(world.table("verdict").notes)
@@ -547,38 +476,42 @@ def test_the_advice_says_what_fresh_seeds_judged_and_before_that_the_best_so_far
     world.have("delay-finals", tried(finals, [BEST_AT_02, (1.2, 1.0, 0.85, 1.1), *OTHERS[1:]]))
     short = world.studies["delay-tuning"]
     for tunings in ([short, finals], [finals, short]):
-        assert "in runs of full length, one seed" in advice([], tunings, world.groups)
-    said = advice([], [short], world.groups)
+        assert "in runs of full length, one seed" in advice([], tunings, world.groups, {})
+    said = advice([], [short], world.groups, {})
     assert "the lowest training loss of each mode so far in short runs, with which the tuning" in said
     assert "goes on" not in said
-    said = advice([], [finals], world.groups)
+    said = advice([], [finals], world.groups, {})
     assert (
         "resnet8 has no verdict on fresh seeds yet; the" in said
         and "`mode=cdp_v1 delay=prediction optim.lr=0.2` 0.850" in said
     )
     assert "goes on" not in said
     world.have("delay-finals", tried(finals, [(None, 0.85, 1.0, None), *OTHERS]))
-    assert "`mode=dp optim.lr=0.1` 0.850 (tuning goes on)" in advice([], [finals], world.groups)
+    assert "`mode=dp optim.lr=0.1` 0.850 (tuning goes on)" in advice([], [finals], world.groups, {})
     world.have("delay-finals", tried(finals, [BEST_AT_02, *OTHERS]))
     rows = lambda number, seed: 90.0 - 0.5 * number + 0.001 * seed * number  # noqa: E731 - data parallelism is number 0
     world.have("delay", compared(world.studies["delay"], rows))
-    said = advice(world.standings("delay"), [finals], world.groups)
+    said = advice(world.standings("delay"), [finals], world.groups, {})
     assert (
         "resnet8 has no verdict on fresh seeds yet; so far, on the seeds that chose it" in said
         and "training loss" not in said
     )
     assert "`mode=cdp_v1 delay=prediction optim.lr=0.2` -0.50 [" in said and "nesterov" not in said, "the better alone"
     begun = world.judge(0, 1.0, keep=lambda number, seed: seed < 12)
-    assert advice([*world.standings("delay"), *begun], [finals], world.groups) == said, "some fresh seeds judge nothing"
-    said = advice([*world.standings("delay"), *world.judge(0, 1.0)], [finals], world.groups)
-    assert "not judged" not in said
-    assert re.match(
-        r"`mode=cdp_v1 delay=prediction optim\.lr=\S+` is within 0\.3 points of data parallelism with sgd \(", said
+    assert advice([*world.standings("delay"), *begun], [finals], world.groups, {}) == said, (
+        "some fresh seeds judge nothing"
     )
+    said = advice([*world.standings("delay"), *world.judge(0, 1.0)], [finals], world.groups, {})
+    assert "not judged" not in said
+    used = r"Use `mode=cdp_v1 delay=prediction optim\.lr=\S+`: it is within 0\.3 points of data parallelism with sgd \("
+    assert re.match(used, said) and re.search(r"; p = \S+, or \S+ corrected for 2 settings\)\.", said)
     assert re.search(r"`mode=cdp_v2 delay=compensation [^`]+` is less accurate than data parallelism with sgd \(", said)
-    again = advice([*world.judge(0, 1.0)][::-1], [finals], world.groups)
+    setting = setting_of(world.studies["verdict"].cells[1].settings)
+    timed = advice(world.judge(0, 1.0), [], {}, {("digits", setting): "1.02 (1.00 to 1.05)"})
+    assert timed.count("; step time 1.02 (1.00 to 1.05) of dp's)") == 1
+    again = advice([*world.judge(0, 1.0)][::-1], [finals], world.groups, {})
     assert again.startswith(said.partition("` ")[0]), "what can be used comes first"
-    assert advice([], [], {}) == "Not measured yet."
+    assert advice([], [], {}, {}) == "Not measured yet."
 
 
 def test_where_accumulation_shrinks_micro_batches_the_table_says_so():

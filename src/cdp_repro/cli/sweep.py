@@ -90,7 +90,7 @@ def _write_script(options: Options, path: Path, script: str) -> int:
 
 def parsed(arguments: Sequence[str], study_names: Sequence[str]) -> Options:
     """Return the options; raise ConfigError that lists all mistakes."""
-    given = dict(text.removeprefix("--").partition("=")[::2] for text in arguments if text.startswith("-"))
+    options = [text.partition("=")[::2] for text in arguments if text.startswith("-")]
     overrides = tuple(text for text in arguments if not text.startswith("-") and "=" in text)
     names = [text for text in arguments if not text.startswith("-") and "=" not in text]
     problems = [
@@ -99,7 +99,10 @@ def parsed(arguments: Sequence[str], study_names: Sequence[str]) -> Options:
         if name not in STUDIES
     ]
     values: dict[str, Any] = {}
-    for name, value in given.items():
+    for option, value in options:
+        name = option.removeprefix("--")
+        if name in values:
+            problems.append(f"{option}= is given twice: leave one out")
         try:
             values[name] = _value(name, value)
         except ValueError as error:
@@ -129,7 +132,8 @@ def _value(name: str, value: str) -> int | Path:
         return Path(path)
     if name not in minima:
         names = [*minima, "runs", "results", "slurm"]
-        raise ValueError(f"unknown option --{name.lstrip('-')}: choose {', '.join(f'--{each}=' for each in names)}")
+        typed = name if name.startswith("-") else f"--{name}"
+        raise ValueError(f"unknown option {typed}: choose {', '.join(f'--{each}=' for each in names)}")
     if not value.isdecimal() or int(value) < minima[name]:
         raise ValueError(f"--{name}={value}: must be a whole number, {minima[name]} or more, e.g. --{name}=1")
     return int(value)
@@ -144,12 +148,16 @@ def _inconsistent(options: Options) -> Iterator[str]:
         yield "--slurm= makes a job of each run: drop --run= and --jobs="
 
 
+_DECIDE_WHAT_A_KEY_MEANS = ("dataset=", "experiment=", "model=")
+"""Beginnings of the overrides of a study beside which a setting is tried; tokens need a model that reads them."""
+
+
 def _passed_on(studies: Sequence[str], overrides: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Return, by study, the overrides that its data set has, and the mistakes in overrides that no data set has."""
     found: dict[str, tuple[str, ...]] = {}
     mistakes: dict[str, ConfigError] = {}
     for name in studies:
-        groups = [text for text in STUDIES[name].cells[0].overrides if text.startswith(("dataset=", "experiment="))]
+        groups = [text for text in STUDIES[name].cells[0].overrides if text.startswith(_DECIDE_WHAT_A_KEY_MEANS)]
         for text in overrides:
             try:
                 compose_config([*groups, text], check_device=False)

@@ -35,8 +35,9 @@ from cdp_repro.report.cost_table import (
     simulations_of,
 )
 from cdp_repro.report.delay_advice import advice
-from cdp_repro.report.delay_costs import delay_table, read_times
+from cdp_repro.report.delay_costs import Times, delay_table, read_times
 from cdp_repro.report.delay_figures import differences, rate_caption, rate_curves
+from cdp_repro.report.delay_goal import gap_table, goal
 from cdp_repro.report.evidence import origin, provenance
 from cdp_repro.report.explorer import explorer_of_equal_layers
 from cdp_repro.report.groups import Group, grouped
@@ -124,7 +125,16 @@ class Report:
     @cached_property
     def advice(self) -> str:
         """Which setting to use, in one paragraph."""
-        return advice(self.standings, self._begun("delay-tuning", "delay-finals"), self.groups)
+        return advice(self.standings, self._begun("delay-tuning", "delay-finals"), self.groups, self._times)
+
+    @cached_property
+    def goal(self) -> list[str]:
+        """Whether each mode keeps the accuracy of data parallelism on every network, and why not, in paragraphs."""
+        return goal(self.standings, self._begun("delay-tuning"), self.groups)
+
+    @cached_property
+    def _times(self) -> Times:
+        return read_times(self._results)
 
     @cached_property
     def texts(self) -> dict[str, str]:
@@ -134,6 +144,7 @@ class Report:
             **{name: table.markdown() for name, table in self.tables.items()},
             "verdicts": verdict_table(self.claims).markdown(),
             "advice": f"{self.advice}\n",
+            "goal": "\n\n".join(self.goal) + "\n",
             "delay": "\n".join(delayed),
         }
 
@@ -177,10 +188,10 @@ class Report:
     def _delay_tables(self) -> list[Table]:
         """The tables of the studies of delay that have begun: verdicts, differences, and the choice of rates."""
         compared = sorted(self._begun("delay"), key=lambda study: study.margin is None)
-        times = read_times(self._results)
         standing = {study.name: [each for each in self.standings if each.study is study] for study in compared}
         return [
-            *(delay_table(study, self.groups, standing[study.name], times) for study in compared),
+            *(delay_table(study, self.groups, standing[study.name], self._times) for study in compared),
+            *filter(None, (gap_table(study, self.groups, self.standings) for study in self._begun("delay-tuning"))),
             *(rate_table(study, self.groups) for study in self._begun("delay-finals", "delay-tuning")),
         ]
 
@@ -336,7 +347,7 @@ class Report:
                 Section(
                     "delay",
                     "What delay costs",
-                    [_DELAY, self.advice],
+                    [_DELAY, self.advice, *self.goal],
                     pictures=pictures("differences", "rates"),
                     tables=delayed,
                 )
@@ -416,7 +427,8 @@ _DIFFERENCES = (
     "Difference of each setting from data parallelism with the same optimizer, at the learning rates of the tables: "
     "mean over seeds with its 95 % interval. Circles give no verdict; where a panel of diamonds follows, they have "
     "chosen the best of each mode, which the diamonds judge on fresh seeds. The grey band is the margin of equivalence "
-    "that was stated before."
+    "that was stated before. A method that also helps, or hurts, data parallelism has a difference from a better, or "
+    "worse, one: the last column of the tables compares all with the first."
 )
 
 

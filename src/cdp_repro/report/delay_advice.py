@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from cdp_repro.report.delay_costs import Times
 from cdp_repro.report.groups import Group
-from cdp_repro.report.standing import Standing, best_of_each_mode, untuned
-from cdp_repro.report.tuning import loss_of, tuned_rates
+from cdp_repro.report.standing import Standing, best_of_each_mode, best_verdicts, corrected, untuned
+from cdp_repro.report.tuning import loss_of, setting_of, tuned_rates
 from cdp_repro.report.two_one_sided import BETTER, EQUIVALENT, NOT_SETTLED, WORSE
 from cdp_repro.studies.study import Study
 
@@ -24,21 +24,17 @@ _SENTENCES = {
 """By verdict, what readers may use first."""
 
 
-def advice(standings: Sequence[Standing], tunings: Sequence[Study], groups: Mapping[str, Sequence[Group]]) -> str:
+def advice(
+    standings: Sequence[Standing], tunings: Sequence[Study], groups: Mapping[str, Sequence[Group]], times: Times
+) -> str:
     """Return the paragraph: the best verdict of each mode on fresh seeds; for networks without one, the best so far.
 
     So far means in the study that chooses or, before it has begun, of the tuning. Of the `tunings` of a network,
     the runs of full length count, if they have begun. `groups` are those of all studies by name.
     """
-    found = sorted((each for each in standings if each.verdict), key=lambda each: [*_SENTENCES].index(each.verdict))
-    judged: dict[tuple[str, str], Standing] = {}
-    tried: Counter[tuple[str, str]] = Counter()
-    for each in found:
-        key = each.study.network, each.group.mode
-        tried[key] += 1
-        judged.setdefault(key, each)
+    judged = best_verdicts(standings)
     done = {network for network, _ in judged}
-    said = [_judged(each, tried[key]) for key, each in judged.items()]
+    said = [_judged(each, standings, times) for each in judged.values()]
     last = {study.network: study for study in sorted(tunings, key=_is_finals)}
     for network, study in last.items():
         if network not in done:
@@ -49,14 +45,22 @@ def advice(standings: Sequence[Standing], tunings: Sequence[Study], groups: Mapp
     return " ".join(said) or "Not measured yet."
 
 
-def _judged(each: Standing, tried: int) -> str:
-    """Return a verdict; `tried` settings of the mode were judged on these seeds, and one may pass by chance."""
+def _judged(each: Standing, standings: Sequence[Standing], times: Times) -> str:
+    """Return a verdict with its evidence: several settings of a mode are several chances to pass."""
+    rivals = [other for other in standings if other.verdict and other.study is each.study]
+    tried = sum(other.group.mode == each.group.mode for other in rivals)
     verdict = _SENTENCES[each.verdict].format(margin=each.study.margin, unit=each.task.difference_unit)
-    best_of = f"; the best of {tried} settings" if tried > 1 else ""
-    return (
-        f"`{overrides(each.group)}` {verdict} data parallelism with {each.optimizer} ({each.study.network}, fresh "
-        f"seeds: {each.difference}{best_of})."
-    )
+    evidence = [f"{each.study.network}, fresh seeds: {each.difference}"]
+    if each.verdict == EQUIVALENT:
+        p, of_all = corrected(rivals)[each.group.cell]
+        evidence.append(f"p = {p:.2g}, or {of_all:.2g} corrected for {len(rivals)} settings")
+    if tried > 1:
+        evidence.append(f"the best of {tried} settings")
+    if time := times.get((each.group.config["dataset.name"], setting_of(each.group.config))):
+        evidence.append(f"step time {time} of dp's")
+    use, it = ("Use ", ": it") if each.verdict in (BETTER, EQUIVALENT) else ("", "")
+    than = f"data parallelism with {each.optimizer} ({'; '.join(evidence)})"
+    return f"{use}`{overrides(each.group)}`{it} {verdict} {than}."
 
 
 def _chosen(best: Sequence[Standing]) -> str:

@@ -9,14 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from cdp_repro.config.task import task_of
+from cdp_repro.predict.training_state import copied_bytes
 from cdp_repro.report.accuracy import not_run
 from cdp_repro.report.evidence import provenance
-from cdp_repro.report.groups import OF_TWO_VERSIONS, Group, compared
-from cdp_repro.report.standing import Standing, best_of_each_mode, rates_for, untuned
+from cdp_repro.report.groups import OF_TWO_VERSIONS, Group
+from cdp_repro.report.standing import (
+    Standing,
+    against_first_dp,
+    best_of_each_mode,
+    corrected,
+    rates_for,
+    untuned,
+)  # fmt: skip
 from cdp_repro.report.tables import Table
 from cdp_repro.report.tuning import Setting, TunedRate, method_of, setting_of
-from cdp_repro.report.two_one_sided import holm, power_without_difference
-from cdp_repro.studies.delay_studies import METHOD_KEYS, OPTIMIZER_KEYS
+from cdp_repro.report.two_one_sided import power_without_difference
+from cdp_repro.schedule import Program, Schedule
 from cdp_repro.studies.rows import DIVERGED, RowError, label_of_mode
 from cdp_repro.studies.study import Cell, Study
 
@@ -63,9 +71,11 @@ def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequ
     """
     task, own, tuned = task_of(study.cells[0].settings["dataset.name"]), groups[study.name], rates_for(study, groups)
     by_cell = {each.group.cell: each for each in found}
+    rows_of_own = (row for group in own for row in group.rows if "stages/costs" in row.summary)
+    sizes = next((row.costs.parameter_bytes for row in rows_of_own), ())  # all have the same network and cut
     more = {
         **_said(study, own, found, tuned, times),
-        "parameters + optimizer + method [MiB]": {group.cell: _state(group) for group in own},
+        "parameters + optimizer + method [MiB]": {group.cell: _state(group, sizes) for group in own},
         **_from_plain(study, own),
     }
     rows = []
@@ -85,25 +95,18 @@ def delay_table(study: Study, groups: Mapping[str, Sequence[Group]], found: Sequ
     columns = ("mode", "method", "lr", task.label, f"minus dp [{task.difference_unit}], 95 % interval", *more)
     rows += [_missing(cell, len(columns)) for cell in study.cells if cell.hash not in present]
     evidence = provenance([row for group in own for row in group.rows])
-    return Table(study.name.replace("-", "_"), study.title, columns, rows, _notes(study), evidence)
+    return Table(study.name.replace("-", "_"), study.title, columns, rows, _notes(study, _MARK in str(rows)), evidence)
 
 
 def _from_plain(study: Study, groups: Sequence[Group]) -> Columns:
-    """Return the differences of groups with another optimizer from the first data parallelism.
-
-    There is no column if data parallelism has only one optimizer, or if the first has no run or has diverged.
-    """
-    first, *others = (cell for cell in study.cells if label_of_mode(cell.settings) == "dp")
-    plain = next((group for group in groups if group.cell == first.hash), None)
-    if not others or plain is None or plain.diverged:
-        return {}
-    task = task_of(plain.config["dataset.name"])
-    found = {}
+    """Return the differences of groups with another optimizer from the first data parallelism, if there are any."""
+    found, references = {}, []
     for group in groups:
-        if group.finished is not None and any(group.config[key] != plain.config[key] for key in OPTIMIZER_KEYS):
-            difference = compared(group.finished, plain, task.metric, METHOD_KEYS)
-            found[group.cell] = difference.text(task.digits) if difference else ""
-    return {f"minus dp with {method_of(plain.config)} [{task.difference_unit}]": found}
+        if shown := against_first_dp(study, groups, group):
+            task = task_of(group.config["dataset.name"])
+            found[group.cell] = shown.difference.text(task.digits)
+            references.append(f"minus dp with {method_of(shown.reference.config)} [{task.difference_unit}]")
+    return dict.fromkeys(references, found)
 
 
 def _said(
@@ -129,14 +132,13 @@ def _said(
 
 def _tests(margin: float, found: Sequence[Standing]) -> Columns:
     """Return what the tests of equivalence give: p, p corrected for their number, and their power."""
-    tested = {each.group.cell: each.found for each in found if each.found and not math.isnan(each.found.p_value)}
-    p_values = [each.p_value for each in tested.values()]
     return {
-        "p (corrected)": {
-            cell: f"{p:.2g} ({corrected:.2g})"
-            for cell, p, corrected in zip(tested, p_values, holm(p_values), strict=True)
+        "p (corrected)": {cell: f"{p:.2g} ({p_of_all:.2g})" for cell, (p, p_of_all) in corrected(found).items()},
+        "power": {
+            each.group.cell: f"{power_without_difference(each.found.difference, margin):.2f}"
+            for each in found
+            if each.found and not math.isnan(each.found.p_value)
         },
-        "power": {cell: f"{power_without_difference(each.difference, margin):.2f}" for cell, each in tested.items()},
     }
 
 
@@ -164,22 +166,46 @@ def _rate(group: Group, tuned: Mapping[Setting, TunedRate]) -> str:
     return f"{group.config['optim.lr']:g}" + (f" ({fault})" if fault else "")
 
 
-def _state(group: Group) -> str:
+def _state(group: Group, sizes: Sequence[int]) -> str:
     """Return the MiB of parameters, optimizer and method on the device with most of each, as `0.60 + 0.30 + 0.30`.
 
-    What the method keeps comes in two numbers if stale reads see copies; older rows do not count them.
+    What the method keeps comes in two numbers if stale reads see copies. Numbers that older rows lack are simulated
+    from the parameter bytes of each stage, `sizes`.
     """
-    summary: Mapping[str, Any] = (group.finished or group).rows[0].summary  # one that diverged may end untraced
+    row = (group.finished or group).rows[0]  # one that diverged may end untraced
     kinds = ["memory/parameter_peak_bytes", "memory/optimizer_bytes", "memory/delay_bytes"]
-    if summary.get(f"{_COPIES}_per_device"):
+    if row.summary.get(f"{_COPIES}_per_device", row.config["delay.name"] == "prediction"):
         kinds.append(_COPIES)
-    found = [summary.get(f"{kind}_per_device") for kind in kinds]
+    found = [row.summary.get(f"{kind}_per_device") for kind in kinds]
     if found[0] is not None:  # between two runs a device may hold more versions, for reads to come
-        found[0] = max(found[0], summary["memory/parameter_bytes_per_device"])
-    said = ["not measured" if nbytes is None else f"{nbytes / 2**20:.2f}" for nbytes in found]
-    if group.config["delay.name"] == "prediction" and f"{_COPIES}_per_device" not in summary:
-        said.append("copies not counted")
-    return " + ".join(said)
+        found[0] = max(found[0], row.summary["memory/parameter_bytes_per_device"])
+    simulated = _simulated(row.config, sizes) if None in found and sizes else {}
+    return " + ".join(
+        f"{nbytes / 2**20:.2f}" if nbytes is not None
+        else f"{simulated[kind] / 2**20:.2f}{_MARK}" if kind in simulated else "not measured"
+        for kind, nbytes in zip(kinds, found, strict=True)
+    )  # fmt: skip
+
+
+_MARK = "*"
+"""Marks a simulated number."""
+
+
+def _simulated(config: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, int]:
+    """Return what can be told of the state of a run on one device from its schedule and the sizes of its stages.
+
+    All parameters of the studied networks are trained. Only SGD's state is one value a parameter throughout.
+    """
+    if config["optim.name"] != "sgd" or config["placement.name"] != "single_device":
+        return {}
+    found = {"memory/optimizer_bytes": sum(sizes) * (config["optim.momentum"] > 0)}
+    if config["delay.name"] == "none":
+        found["memory/delay_bytes"] = 0
+    if config["delay.name"] == "prediction":
+        k = config["accumulate"]
+        schedule = Schedule.build(config["mode.name"], config["workers"], len(sizes), accumulate=k)
+        found[_COPIES] = copied_bytes(Program(schedule), sizes)
+    return found
 
 
 def _missing(cell: Cell, columns: int) -> list[str]:
@@ -188,7 +214,7 @@ def _missing(cell: Cell, columns: int) -> list[str]:
     return said + [""] * (columns - len(said))
 
 
-def _notes(study: Study) -> list[str]:
+def _notes(study: Study, shows_simulated: bool = False) -> list[str]:
     task = task_of(study.cells[0].settings["dataset.name"])
     better, best = ("higher", "highest") if task.more_is_better else ("lower", "lowest")
     if study.margin is not None:
@@ -218,7 +244,9 @@ def _notes(study: Study) -> list[str]:
         "Mean ± standard deviation over seeds, number of runs in brackets; differences are paired by seed, "
         f"{better} is better. Each setting is compared with dp of the same optimizer. What a device "
         "keeps, at most: all versions of the parameters, the optimizer's state, the method's (with prediction also the "
-        "copies that stale reads see)." + (_TIME if study.margin is not None or study.chooses else ""),
+        "copies that stale reads see)."
+        + (f" {_MARK} simulated, as rows of older versions lack it." if shows_simulated else "")
+        + (_TIME if study.margin is not None or study.chooses else ""),
         OF_TWO_VERSIONS,
         *([mixed] if any(_has_other_statistics(cell) for cell in study.cells) else []),
         rule,

@@ -8,11 +8,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from cdp_repro.config.task import Task, task_of
-from cdp_repro.report.groups import Group, compared, data_parallel
+from cdp_repro.report.groups import Difference, Group, compared, data_parallel
 from cdp_repro.report.tuning import Setting, TunedRate, method_of, optimizer_of, setting_of, tuned_rates
-from cdp_repro.report.two_one_sided import WORSE, Equivalence, equivalence
+from cdp_repro.report.two_one_sided import (
+    BETTER,
+    EQUIVALENT,
+    NOT_SETTLED,
+    WORSE,
+    Equivalence,
+    equivalence,
+    holm,
+)  # fmt: skip
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.delay_studies import METHOD_KEYS, OPTIMIZER_KEYS
+from cdp_repro.studies.rows import label_of_mode
 from cdp_repro.studies.study import Study
 
 
@@ -50,6 +59,12 @@ class Standing:
         values = zip(self.group.seeds, self.group.values(self.task.metric), strict=True)
         mean = statistics.fmean(value for seed, value in values if seed in seeds)
         return mean if self.task.more_is_better else -mean
+
+    @property
+    def quality_lost(self) -> float:
+        """What data parallelism is better by, on average; negative if it is worse. NaN without a difference."""
+        mean = self.found.difference.mean if self.found else math.nan
+        return -mean if self.task.more_is_better else mean
 
     @property
     def optimizer(self) -> str:
@@ -132,6 +147,50 @@ def untuned(group: Group, tuned: Mapping[Setting, TunedRate]) -> str:
     if end.rate is None or end.rate == group.config["optim.lr"]:
         return end.missing
     return f"the tuning chose {end.rate:g}"
+
+
+_BEST_FIRST = (BETTER, EQUIVALENT, NOT_SETTLED, WORSE)
+
+
+def best_verdicts(found: Sequence[Standing]) -> dict[tuple[str, str], Standing]:
+    """Return, by network and mode, the judged setting with the best verdict; those with better verdicts first."""
+    judged = sorted((each for each in found if each.verdict), key=lambda each: _BEST_FIRST.index(each.verdict))
+    best: dict[tuple[str, str], Standing] = {}
+    for each in judged:
+        best.setdefault((each.study.network, each.group.mode), each)
+    return best
+
+
+def corrected(found: Sequence[Standing]) -> dict[str, tuple[float, float]]:
+    """Return, by cell, p of the tests of a study's settings, and p corrected for their number."""
+    tested = {each.group.cell: each.found for each in found if each.found and not math.isnan(each.found.p_value)}
+    p_values = [each.p_value for each in tested.values()]
+    return dict(zip(tested, zip(p_values, holm(p_values), strict=True), strict=True))
+
+
+@dataclass(frozen=True)
+class FromFirst:
+    """A difference from the first data parallelism of a study."""
+
+    reference: Group
+    difference: Difference
+
+
+def against_first_dp(study: Study, groups: Sequence[Group], group: Group) -> FromFirst | None:
+    """Compare a group with the first data parallelism of its study, whose optimizer is another.
+
+    None if it is the same, if there is no difference to tell, or if data parallelism has only one optimizer, or if the
+    first has no run or has diverged. `groups` are those of the study.
+    """
+    first, *others = (cell for cell in study.cells if label_of_mode(cell.settings) == "dp")
+    plain = next((each for each in groups if each.cell == first.hash), None)
+    if not others or plain is None or plain.diverged or group.finished is None:
+        return None
+    if all(group.config[key] == plain.config[key] for key in OPTIMIZER_KEYS):
+        return None
+    task = task_of(plain.config["dataset.name"])
+    difference = compared(group.finished, plain, task.metric, METHOD_KEYS)
+    return FromFirst(plain, difference) if difference else None
 
 
 def best_of_each_mode(found: Sequence[Standing]) -> dict[str, Standing]:

@@ -7,8 +7,9 @@ equivalence of average bioavailability", J. Pharmacokinetics and Biopharmaceutic
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scipy.special import chdtri, ndtr, stdtr, stdtrit
 
@@ -53,7 +54,21 @@ def power_without_difference(difference: Difference, margin: float) -> float:
     return math.fsum(inside) / _QUANTILES if inside else math.nan
 
 
+def seeds_for_power(difference: Difference, margin: float, power: float) -> int:
+    """Return how many seeds find two groups without a difference equivalent with at least this probability.
+
+    It takes the spread of seeds in `difference`, which must have an interval, for the true one; `_MOST_SEEDS` at most.
+    """
+    spread = difference.error * math.sqrt(difference.n)
+
+    def power_of(n: int) -> float:
+        return power_without_difference(replace(difference, n=n, error=spread / math.sqrt(n)), margin)
+
+    return 2 + bisect_left(range(2, _MOST_SEEDS), power, key=power_of)
+
+
 _QUANTILES = 1000
+_MOST_SEEDS = 10_000
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
