@@ -10,7 +10,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from cdp_repro.cli.console import only_folder, run_script
+from cdp_repro.cli.console import made_folder, run_script
 from cdp_repro.cli.streams import write_out
 from cdp_repro.observe.dataflow_figures import gradient_sum_figure, micro_batch_figure, versions_figure
 from cdp_repro.observe.figures import save_figure
@@ -33,7 +33,6 @@ def figures() -> dict[str, Figure]:
 
 def draw(folder: Path) -> list[Path]:
     """Write all pictures; return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, figure in figures().items():
         save_figure(figure, folder / name)
@@ -42,7 +41,7 @@ def draw(folder: Path) -> list[Path]:
 
 
 def main(arguments: list[str]) -> None:
-    for path in draw(only_folder(arguments) or FOLDER):
+    for path in draw(made_folder(arguments, FOLDER)):
         write_out(f"{path}\n")
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from cdp_repro.cli.console import only_folder, run_script
+from cdp_repro.cli.console import made_folder, run_script
 from cdp_repro.cli.streams import write_out
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.metrics import read_metrics
@@ -93,8 +93,7 @@ def set_ups() -> dict[str, tuple[str, ...]]:
 
 
 def main(arguments: list[str]) -> None:
-    folder = (only_folder(arguments) or ROOT / "runs" / "kill").absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = made_folder(arguments, ROOT / "runs" / "kill").absolute()
     results: dict[str, Any] = {"command": "python scripts/kill.py", "set_ups": {}}
     names = _mixed(list(set_ups()))
     with ThreadPoolExecutor(TOGETHER) as pool:

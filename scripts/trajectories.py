@@ -268,7 +268,24 @@ def commit(source: Path) -> str:
     return git("rev-parse", "HEAD") + " with changes" * bool(git("status", "--porcelain", "."))
 
 
+def read(path: Path) -> dict[str, Any]:
+    """Return what `record` has written; exit if it is not there, or something else."""
+    try:
+        recorded: dict[str, Any] = json.loads(path.read_text())
+        if {*header(), "settings"} <= recorded.keys():
+            return recorded
+    except OSError as error:
+        sys.exit(f"cannot read {path}: {error.strerror}")
+    except (ValueError, AttributeError):
+        pass
+    sys.exit(f"{path} is not a file of `record`: write one by python scripts/trajectories.py record FILE")
+
+
 def record(path: Path, words: Sequence[str]) -> int:
+    try:
+        path.open("a").close()  # before the runs, which take minutes
+    except OSError as error:
+        sys.exit(f"cannot write to {path}: {error.strerror}")
     found = {setting.name: outcome for setting, outcome in run_all(matching(settings(), words))}
     failed = {name: reason for name, reason in found.items() if isinstance(reason, str)}
     runs = {name: None if name in failed else outcome for name, outcome in found.items()}
@@ -280,12 +297,13 @@ def record(path: Path, words: Sequence[str]) -> int:
 
 
 def compare(path: Path, words: Sequence[str]) -> int:
-    recorded = json.loads(path.read_text())
+    recorded = read(path)
     for key, value in header().items():
         if key != "commit" and recorded[key] != value:
             print(f"recorded with {key} {recorded[key]}, this is {value}")
     missing = recorded["settings"].keys() - {setting.name for setting in settings()}
-    assert not missing, f"{path} has settings that this script has not: {sorted(missing)}"
+    if missing:
+        sys.exit(f"{path} has settings that this script has not: {', '.join(sorted(missing))}")
     chosen = matching([setting for setting in settings() if setting.name in recorded["settings"]], words)
     known = [setting for setting in chosen if recorded["settings"][setting.name]]
     differing = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import runpy
 import subprocess
 import sys
@@ -40,6 +42,7 @@ def script(monkeypatch, capsys):
         ("simulate", ["eight"], "N=eight: give whole numbers of workers, 2 or more, e.g. 8"),
         ("simulate", ["0"], "N=0: give whole numbers of workers, 2 or more, e.g. 8"),
         ("docs", [str(SCRIPTS / "docs.py")], "docs.py is a file: give a folder"),
+        ("docs", ["/dev/null/x"], "cannot make the folder /dev/null/x: Not a directory: give another one"),
         ("docs", ["a", "b"], "one folder is wanted, not 2: a b"),
         ("docs", ["--folder"], "unknown option --folder: see --help"),
         ("readme", ["/no/such/folder"], "there is no folder /no/such/folder: make it, or leave it out"),
@@ -64,3 +67,35 @@ def test_a_script_is_a_command():
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: N=eight: ")
+
+
+@pytest.mark.parametrize(
+    ("action", "content", "told"),
+    [
+        ("record", None, r"cannot write to \S+: No such file or directory"),
+        ("compare", None, r"cannot read \S+: No such file or directory"),
+        ("compare", "{}", r"is not a file of `record`: write one by"),
+        ("compare", "[]", r"is not a file of `record`"),
+        ("compare", "x", r"is not a file of `record`"),
+    ],
+)
+def test_trajectories_says_what_is_wrong_with_a_file_before_it_trains(script, tmp_path, action, content, told):
+    path = tmp_path / ("there.json" if content else "no/folder.json")
+    if content:
+        path.write_text(content)
+    code, out, _ = script("trajectories", action, str(path), "cdp_v2")
+    assert re.search(told, code) and out == ""
+
+
+def test_trajectories_are_recorded_and_found_again(script, tmp_path):
+    path, words = str(tmp_path / "there.json"), ("cdp_v2", "single_device", "N=2", "S=2", "R=1", "paper")
+    code, out, _ = script("trajectories", "record", path, *words)
+    assert code == 0 and re.search(r"^[1-9]\d* settings recorded, 0 failed$", out, re.MULTILINE), out
+    code, out, _ = script("trajectories", "compare", path, *words)
+    assert code == 0 and re.search(r"^[1-9]\d* settings bitwise the same$", out, re.MULTILINE), out
+    recorded = json.loads(Path(path).read_text())
+    changed = next(iter(recorded["settings"].values()))
+    changed["losses"][0][0] = "0x0p+0"
+    Path(path).write_text(json.dumps(recorded))
+    code, out, _ = script("trajectories", "compare", path, *words)
+    assert code == 1 and "1 settings differ, " in out and "losses differ from step 0 on" in out

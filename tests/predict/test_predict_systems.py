@@ -126,6 +126,7 @@ def test_text_and_files(tmp_path):
     assert all(mode in shown for mode, _ in found) and "seconds" not in shown
     written = write_systems(systems, tmp_path / "new")
     assert [path.name for path in written] == ["systems.csv", "systems.svg", "systems.png"]
+    assert b"\r" not in written[0].read_bytes()
     rows = list(csv.DictReader(written[0].open()))
     assert [(row["mode"], row["placement"]) for row in rows] == [*found]
     assert all(path.stat().st_size > 10_000 for path in written[1:])

@@ -24,10 +24,12 @@ from cdp_repro.cli import train as command
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.source import OURS
+from cdp_repro.observe.locked_folder import alone_in
 from cdp_repro.observe.run_directory import COMMAND, RunDirectory
 from cdp_repro.predict.cutting import model_of
+from cdp_repro.studies import start_cells
 from cdp_repro.studies.at_once import Ended
-from cdp_repro.studies.cells import cells_of, read_list, write_list
+from cdp_repro.studies.cells import Cell, cells_of, read_list, write_list
 from cdp_repro.studies.sweep_status import sweep_text
 from cdp_repro.training import weights
 
@@ -194,6 +196,40 @@ def test_a_failure_of_one_after_another_is_told_too(tiny, capfd, cells_here):
     capfd.readouterr()
     assert command.main(["--status=sweep"]) == 0
     assert capfd.readouterr().out.count("exit code 1; error: the loss of training step") == 2
+
+
+def test_a_run_that_starts_again_forgets_the_words_of_its_last_failure(tiny, monkeypatch, cells_here):
+    assert sweep(*tiny, "optim.lr=1e30", "seed=0,1") == 1
+    log = Path("sweep/seed=0.log")
+    assert "the loss of training step" in log.read_text()
+    again, seen = start_cells.train_in_process, []
+
+    def look(*arguments, **named):
+        seen.append(log.read_text())
+        return again(*arguments, **named)
+
+    monkeypatch.setattr(start_cells, "train_in_process", look)
+    assert sweep(*tiny, "optim.lr=1e30", "seed=0,1") == 1
+    assert seen[0] == ""
+
+
+def test_a_run_that_fails_before_it_has_a_folder_is_told_with_its_log(capfd, cells_here):
+    words = ("dataset=text", "dataset.root=none.txt", "model=gpt", "model.context=16", "wandb=disabled", "seed=0,1")
+    assert sweep(*words) == 1
+    told = capfd.readouterr().err
+    assert "exit code 2: seed=0 (see sweep/seed=0.log)" in told and Path("sweep/seed=0.log").exists()
+
+
+def test_sweeps_that_start_together_in_a_folder_are_both_listed(tiny):
+    cells = [Cell(Path("sweep", name), (), compose_config(tiny)) for name in ("a", "b")]
+    with alone_in(Path("sweep")):
+        other = threading.Thread(target=write_list, args=(Path("sweep"), cells[:1]))
+        other.start()
+        other.join(0.2)
+        assert other.is_alive() and not Path("sweep/sweep.json").exists()
+    other.join(10)
+    write_list(Path("sweep"), cells[1:])
+    assert [*read_list(Path("sweep")).epochs] == ["a", "b"]
 
 
 @pytest.mark.parametrize("launcher", [[], ["launcher.jobs=2"], ["launcher=slurm"]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,13 @@ def test_a_run_that_is_finished_and_one_that_has_its_row(run):
     shutil.rmtree(run)
     _, _, state, progress, log = map(str.strip, shown())
     assert (state, progress, log) == ("done", "2 of 2 epochs, step 10", str(log_path(run)))
+
+
+def test_a_row_of_a_run_that_has_diverged_tells_how_far_it_came(run):
+    row = collect(run, "tiny")
+    epochs = {key: values[:1] for key, values in row.epochs.items()}
+    write_row(replace(row, summary={**row.summary, "diverged": True, "step": 7}, epochs=epochs), RESULTS / "rows")
+    assert [part.strip() for part in shown()[2:4]] == ["done", "1 of 2 epochs, step 7, diverged"]
 
 
 @pytest.mark.parametrize("status", ["failed", "diverged", "interrupted", "stopped"])

@@ -407,6 +407,7 @@ def test_the_array_script_is_for_any_cluster(capsys):
     text = Path("more.sh").read_text()
     assert text.startswith("#!/bin/bash\n") and "#SBATCH --array=0-3\n" in text and os.access("more.sh", os.X_OK)
     assert "#SBATCH --output=runs/studies/slurm/%A_%a.log\n" in text
+    assert "in the folder in which --slurm= was given: sbatch jobs/sweep.sh\n" in Path("jobs/sweep.sh").read_text()
     assert (
         "scripts/short.py seeds short log_every_steps=5 --runs=runs/studies '--results=my results' --seeds=2 "
         '--run="$SLURM_ARRAY_TASK_ID" &' in text

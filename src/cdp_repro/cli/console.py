@@ -184,3 +184,17 @@ def only_folder(arguments: Sequence[str]) -> Path | None:
     if folder is not None and folder.exists() and not folder.is_dir():
         raise ConfigError([f"{folder} is a file: give a folder"])
     return folder
+
+
+def made_folder(arguments: Sequence[str], otherwise: Path) -> Path:
+    """Make the folder that is a script's only argument, or else `otherwise`, and return it.
+
+    Raises:
+        ConfigError: there are other arguments, or the folder cannot be made.
+    """
+    folder = only_folder(arguments) or otherwise
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"cannot make the folder {folder}: {error.strerror}: give another one"]) from error
+    return folder

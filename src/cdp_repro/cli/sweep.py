@@ -90,7 +90,7 @@ def _write_script(options: Options, path: Path, script: str) -> int:
 
 def parsed(arguments: Sequence[str], study_names: Sequence[str]) -> Options:
     """Return the options; raise ConfigError that lists all mistakes."""
-    options = [text.partition("=")[::2] for text in arguments if text.startswith("-")]
+    given = [text.partition("=")[::2] for text in arguments if text.startswith("-")]
     overrides = tuple(text for text in arguments if not text.startswith("-") and "=" in text)
     names = [text for text in arguments if not text.startswith("-") and "=" not in text]
     problems = [
@@ -99,7 +99,7 @@ def parsed(arguments: Sequence[str], study_names: Sequence[str]) -> Options:
         if name not in STUDIES
     ]
     values: dict[str, Any] = {}
-    for option, value in options:
+    for option, value in given:
         name = option.removeprefix("--")
         if name in values:
             problems.append(f"{option}= is given twice: leave one out")

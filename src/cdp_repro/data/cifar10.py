@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import http.client
-import os
 import tarfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +20,7 @@ from cdp_repro.data.dataset import DatasetError
 from cdp_repro.data.decode import Sample, decode, unreadable
 from cdp_repro.data.in_memory import InMemoryDataset, Split
 from cdp_repro.data.tree import ImageTree, scan_trees
+from cdp_repro.observe.locked_folder import alone_in
 from cdp_repro.observe.text import several
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
@@ -58,24 +57,11 @@ def load_cifar10(root: Path, *, download: bool, loader_workers: int) -> InMemory
 
 def _from_batches(root: Path, download: bool) -> InMemoryDataset:
     try:
-        with _one_process(root) if download else nullcontext():
+        with alone_in(root) if download else nullcontext():  # other ranks then find the files of the first
             train, test = (CIFAR10(root, train=train, download=download) for train in (True, False))
     except DOWNLOAD_ERRORS as error:
         raise DatasetError(_batches_message(root, download, error)) from error
     return _dataset("CIFAR-10 (python batches)", len(train.classes), _split(train), _split(test))
-
-
-@contextmanager
-def _one_process(root: Path) -> Iterator[None]:
-    """Make the ranks of a run, and other runs, wait for the first, which downloads; they then find its files."""
-    root.mkdir(parents=True, exist_ok=True)
-    folder = os.open(root, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a network file system without locks
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
 
 
 def _batches_message(root: Path, download: bool, error: Exception) -> str:

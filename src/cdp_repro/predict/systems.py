@@ -271,7 +271,7 @@ def write_systems(systems: Sequence[System], folder: Path) -> list[Path]:
     written = [folder / name for name in ("systems.csv", "systems.svg", "systems.png")]
     names = [name for name in System.__dataclass_fields__ if name != "slots"]
     with written[0].open("w", newline="") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         writer.writerow(names)
         writer.writerows([getattr(each, name) for name in names] for each in systems)
     figure = rank_timelines({f"{each.mode}, {each.placement}": each.slots for each in systems}, systems[0].ranks)

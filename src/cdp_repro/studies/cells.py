@@ -24,6 +24,7 @@ from cdp_repro.config.program_file import with_absolute_program
 from cdp_repro.config.source import Source
 from cdp_repro.config.sweep_cells import expand_sweep
 from cdp_repro.observe.atomic_file import replace_file
+from cdp_repro.observe.locked_folder import alone_in
 from cdp_repro.observe.run_directory import CONFIG, RunDirectory, RunDirectoryError, arguments_to_go_on
 from cdp_repro.observe.text import several
 
@@ -181,13 +182,13 @@ def write_list(root: Path, cells: Sequence[Cell], array: str | None = None) -> N
     Raises:
         ConfigError: the folder cannot be written, or is of another version.
     """
-    before = read_list(root) if (root / LIST).exists() else SweepList({})
-    epochs = {**before.epochs, **{cell.name: cell.config.epochs for cell in cells}}
-    arrays = {**before.arrays, **({array: [cell.name for cell in cells]} if array else {})}
-    content = {"format": FORMAT, "version": VERSION, "epochs": epochs, "arrays": arrays}
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        replace_file(root / LIST, (json.dumps(content, indent=1) + "\n").encode())
+        with alone_in(root):  # else one sweep would lose what another that starts here now has added
+            before = read_list(root) if (root / LIST).exists() else SweepList({})
+            epochs = {**before.epochs, **{cell.name: cell.config.epochs for cell in cells}}
+            arrays = {**before.arrays, **({array: [cell.name for cell in cells]} if array else {})}
+            content = {"format": FORMAT, "version": VERSION, "epochs": epochs, "arrays": arrays}
+            replace_file(root / LIST, (json.dumps(content, indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError([f"cannot write to {root}: {error.strerror or error}; pass another run_dir="]) from error
 

@@ -11,7 +11,7 @@ from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.studies.missing_runs import Options
 
 _COMMENT = """\
-# Trains {jobs} runs, one a job of the array. Submit it in the folder in which it was written: sbatch {file}
+# Trains {jobs} runs, one a job of the array. Submit it in the folder in which --slurm= was given: sbatch {file}
 # Submit it again to go on: jobs whose run is done end at once. Add what your cluster asks for (--partition, --time,
 # --gres, fewer --cpus-per-task where a node has fewer) here, or give it to sbatch."""
 
@@ -43,7 +43,7 @@ def _script(options: Options, script: str, path: Path, output: Path) -> str:
         arguments.append(f"--seeds={options.seeds}")
     most = max(cell.config.processes for cell in {run.cell for run in runs})
     return ArrayScript(
-        comment=_COMMENT.format(jobs=len(runs), file=path.name),
+        comment=_COMMENT.format(jobs=len(runs), file=shlex.quote(str(path))),
         name=f"cdp-{'-'.join(options.studies)}",
         jobs=len(runs),
         options=["--nodes=1", "--ntasks=1", f"--cpus-per-task={max(4, most)}"],

@@ -49,7 +49,8 @@ def _train(cell: Cell, label: str, stop: StopRequest, jobs: int) -> str | None:
             if stop.signal is not None:
                 return None
             if jobs == 1:
-                code, where = _train_alone(cell, stop, log), cell.directory
+                code = _train_alone(cell, stop, log)
+                where = cell.directory if cell.directory.exists() else cell.log  # not before its configuration is read
             else:
                 threads = threads_of(cell.config.processes, jobs)
                 code, where = train_in_process(cell.arguments(), stop, threads, log), cell.log
@@ -61,6 +62,7 @@ def _train(cell: Cell, label: str, stop: StopRequest, jobs: int) -> str | None:
 
 def _train_alone(cell: Cell, stop: StopRequest, log: IO[bytes]) -> int:
     """Train a cell that prints where this process prints; return its exit code. Its log gets only its last words."""
+    cell.log.write_bytes(b"")  # the words of an earlier failure are of no use beside those of this run
     code = train_in_process(cell.arguments(), stop, held=[log])
     if code and stop.signal is None:
         cell.log.write_text(f"exit code {code}; {_last_words(cell)}\n")

@@ -92,7 +92,8 @@ def _label(study: Study, cell: Cell, seed: int) -> str:
 def _progress(directory: Path, row: Row | None, epochs: int) -> str:
     """Return how many epochs are over, and the newest training step that was logged."""
     if row is not None:
-        return f"{epochs} of {epochs} epochs, step {row.summary['step']}"
+        over = len(row.epochs.get("epoch", ()))
+        return f"{over} of {epochs} epochs, step {row.summary['step']}{', diverged' if row.has_diverged else ''}"
     try:
         metrics = read_metrics(RunDirectory(directory).metrics_path)
     except (FileNotFoundError, RunDirectoryError):
