@@ -29,7 +29,7 @@ from cdp_repro.predict.pricing import (
 )
 from cdp_repro.predict.pricing.calibration import measure_stages, network_of, time_messages
 from cdp_repro.predict.pricing.extrapolated import SIMULATED_FORWARDS, _busiest_rank_seconds, is_extrapolated
-from cdp_repro.predict.pricing.quote import cluster_of, make_quote, prices_on_each, quote_text
+from cdp_repro.predict.pricing.quote import _curves, cluster_of, make_quote, prices_on_each, quote_text
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import PLACEMENTS, Program, Schedule, Spec
 
@@ -354,8 +354,22 @@ def test_the_command_shows_every_mode_placement_and_baseline_and_draws_them(caps
     assert seconds["dp", "torch_gpipe"] == seconds["dp", "torch_1f1b"] == "4.5"
     with (tmp_path / "prices.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(seconds)
-    assert "training step" in (tmp_path / "prices.svg").read_text()
+    drawn = (tmp_path / "prices.svg").read_text()
+    assert "training step" in drawn and "bandwidth of all links, over that of the cluster" in drawn
     assert (tmp_path / "prices.png").stat().st_size > 1000
+
+
+def test_curves_are_of_all_links_and_of_jobs_that_send_anything():
+    """With one device a host, the bandwidth within a host would tell nothing."""
+    slow = "cluster.between_hosts_bandwidth_bytes_per_second=1e5"
+    times = ["cluster.forward_seconds=[0.5,0.5]", "cluster.devices_per_host=1", slow]
+    quote = make_quote(compose_config(["price=true", "workers=2", *times]))
+    found = _curves(quote)
+    sending = {name for name, price in quote.prices.items() if price.sent_bytes_per_device}
+    assert found.keys() == sending and not any("single_device" in name for name in found)
+    for name, curve in found.items():
+        assert [*curve] == [0.001, 0.01, 0.1, 1.0, 10.0, 100.0]
+        assert curve[1.0] == quote.prices[name].step_seconds < curve[0.001]
 
 
 def test_processes_and_clusters_beside_change_no_price():

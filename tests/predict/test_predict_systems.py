@@ -9,7 +9,8 @@ import pytest
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
 from cdp_repro.predict.system_specs import SYSTEMS
-from cdp_repro.predict.systems import compare_systems, explored, systems_text, write_systems
+from cdp_repro.predict.systems import _cluster, compare_systems, explored, systems_text, write_systems
+from cdp_repro.schedule import Schedule
 
 SIZES = ["model=mlp", "model.depth=7", "model.hidden=16", "batch_size=64"]
 
@@ -189,6 +190,12 @@ def test_a_price_is_of_slices(capsys):
     assert plan.main([*TEXT, *priced]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert {(row[0], row[1]) for row in rows if row[2:3] == ["2"]} >= {("terapipe", "pipeline")}
+
+
+def test_slices_are_not_priced_by_the_seconds_of_whole_sequences():
+    config = compose_config(["price=true", "cluster.calibrate=true", "dataset=text", "model=gpt", "workers=2"])
+    sliced = Schedule.build("terapipe", 2, 2, "pipeline", ranks=2, slices=2)
+    assert _cluster(sliced, None, config) is None
 
 
 def test_the_mode_does_not_change_the_micro_batches_of_the_comparison():

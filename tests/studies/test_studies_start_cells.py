@@ -497,6 +497,10 @@ def test_a_run_under_way_shows_its_rate_and_the_time_left(tiny, monkeypatch, cel
     monkeypatch.setattr("cdp_repro.studies.sweep_status.run_state", lambda *_: "running")
     (line,) = [line for line in sweep_text(Path("sweep")).splitlines() if line.startswith("seed=0")]
     assert line.split() == ["seed=0", "running", "5", "of", "5000", "0.5", "2.8", "h"]
+    with run.log_path(0).open("a") as log:
+        log.write("INFO resumed at training step 2\n")
+    (line,) = [line for line in sweep_text(Path("sweep")).splitlines() if line.startswith("seed=0")]
+    assert line.split()[5] == "0.3", "of the steps since it went on"
     monkeypatch.setattr("cdp_repro.studies.sweep_status.run_state", lambda *_: "interrupted")
     run.write_summary({"status": "interrupted", "step": 7})  # after its last row
     assert "seed=0  interrupted  7 of 5000" in sweep_text(Path("sweep"))

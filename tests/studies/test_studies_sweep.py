@@ -399,7 +399,7 @@ def test_a_job_of_the_array_trains_its_run_and_queues_again_before_the_time_is_u
     assert len(rows(LONG)) == 1 and quick == [[f"resume={directory(LONG)}", "wandb=disabled"]]
 
 
-def test_the_array_script_is_for_any_cluster(capsys):
+def test_the_array_script_is_for_any_cluster(capsys, monkeypatch):
     for path in ("jobs/sweep.sh", "more.sh"):
         arguments = ["seeds", "short", f"--slurm={path}", "--seeds=2", "--results=my results", "log_every_steps=5"]
         assert sweeps(*arguments) == 0
@@ -412,5 +412,10 @@ def test_the_array_script_is_for_any_cluster(capsys):
         "scripts/short.py seeds short log_every_steps=5 --runs=runs/studies '--results=my results' --seeds=2 "
         '--run="$SLURM_ARRAY_TASK_ID" &' in text
     )
+    assert "#SBATCH --cpus-per-task=4\n" in text
+    wide = Study("wide", "accuracy", "many processes", (Cell(("mode=cdp_v2", "workers=6", "placement=replicated")),))
+    monkeypatch.setitem(sweep.STUDIES, "wide", wide)
+    assert sweeps("wide", "--slurm=wide.sh") == 0
+    assert "#SBATCH --cpus-per-task=6\n" in Path("wide.sh").read_text(), "a core for each process"
     assert str(Path.home()) not in text and not re.search(r"@\w+@", text)
     assert not Path("results").exists()

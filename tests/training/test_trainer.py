@@ -20,6 +20,7 @@ import pytest
 import torch
 from offline_wandb import history, records, wandb_files
 from omegaconf import OmegaConf
+from torch import nn
 
 from cdp_repro import Engine
 from cdp_repro.config import RunConfig, load_config
@@ -196,6 +197,67 @@ def test_a_run_stopped_while_it_is_traced_is_traced_again(tmp_path, tiny, monkey
     cut = json.loads((tmp_path / "cut" / "summary.json").read_text())
     names = [name for name in whole if name.startswith(("memory/", "comm/"))]
     assert {name: cut.get(name) for name in names} == {name: whole[name] for name in names}
+
+
+def test_a_trace_that_is_longer_than_the_run_is_kept_when_the_end_is_repeated(tmp_path, tiny):
+    """As after a kill in the last evaluation."""
+    whole = run(tmp_path / "run", *tiny, "mode=cdp_v2", "epochs=1", "traced_steps=100")
+    (tmp_path / "run" / "summary.json").unlink()
+    assert resume(tmp_path / "run")["memory/activation_peak_bytes_total"] == whole["memory/activation_peak_bytes_total"]
+    assert (tmp_path / "run" / "trace.json").exists()
+
+
+def test_the_model_is_evaluated_when_it_is_due_and_at_the_end(tmp_path, tiny):
+    run(tmp_path / "run", *tiny, "epochs=3", "evaluate_every_epochs=2")
+    ends = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "train/epoch_loss" in row]
+    assert [(row["epoch"], "eval/loss" in row) for row in ends] == [(0, False), (1, True), (2, True)]
+
+
+def test_the_end_of_an_epoch_is_logged_once_though_a_run_is_killed_after_it(tmp_path, tiny):
+    run(tmp_path / "whole", *tiny, "checkpoint_every_steps=5")
+    whole = read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    shutil.rmtree(CheckpointStore(tmp_path / "run" / "checkpoints").latest())  # that of step 10: step 5 is left
+    (tmp_path / "run" / "summary.json").unlink()
+    resume(tmp_path / "run")
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl") == whole
+
+
+class NoisyGradient(torch.autograd.Function):
+    """Adds noise of torch's default generator to the gradient, as stochastic rounding does."""
+
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + torch.rand(()) / 100
+
+
+class Noisy(nn.Module):
+    def forward(self, values):
+        return NoisyGradient.apply(values)
+
+
+def test_what_a_backward_draws_depends_on_the_seed_alone_and_goes_on_after_a_resume(tmp_path, tiny, monkeypatch, mine):
+    """Forwards and updates draw by seeds of their own; all else draws from torch's default generator."""
+
+    def build(spec):
+        layers = [nn.Sequential(nn.LazyLinear(8), Noisy()) for _ in range(3)]
+        model = nn.Sequential(nn.Flatten(), *layers, nn.LazyLinear(spec.classes))
+        model(torch.zeros(1, *spec.input_shape))
+        return model
+
+    config = mine(build, *tiny, "workers=2")
+    torch.manual_seed(1)
+    train(config, tmp_path / "whole", ["test"])
+    torch.manual_seed(2)
+    monkeypatch.setitem(globals(), "run", lambda directory: train(config, directory, ["test"]))
+    run_interrupted(monkeypatch, 6, tmp_path / "run")
+    torch.manual_seed(3)
+    train(config, tmp_path / "run", ["test"], resume=True)
+    assert_same(final_state(tmp_path / "run"), final_state(tmp_path / "whole"))
 
 
 def recorded_labels(monkeypatch) -> dict[int, list[int]]:

@@ -114,7 +114,7 @@ def memory_figure(curves: Mapping[str, Mapping[int, int]], title: str) -> Figure
 
 
 def price_figure(curves: Mapping[str, Mapping[float, float]], title: str) -> Figure:
-    """Draw seconds of a training step against bandwidth: curve name -> bytes per second -> seconds.
+    """Draw seconds of a training step against bandwidth: curve name -> multiple of the given bandwidths -> seconds.
 
     The name of a curve begins with its mode, which gives its line, and ends with its placement, which gives its colour
     and marker.
@@ -130,7 +130,7 @@ def price_figure(curves: Mapping[str, Mapping[float, float]], title: str) -> Fig
             marker=_PRICE_MARKERS[place % len(_PRICE_MARKERS)], markersize=4, color=_colour(place), label=label,
         )  # fmt: skip
     axis.set(title=title, xscale="log", yscale="log", ylabel="training step [s]")
-    axis.set_xlabel("bandwidth of a device's links, in each direction [bytes/s]")
+    axis.set_xlabel("bandwidth of all links, over that of the cluster")
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, loc="outside right upper", fontsize="small")

@@ -16,7 +16,10 @@ _NUMERICS = (
     "schedule", "engine", "baselines", "models", "data", "training", "config/numerics.py", "predict/cutting.py",
     "predict/partition.py", "predict/profiling.py",
 )  # fmt: skip
-"""The parts of the package that the numbers of a run depend on: runs that share them are of one code version."""
+"""The parts of the package that what is trained depends on: runs that share them are of one code version.
+
+What is read off a trace, such as idle share, is not among it: tests compare it with simulations and closed forms.
+"""
 
 
 _AND = " and "

@@ -66,7 +66,7 @@ def _sliced(weights: Sequence[float], values: Sequence[int], parts: int) -> list
     def value_up_to(weight: float) -> int:
         block = max(k for k in range(len(weights)) if ends[k] <= weight)
         share = (weight - ends[block]) / (weights[block] or 1)
-        return round(sums[block] + min(1.0, share) * values[block])
+        return round(sums[block] + share * values[block])
 
     borders = [value_up_to(ends[-1] * part / parts) for part in range(parts)] + [sums[-1]]
     return [end - begin for begin, end in pairwise(borders)]

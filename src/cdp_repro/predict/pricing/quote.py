@@ -232,7 +232,7 @@ def _row(name: str, price: Price, units: int) -> tuple[str, ...]:
 
 
 def write_quote(quote: Quote, folder: Path) -> list[Path]:
-    """Write the prices as CSV, and step time against bandwidth as SVG and PNG."""
+    """Write the prices as CSV, and step time against the bandwidths as SVG and PNG."""
     from cdp_repro.observe.figures import price_figure, save_figure
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -250,7 +250,7 @@ def write_quote(quote: Quote, folder: Path) -> list[Path]:
 
 
 def _curves(quote: Quote) -> dict[str, dict[float, float]]:
-    """Return, by name of a job that sends anything, the seconds of a step at multiples of the bandwidth."""
+    """Return, by name of a job that sends anything, the seconds of a step at multiples of the bandwidths."""
     given = quote.cluster
     clusters = [
         replace(given, within_host=given.within_host.faster(factor), between_hosts=given.between_hosts.faster(factor))
@@ -258,10 +258,7 @@ def _curves(quote: Quote) -> dict[str, dict[float, float]]:
     ]
     on_each = prices_on_each(quote.config, quote.cut, clusters, quote.processes)
     return {
-        name: {
-            cluster.within_host.bandwidth_bytes_per_second: prices[name].step_seconds
-            for cluster, prices in zip(clusters, on_each, strict=True)
-        }
+        name: {factor: prices[name].step_seconds for factor, prices in zip(_FACTORS, on_each, strict=True)}
         for name, price in quote.prices.items()
         if price.sent_bytes_per_device
     }
