@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from cdp_repro.baselines import BASELINES, baseline_class
 from cdp_repro.engine.engine import Engine
@@ -112,7 +113,13 @@ def observe(name, workers):
     resumed_losses = [result.losses for result in resumed.run(batches[HALF:])]
     with_adamw = make(optimizer=adamw)
     adamw_losses = [result.losses for result in with_adamw.run(batches)]
+    in_other_layout = [(images.to(memory_format=torch.channels_last), labels) for images, labels in batches[:1]]
+    watched = make()
+    if name == "fsdp2":
+        sharded = sharded_again(watched)
     return {
+        "channels_last losses": [result.losses for result in watched.run(in_other_layout)],
+        "sharded again": sharded if name == "fsdp2" else None,
         "losses": losses,
         "step": baseline.step,
         "model": baseline.model().state_dict(),
@@ -131,6 +138,16 @@ def observe(name, workers):
         "refused optimizer": refusal_or(lambda: make(optimizer=adamw).load_state_dict(half)),
         "refused workers": refusal_or(lambda: make().load_state_dict(one_worker_fewer(half))),
     }
+
+
+def sharded_again(baseline):
+    """Return a list that will hold, for each forward of stage 1, whether stage 0 is in shards by then."""
+    first, second = (stage.stage for stage in baseline._stages[:2])
+    found = []
+    second.register_forward_pre_hook(
+        lambda *_: found.append(all(isinstance(each, DTensor) for each in first.parameters()))
+    )
+    return found
 
 
 def on_all_ranks(state):
@@ -259,6 +276,18 @@ def test_parameter_bytes_are_those_of_the_rank(seen, expected, name):
         assert sum(held) == sum(of_stage) and max(held) < sum(of_stage)
     else:
         assert held == of_stage
+
+
+@pytest.mark.parametrize("name", ["torch_gpipe", "torch_1f1b"])
+def test_a_pipeline_sends_what_comes_of_images_in_another_layout(seen, name):
+    """In the others dropout, which draws in the order of memory, draws for other values."""
+    same(rows(seen[0][name]["channels_last losses"]), rows(seen[0][name]["losses"][:1]), "losses")
+
+
+def test_sharded_stages_are_whole_only_while_they_run(seen):
+    """Else memory of the library's data parallelism would be that of whole models, in a comparison with ours."""
+    for theirs in seen:
+        assert theirs["fsdp2"]["sharded again"] == [True]
 
 
 @every_baseline
