@@ -133,6 +133,12 @@ class Report:
         return goal(self.standings, self._begun("delay-tuning"), self.groups)
 
     @cached_property
+    def _tunings(self) -> dict[str, list[Group]]:
+        """The groups of each tuning that has begun, and of its finals, by a title."""
+        begun = self._begun("delay-tuning", "delay-finals")
+        return {f"{each.network}, {each.cells[0].settings['epochs']} epochs": self.groups[each.name] for each in begun}
+
+    @cached_property
     def _times(self) -> Times:
         return read_times(self._results)
 
@@ -144,6 +150,7 @@ class Report:
             **{name: table.markdown() for name, table in self.tables.items()},
             "verdicts": verdict_table(self.claims).markdown(),
             "advice": f"{self.advice}\n",
+            "rates": f"{rate_caption(self._tunings)}\n",
             "goal": "\n\n".join(self.goal) + "\n",
             "delay": "\n".join(delayed),
         }
@@ -302,16 +309,13 @@ class Report:
     def _delay_figures(self) -> _Figures:
         """Return those of the studies of delay that have begun."""
         tuning, compared = self._begun("delay-tuning", "delay-finals"), self._begun("delay")
-        curves_of = {
-            f"{study.network}, {study.cells[0].settings['epochs']} epochs": self.groups[study.name] for study in tuning
-        }
         panels: dict[str, list[Standing]] = {}
         for each in self.standings:
             panels.setdefault(each.study.network, []).append(each)
         return {
             "rates": (
-                _as_drawn(rate_curves(curves_of)), self._rows_of(*(study.name for study in tuning)),
-                rate_caption(curves_of),
+                _as_drawn(rate_curves(self._tunings)), self._rows_of(*(study.name for study in tuning)),
+                rate_caption(self._tunings),
             ),
             "differences": (
                 _as_drawn(differences(panels)), self._rows_of(*(study.name for study in compared)), _DIFFERENCES,

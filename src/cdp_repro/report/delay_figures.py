@@ -25,6 +25,8 @@ SHOWN = 1.6
 _DP_LINES = ("--", (0, (1, 2)))
 """Line styles of data parallelism: without and with Nesterov's momentum."""
 
+_MARKERS = "osD^vPX"
+
 Groups = Mapping[str, Sequence[Group]]
 """Groups of a study by the title of its network."""
 
@@ -70,7 +72,8 @@ def _looks(groups: Iterable[Group]) -> dict[str, dict[str, Any]]:
     names = dict.fromkeys(_line_name(group) for group in sorted(groups, key=lambda group: group.mode != "dp"))
     ours = [name for name in names if not name.startswith("dp")]
     dp = dict(zip((name for name in names if name.startswith("dp")), cycle(_DP_LINES), strict=False))
-    return {name: {**style("dp"), "linestyle": dp[name]} if name in dp else style(name, ours) for name in names}
+    looks = {name: {**style("dp"), "linestyle": dp[name]} if name in dp else style(name, ours) for name in names}
+    return {name: {**look, "marker": mark} for (name, look), mark in zip(looks.items(), cycle(_MARKERS), strict=False)}
 
 
 def _curves(groups: Iterable[Group]) -> dict[tuple[str, str], dict[float, float]]:
@@ -93,7 +96,7 @@ def _draw_rates(axis: Axes, groups: Sequence[Group], looks: Mapping[str, Mapping
     for setting, curve in curves.items():
         finite = {rate: loss for rate, loss in curve.items() if math.isfinite(loss)}
         name = names[setting]
-        axis.plot([*finite], [*finite.values()], marker="o", markersize=3, linewidth=1.2, label=name, **looks[name])
+        axis.plot([*finite], [*finite.values()], markersize=3.5, linewidth=1.2, label=name, **looks[name])
     rates = sorted({rate for curve in curves.values() for rate in curve})
     axis.set_xscale("log")
     axis.set_xticks(rates, [f"{rate:g}" for rate in rates], rotation=35, fontsize="small")
