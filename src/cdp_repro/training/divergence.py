@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cdp_repro.config import RunConfig
@@ -10,6 +11,26 @@ from cdp_repro.config import RunConfig
 
 class DivergedError(RuntimeError):
     """The loss is not finite."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first training step whose loss is not finite."""
+
+    step: int
+    loss: float
+    """Mean over the micro-batches."""
+    losses: Sequence[float]
+    """Of each micro-batch."""
+
+    def told(self, config: RunConfig, saved_states: str) -> str:
+        """Return what to tell a user. Before the first update, no learning rate is to blame."""
+        weights = config.model.weights
+        unmoved = "No update has been made yet: look at " + ("the data" if weights is None else f"the file {weights}")
+        return (
+            f"the loss of training step {self.step} is {self.loss} (workers: {[*self.losses]}); {saved_states}. "
+            f"{advice_for(config) if self.step else unmoved}"
+        )
 
 
 def stage_that_is_not_finite(state: Mapping[str, Any]) -> int | None:

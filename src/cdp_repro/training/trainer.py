@@ -29,7 +29,7 @@ from cdp_repro.trace import Trace
 from cdp_repro.training.agreement import StopAgreement
 from cdp_repro.training.assembly import reading_rule
 from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from cdp_repro.training.divergence import DivergedError, advice_for, stage_that_is_not_finite
+from cdp_repro.training.divergence import DivergedError, Divergence, advice_for, stage_that_is_not_finite
 from cdp_repro.training.evaluate import Score, score_of
 from cdp_repro.training.lookahead import Lookahead
 from cdp_repro.training.resuming import is_moved, refuse_foreign
@@ -117,7 +117,7 @@ class Trainer:
         self._is_main = engine.rank == 0
         self._slots_per_step = schedule.slots_per_step
         self._agreement = StopAgreement(engine.team, engine.max_lead)
-        self._divergence: tuple[int, float, list[float]] | None = None
+        self._divergence: Divergence | None = None
         self._steps_per_epoch = steps_per_epoch(dataset.train_size, config.batch_size)
         self._total_steps = self._steps_per_epoch * config.epochs
         self._device = config.torch_device
@@ -241,7 +241,7 @@ class Trainer:
                 self._after_step(result, loss)
                 progress.step(loss, self.position.traced.get(_IDLE_SHARE))
             else:
-                self._divergence = result.step, loss, result.losses
+                self._divergence = Divergence(result.step, loss, result.losses)
 
     def _look_ahead(self, first: int, end: int) -> int:
         """Begin to load the segment; return its end, which is earlier if a rank already knows of a damaged image.
@@ -348,17 +348,11 @@ class Trainer:
 
     def _stop_diverged(self) -> None:
         """If a loss was not finite, save the state away from the checkpoints and raise DivergedError, on all ranks."""
-        divergence = self._team.share(self._divergence)
-        if divergence is None:
+        found = self._team.share(None if self._divergence is None else asdict(self._divergence))
+        if found is None:
             return
         self._save(self._diverged, self._engine.state_dict())
-        step, loss, losses = divergence
-        weights = self._config.model.weights
-        unmoved = "No update has been made yet: look at " + ("the data" if weights is None else f"the file {weights}")
-        raise DivergedError(
-            f"the loss of training step {step} is {loss} (workers: {losses}); {self._saved_states()}. "
-            f"{advice_for(self._config) if step else unmoved}"
-        )
+        raise DivergedError(Divergence(**found).told(self._config, self._saved_states()))
 
     def _stop_damaged(self) -> None:
         """Raise DatasetError on all ranks if one has met a damaged image; the caller has written a checkpoint."""
