@@ -282,11 +282,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def record(path: Path, words: Sequence[str]) -> int:
+    chosen = matching(settings(), words)
     try:
         path.open("a").close()  # before the runs, which take minutes
     except OSError as error:
         sys.exit(f"cannot write to {path}: {error.strerror}")
-    found = {setting.name: outcome for setting, outcome in run_all(matching(settings(), words))}
+    found = {setting.name: outcome for setting, outcome in run_all(chosen)}
     failed = {name: reason for name, reason in found.items() if isinstance(reason, str)}
     runs = {name: None if name in failed else outcome for name, outcome in found.items()}
     path.write_text(json.dumps({**header(), "failed": failed, "settings": runs}, indent=1) + "\n")

@@ -9,6 +9,7 @@ import pytest
 
 SCRIPT = """
 import atexit, sys, threading, time
+atexit.register(print, "an earlier handler")
 from cdp_repro.cli.entry import end_with
 
 class Kept:
@@ -26,6 +27,9 @@ end_with(main)
 """
 
 
+ENDS = ["the command", "a thread", "an exit handler", "an earlier handler"]
+
+
 def run(ends: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", SCRIPT.format(ends=ends)], capture_output=True, text=True, check=False)
 
@@ -34,11 +38,43 @@ def run(ends: str) -> subprocess.CompletedProcess[str]:
 def test_threads_and_exit_handlers_end_before_the_process_does(code):
     done = run(f"return {code}")
     assert (done.returncode, done.stderr) == (code, "")
-    assert done.stdout.splitlines() == ["the command", "a thread", "an exit handler"]
+    assert done.stdout.splitlines() == ENDS
 
 
 def test_a_defect_ends_python_as_it_always_does():
     done = run("raise KeyError('lost')")
     assert done.returncode == 1
-    assert done.stdout.splitlines() == ["the command", "a thread", "an exit handler", "taken apart"]
+    assert done.stdout.splitlines() == [
+        "the command",
+        "a thread",
+        "an exit handler",
+        "an earlier handler",
+        "taken apart",
+    ]
     assert done.stderr.endswith("KeyError: 'lost'\n")
+
+
+@pytest.mark.parametrize("way", ["runpy.run_module('cdp_repro.cli.plan', run_name='__main__')", "entry.plan()"])
+def test_a_program_that_calls_a_command_goes_on_and_has_its_own_exit_code(way):
+    script = f"""
+import runpy, sys
+from cdp_repro.cli import entry
+
+def program():
+    sys.argv = ["cdp-plan", "--help"]
+    try:
+        {way}
+    except SystemExit as ended:
+        print("ended with", ended.code)
+    sys.exit(7)
+
+exec("program()", {{"__name__": "another", "program": program}})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (7, "") and done.stdout.endswith("ended with 0\n")
+
+
+def test_a_profiler_shows_what_it_has_seen(tmp_path):
+    command = [sys.executable, "-m", "cProfile", "-m", "cdp_repro.cli.plan", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "cumtime" in done.stdout

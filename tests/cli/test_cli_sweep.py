@@ -34,8 +34,18 @@ def test_what_an_unknown_study_might_know_is_no_mistake():
     assert said.startswith("unknown study 'tow'") and said.endswith("did you mean 'two'?")
 
 
-def test_every_study_takes_the_keys_that_the_help_offers():
+KEYS = (
+    "wandb=disabled", "wandb_project=p", "keep_checkpoints=1", "checkpoint_every_steps=5", "log_every_steps=5",
+    "timeout_seconds=100", "grace_seconds=5",
+)  # fmt: skip
+
+
+def test_a_key_that_is_given_twice_is_told():
+    assert problems("wandb=disabled", "wandb=online") == ["wandb is given twice: leave one out"]
+
+
+def test_every_study_takes_keys_that_no_data_set_decides():
     """Alone: beside another study, a key that is refused here would be dropped in silence."""
     for name in sweep.STUDIES:
-        options = sweep.parsed(["wandb=disabled", "keep_checkpoints=1"], [name])
-        assert options.passed_on == {name: ("wandb=disabled", "keep_checkpoints=1")}
+        options = sweep.parsed(KEYS, [name])
+        assert options.passed_on == {name: KEYS}

@@ -33,8 +33,9 @@ def test_a_data_set_that_is_entered_is_loaded_with_its_root(monkeypatch):
         (_fails, "dataset=mine cannot be loaded: FileNotFoundError: here is not there"),
         (lambda _: [], "dataset=mine is of the type list: its function must return a Dataset"),
         (lambda _: None, "dataset=mine is of the type NoneType"),
-        (lambda _: digits_with(test_size=0), "dataset=mine has 0 test samples: a run needs at least 1"),
-        (lambda _: digits_with(train_size=0), "dataset=mine has 0 training samples"),
+        (lambda _: digits_with(test_size=0), "dataset=mine has no test samples: a run needs at least 1 of each"),
+        (lambda _: digits_with(test_size=None), "dataset=mine cannot be used: TypeError: "),
+        (lambda _: digits_with(train_size=0), "dataset=mine has no training samples"),
         (
             lambda _: Split(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)),
             "dataset=mine cannot be loaded: ValueError: 4 images have 8 class numbers: give one for each image",

@@ -14,12 +14,12 @@ from cdp_repro.schedule.timelines import Sequential, add_timeline
 pytestmark = pytest.mark.usefixtures("registries_restored")
 
 
-def place(stages=2, **methods):
+def place(stages=2, accumulate=1, **methods):
     """Build `dp` with the turns of micro-batches one after the other, on a placement with these methods."""
     add_timeline(type("Turns", (Sequential,), {"name": "turns", "placements": None}))
     add_mode("in_turns", "turns", Fresh)
     add_placement(type("Place", (Placement,), {"name": "place", **methods}))
-    return Program(Schedule.build("in_turns", 2, stages, "place"))
+    return Program(Schedule.build("in_turns", 2, stages, "place", accumulate=accumulate))
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,11 @@ def test_placements(methods, told):
 )
 def test_placements_that_work(methods):
     assert place(**methods).slots(3)
+
+
+def test_a_rank_may_borrow_a_stage_late_if_others_do_so_at_once_and_it_has_work_of_its_own():
+    methods = {"holders": lambda _, j: range(j, j + 1), "rank_of": lambda _, m, j: (j + m) % 3}
+    assert place(stages=3, accumulate=3, **methods).slots(4)  # six micro-batches a step, of which two begin at once
 
 
 def time(**methods):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from types import FrameType
 from typing import NoReturn
 
 from cdp_repro.cli.streams import write_error
@@ -40,22 +42,30 @@ def report() -> NoReturn:
 
 
 def end_with(main: Callable[[], int]) -> NoReturn:
-    """Exit with the code that `main` returns, when threads and exit handlers have ended, but do not take Python apart.
+    """Exit with the code that `main` returns, once threads and exit handlers have ended.
 
-    To free the objects that torch has made, one by one, takes a fifth of the processor time of a short run.
+    Python is not taken apart, unless another program has called this one: to free the objects that torch has made, one
+    by one, takes a fifth of the processor time of a short run.
     """
-    codes: list[int] = []
+    code = main()
+    if _is_whole_program():
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # full, or closed
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
-    def leave() -> None:
-        if codes:  # else `main` has raised, and Python shows what
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError, ValueError):  # full, or closed
-                    stream.flush()
-            os._exit(codes[0])
 
-    atexit.register(leave)  # first, so that it is called last
-    codes.append(main())
-    sys.exit(codes[0])
+def _is_whole_program() -> bool:
+    """Whether Python itself has called this, for a script or `-m`: no profiler, debugger, test or other program."""
+    frame: FrameType | None = sys._getframe()
+    callers = set()
+    while frame is not None:
+        callers.add(frame.f_globals.get("__name__"))
+        frame = frame.f_back
+    return callers <= {"__main__", "runpy", __name__}
 
 
 def _run(module: str) -> NoReturn:

@@ -112,6 +112,8 @@ def parsed(arguments: Sequence[str], study_names: Sequence[str]) -> Options:
         for text in overrides
         if text.partition("=")[0] not in SWEEP_KEYS
     ]
+    keys = [text.partition("=")[0] for text in overrides]
+    problems += [f"{key} is given twice: leave one out" for key in dict.fromkeys(keys) if keys.count(key) > 1]
     known = all(name in STUDIES for name in names)
     studies = tuple(dict.fromkeys(names or study_names)) if known else ()
     passed_on, wrong = _passed_on(studies, [text for text in overrides if text.partition("=")[0] in SWEEP_KEYS])

@@ -103,7 +103,8 @@ def _load_entered(name: str, root: str | None) -> Dataset:
         found: object = _ENTERED[name](root)
     if not isinstance(found, Dataset):
         raise DatasetError(f"dataset={name} is of the type {type(found).__name__}: its function must return a Dataset")
-    for split, size in (("training", found.train_size), ("test", found.test_size)):
-        if size < 1:
-            raise DatasetError(f"dataset={name} has {size} {split} samples: a run needs at least 1")
+    with refusing(f"dataset={name} cannot be used", DatasetError):
+        empty = [split for split, size in (("training", found.train_size), ("test", found.test_size)) if size < 1]
+    if empty:
+        raise DatasetError(f"dataset={name} has no {' and no '.join(empty)} samples: a run needs at least 1 of each")
     return found

@@ -37,7 +37,7 @@ from cdp_repro.report.cost_table import (
 from cdp_repro.report.delay_advice import advice
 from cdp_repro.report.delay_costs import Times, delay_table, read_times
 from cdp_repro.report.delay_figures import differences, rate_caption, rate_curves
-from cdp_repro.report.delay_goal import gap_table, goal
+from cdp_repro.report.delay_goal import gap_table, goal_paragraphs
 from cdp_repro.report.evidence import origin, provenance
 from cdp_repro.report.explorer import explorer_of_equal_layers
 from cdp_repro.report.groups import Group, grouped
@@ -130,13 +130,17 @@ class Report:
     @cached_property
     def goal(self) -> list[str]:
         """Whether each mode keeps the accuracy of data parallelism on every network, and why not, in paragraphs."""
-        return goal(self.standings, self._begun("delay-tuning"), self.groups)
+        return goal_paragraphs(self.standings, self._begun("delay-tuning"), self.groups)
 
     @cached_property
     def _tunings(self) -> dict[str, list[Group]]:
         """The groups of each tuning that has begun, and of its finals, by a title."""
         begun = self._begun("delay-tuning", "delay-finals")
-        return {f"{each.network}, {each.cells[0].settings['epochs']} epochs": self.groups[each.name] for each in begun}
+        epochs = {each.name: each.cells[0].settings["epochs"] for each in begun}
+        return {
+            f"{each.network}, {epochs[each.name]} epoch{'s' * (epochs[each.name] > 1)}": self.groups[each.name]
+            for each in begun
+        }
 
     @cached_property
     def _times(self) -> Times:

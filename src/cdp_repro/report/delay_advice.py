@@ -9,7 +9,7 @@ from cdp_repro.report.delay_costs import Times
 from cdp_repro.report.groups import Group
 from cdp_repro.report.standing import Standing, best_of_each_mode, best_verdicts, corrected, untuned
 from cdp_repro.report.tuning import loss_of, setting_of, tuned_rates
-from cdp_repro.report.two_one_sided import BETTER, EQUIVALENT, NOT_SETTLED, WORSE
+from cdp_repro.report.two_one_sided import BETTER, EQUIVALENT, LEVEL, NOT_SETTLED, WORSE
 from cdp_repro.studies.study import Study
 
 _OF_A_SETTING = ("mode=", "optim=", "optim.nesterov=", "optim.lr=", "delay", "accumulate=")
@@ -52,8 +52,11 @@ def _judged(each: Standing, standings: Sequence[Standing], times: Times) -> str:
     verdict = _SENTENCES[each.verdict].format(margin=each.study.margin, unit=each.task.difference_unit)
     evidence = [f"{each.study.network}, fresh seeds: {each.difference}"]
     if each.verdict == EQUIVALENT:
-        p, of_all = corrected(rivals)[each.group.cell]
-        evidence.append(f"p = {p:.2g}, or {of_all:.2g} corrected for {len(rivals)} settings")
+        tested = corrected([other for other in standings if other.study is each.study])
+        p, of_all = tested[each.group.cell]
+        above = f", above {100 * LEVEL:g} %" if of_all >= LEVEL else ""
+        more = f", corrected for {len(tested)} settings {of_all:.2g}{above}" if len(tested) > 1 else ""
+        evidence.append(f"p = {p:.2g}{more}")
     if tried > 1:
         evidence.append(f"the best of {tried} settings")
     if time := times.get((each.group.config["dataset.name"], setting_of(each.group.config))):

@@ -15,11 +15,11 @@ from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import OF_TWO_VERSIONS, Group
 from cdp_repro.report.standing import (
     Standing,
-    against_first_dp,
     best_of_each_mode,
     corrected,
     rates_for,
     untuned,
+    versus_first_dp,
 )  # fmt: skip
 from cdp_repro.report.tables import Table
 from cdp_repro.report.tuning import Setting, TunedRate, method_of, setting_of
@@ -102,7 +102,7 @@ def _from_plain(study: Study, groups: Sequence[Group]) -> Columns:
     """Return the differences of groups with another optimizer from the first data parallelism, if there are any."""
     found, references = {}, []
     for group in groups:
-        if shown := against_first_dp(study, groups, group):
+        if shown := versus_first_dp(study, groups, group):
             task = task_of(group.config["dataset.name"])
             found[group.cell] = shown.difference.text(task.digits)
             references.append(f"minus dp with {method_of(shown.reference.config)} [{task.difference_unit}]")

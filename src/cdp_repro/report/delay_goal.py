@@ -1,7 +1,7 @@
-"""Whether each mode has a setting that is equivalent to data parallelism on every network; if not, what stands behind.
+"""Whether each mode has a setting that is equivalent to data parallelism on every network; if not, how far it is off.
 
-The reason is read off two things that were measured: how the gap in training loss grows with the learning rate, and how
-the difference on fresh seeds goes with the share of reads that are stale.
+Beside it stand two measurements that go with the difference: how much delay adds to the training loss at the same
+learning rate, and which share of the reads is stale.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from itertools import pairwise
 
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Group
-from cdp_repro.report.standing import Standing, against_first_dp, best_verdicts
+from cdp_repro.report.standing import Standing, best_verdicts, versus_first_dp
 from cdp_repro.report.tables import Table
 from cdp_repro.report.tuning import loss_of, method_of, optimizer_of
 from cdp_repro.report.two_one_sided import (
     BETTER,
     EQUIVALENT,
+    MOST_SEEDS,
     NOT_SETTLED,
     WORSE,
     equivalence,
@@ -26,15 +27,13 @@ from cdp_repro.report.two_one_sided import (
 )  # fmt: skip
 from cdp_repro.studies.study import Study
 
-CLOSE = 0.01
-"""A training loss is close to that of data parallelism if it exceeds it by at most this share."""
 POWER = 0.8
 
 Groups = Mapping[str, Sequence[Group]]
 """Groups of all studies by name."""
 
 
-def goal(standings: Sequence[Standing], tunings: Sequence[Study], groups: Groups) -> list[str]:
+def goal_paragraphs(standings: Sequence[Standing], tunings: Sequence[Study], groups: Groups) -> list[str]:
     """Return, a paragraph for each mode, whether it has an equivalent setting on every network that fresh seeds judged.
 
     Where it has none, the paragraph says how far the best is from it. A last one has what the difference goes with.
@@ -45,26 +44,35 @@ def goal(standings: Sequence[Standing], tunings: Sequence[Study], groups: Groups
     short = {study.network: study for study in tunings}
     said = []
     for mode in sorted({mode for _, mode in best}):
-        found = {network: best.get((network, mode)) for network in networks}
-        kept = [each for each in found.values() if each is not None and each.verdict in (EQUIVALENT, BETTER)]
-        if len(kept) == len(networks):
+        found = {network: each for network in networks if (each := best.get((network, mode)))}
+        kept = [each for each in found.values() if _is_kept(each)]
+        lacking = [each for each in found.values() if not _is_kept(each)]
+        text = []
+        if kept:
             told = _listed([f"{each.study.network} ({method_of(each.group.config)})" for each in kept])
-            said.append(f"`{mode}` has a setting that is equivalent to data parallelism on {told}.")
-            continue
-        lacking = {network: each for network, each in found.items() if each is None or each not in kept}
-        text = [f"No setting of `{mode}` that was judged is equivalent to data parallelism on {_listed([*lacking])}."]
-        for network, each in lacking.items():
-            if each is not None:
-                text += [_how_far(each), _against_first(each, groups)]
-                text += [_gap(each, short[network], groups)] if network in short else []
+            text.append(f"`{mode}` has a setting that is equivalent to data parallelism, or better, on {told}.")
+        if lacking:
+            names = _listed([each.study.network for each in lacking])
+            text.append(f"No setting of `{mode}` that was judged is equivalent to data parallelism on {names}.")
+        for each in lacking:
+            rivals = [other for (network, _), other in best.items() if network == each.study.network]
+            text += [_how_far(each), _versus_first_dp(each, groups)]
+            text += [_gaps(each, rivals, short[each.study.network], groups)] if each.study.network in short else []
+        unjudged = [network for network in networks if network not in found]
+        text += [f"On {_listed(unjudged)} it has not been judged on fresh seeds yet."] if unjudged else []
         said.append(" ".join(filter(None, text)))
     by_share = _by_stale_share(standings)
-    return [*said, " ".join([_WHOSE_READS, *by_share])] if by_share else said
+    return [*said, " ".join([_SHARE_RULE, *by_share])] if by_share else said
 
 
-_WHOSE_READS = (
-    "All reads of `cdp_v1` are stale, whatever `accumulate` is; in `cdp_v2` the share of stale reads falls with it."
+_SHARE_RULE = (
+    "All reads of `cdp_v1` are stale, whatever `accumulate` is; in `cdp_v2` a larger `accumulate` makes a smaller "
+    "share of reads stale."
 )
+
+
+def _is_kept(each: Standing) -> bool:
+    return each.verdict in (EQUIVALENT, BETTER)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -83,17 +91,20 @@ def _how_far(each: Standing) -> str:
             f"On {each.study.network} its best, {name}, is worse by {abs(difference.mean) / margin:.1f} times the "
             f"margin ({each.difference})."
         )
+    said = f"On {each.study.network} its best, {name}, is {NOT_SETTLED} ({each.difference})"
+    if math.isnan(difference.error):
+        return f"{said}."
     needed = seeds_for_power(difference, margin, POWER)
+    enough = f"{needed} seeds are needed" if needed < MOST_SEEDS else f"more than {MOST_SEEDS} seeds are needed"
     return (
-        f"On {each.study.network} its best, {name}, is {NOT_SETTLED} ({each.difference}): {difference.n} seeds find it "
-        f"equivalent with a probability of {power_without_difference(difference, margin):.2f} if there is no "
-        f"difference; {needed} seeds would with {POWER:g}."
+        f"{said}: if there were no difference, {difference.n} seeds would show equivalence with a probability of "
+        f"{power_without_difference(difference, margin):.2f}; {enough} for {POWER:g}."
     )
 
 
-def _against_first(each: Standing, groups: Groups) -> str:
-    """Say how a setting compares with the data parallelism that has no better optimizer, where that is another."""
-    found = against_first_dp(each.study, groups[each.study.name], each.group)
+def _versus_first_dp(each: Standing, groups: Groups) -> str:
+    """Say how a setting compares with the first data parallelism, where its optimizer is another."""
+    found = versus_first_dp(each.study, groups[each.study.name], each.group)
     if found is None or math.isnan(found.difference.low):
         return ""
     assert each.study.margin is not None
@@ -105,29 +116,27 @@ def _against_first(each: Standing, groups: Groups) -> str:
     )
 
 
-def _gap(each: Standing, study: Study, groups: Groups) -> str:
-    """Say up to which learning rate the training loss is close to that of data parallelism, in short runs."""
-    ours, dp = (_losses(groups[study.name], mode, each) for mode in (each.group.mode, "dp"))
-    shared = sorted(ours.keys() & dp.keys())
-    close = [rate for rate in shared if ours[rate] <= (1 + CLOSE) * dp[rate]]
-    lowest = min(shared, key=dp.__getitem__, default=None)
-    if lowest is None or not math.isfinite(dp[lowest]):
+def _gaps(each: Standing, rivals: Sequence[Standing], study: Study, groups: Groups) -> str:
+    """Say what delay adds to the training loss in short runs, at the rate that was judged; beside it the modes kept."""
+    own = groups[study.name]
+    gap = _gap(each, own)
+    if gap is None:
         return ""
-    gap = ours[lowest] - dp[lowest]
-    then = f"it is {gap:.3f} nats higher" if math.isfinite(gap) else "it diverges"
-    if not close:
-        where = "at no learning rate"
-    elif close == shared[: len(close)] and max(close) < lowest:
-        above = dp[max(close)] - dp[lowest]
-        where = (
-            f"only up to the learning rate {max(close):g}, where dp's own is still {above:.2f} nats above its lowest,"
-        )
-    else:
-        where = f"at the learning rates {', '.join(f'{rate:g}' for rate in close)}"
-    return (
-        f"In short runs its training loss is {where} within {100 * CLOSE:g} % of that of dp at the same rate; at "
-        f"{lowest:g}, where dp's is lowest, {then}."
+    others = [(other, theirs) for other in rivals if _is_kept(other) and (theirs := _gap(other, own)) is not None]
+    beside = ", ".join(
+        f"that of {other.group.mode} with {method_of(other.group.config)} by {theirs:+.3f}" for other, theirs in others
     )
+    return (
+        f"In short runs, of one seed, its training loss at the learning rate {each.group.config['optim.lr']:g} differs "
+        f"from that of dp by {gap:+.3f} nats{f', {beside}' if beside else ''}."
+    )
+
+
+def _gap(each: Standing, groups: Sequence[Group]) -> float | None:
+    """Return the training loss of a setting minus that of dp with its optimizer, at the rate that was judged."""
+    rate = each.group.config["optim.lr"]
+    ours, dp = (_losses(groups, mode, each).get(rate, math.inf) for mode in (each.group.mode, "dp"))
+    return ours - dp if math.isfinite(ours) and math.isfinite(dp) else None
 
 
 def _losses(groups: Sequence[Group], mode: str, like: Standing) -> dict[float, float]:
@@ -141,26 +150,50 @@ def _losses(groups: Sequence[Group], mode: str, like: Standing) -> dict[float, f
 
 
 def _by_stale_share(standings: Sequence[Standing]) -> list[str]:
-    """Say, for each network, how the differences of one method go with the share of stale reads."""
-    alike: dict[tuple[str, str, str], list[Standing]] = {}
+    """Say, for each method on a network, how its differences go with the share of stale reads, if there are three.
+
+    Where a study that judges has three, it counts, else one that chooses.
+    """
+    alike: dict[tuple[str, str, bool], list[Standing]] = {}
     for each in standings:
-        if each.verdict and each.found is not None:
+        if each.found is not None and (each.verdict or each.study.chooses):
             method = method_of({**each.group.config, "accumulate": 1})
-            alike.setdefault((each.study.name, each.study.network, method), []).append(each)
-    said = []
-    for (_, network, method), members in alike.items():
-        ordered = sorted(members, key=lambda each: -stale_share(each.group))
-        if len({stale_share(each.group) for each in ordered}) > 1:
-            worse = [each.quality_lost for each in ordered]
-            how = "falls with" if all(a > b for a, b in pairwise(worse)) else "does not simply follow"
-            told = ", ".join(
-                f"{each.found.difference.mean:+.{each.task.digits}f} at {100 * stale_share(each.group):.0f} % "
-                f"({_mode_name(each.group)})"
-                for each in ordered
-                if each.found
-            )
-            said.append(f"On {network} with {method}, what is lost {how} that share: {told}.")
-    return said
+            alike.setdefault((each.study.network, method, bool(each.verdict)), []).append(each)
+    shown = {key: members for key, members in alike.items() if len({*map(_share_of, members)}) >= _FEWEST}
+    return [
+        _share_text(network, method, members)
+        for (network, method, is_judged), members in shown.items()
+        if is_judged or (network, method, True) not in shown
+    ]
+
+
+_FEWEST = 3
+"""Fewer shares of stale reads show no tendency."""
+
+
+def _share_of(each: Standing) -> float:
+    return stale_share(each.group)
+
+
+def _share_text(network: str, method: str, members: Sequence[Standing]) -> str:
+    ordered = sorted(members, key=_share_of, reverse=True)
+    lost = [each.loss_against_dp for each in ordered]
+    shrinks = all(before > after for before, after in pairwise(lost))
+    told = ", ".join(
+        f"{each.found.difference.mean:+.{each.task.digits}f} at {100 * _share_of(each):.0f} % "
+        f"({_mode_name(each.group)})"
+        for each in ordered
+        if each.found
+    )
+    other = " There `accumulate` also gives BatchNorm smaller micro-batches." if _has_batch_norm(ordered[0]) else ""
+    return (
+        f"On {network} with {method} the difference from dp {'shrinks with' if shrinks else 'does not simply follow'} "
+        f"that share: {told}.{other}"
+    )
+
+
+def _has_batch_norm(each: Standing) -> bool:
+    return str(each.group.config["model.name"]).startswith("resnet")
 
 
 def _mode_name(group: Group) -> str:

@@ -61,7 +61,7 @@ class Standing:
         return mean if self.task.more_is_better else -mean
 
     @property
-    def quality_lost(self) -> float:
+    def loss_against_dp(self) -> float:
         """What data parallelism is better by, on average; negative if it is worse. NaN without a difference."""
         mean = self.found.difference.mean if self.found else math.nan
         return -mean if self.task.more_is_better else mean
@@ -153,12 +153,17 @@ _BEST_FIRST = (BETTER, EQUIVALENT, NOT_SETTLED, WORSE)
 
 
 def best_verdicts(found: Sequence[Standing]) -> dict[tuple[str, str], Standing]:
-    """Return, by network and mode, the judged setting with the best verdict; those with better verdicts first."""
-    judged = sorted((each for each in found if each.verdict), key=lambda each: _BEST_FIRST.index(each.verdict))
+    """Return, by network and mode, the best judged setting, by its verdict and then its mean; better verdicts first."""
+
+    def rank(each: Standing) -> tuple[int, int, float]:
+        lost = each.loss_against_dp
+        return _BEST_FIRST.index(each.verdict), each.group.diverged, math.inf if math.isnan(lost) else lost
+
     best: dict[tuple[str, str], Standing] = {}
-    for each in judged:
-        best.setdefault((each.study.network, each.group.mode), each)
-    return best
+    for each in (each for each in found if each.verdict):
+        key = each.study.network, each.group.mode
+        best[key] = min(best.get(key, each), each, key=rank)
+    return dict(sorted(best.items(), key=lambda item: _BEST_FIRST.index(item[1].verdict)))
 
 
 def corrected(found: Sequence[Standing]) -> dict[str, tuple[float, float]]:
@@ -169,14 +174,14 @@ def corrected(found: Sequence[Standing]) -> dict[str, tuple[float, float]]:
 
 
 @dataclass(frozen=True)
-class FromFirst:
+class VersusFirst:
     """A difference from the first data parallelism of a study."""
 
     reference: Group
     difference: Difference
 
 
-def against_first_dp(study: Study, groups: Sequence[Group], group: Group) -> FromFirst | None:
+def versus_first_dp(study: Study, groups: Sequence[Group], group: Group) -> VersusFirst | None:
     """Compare a group with the first data parallelism of its study, whose optimizer is another.
 
     None if it is the same, if there is no difference to tell, or if data parallelism has only one optimizer, or if the
@@ -190,7 +195,7 @@ def against_first_dp(study: Study, groups: Sequence[Group], group: Group) -> Fro
         return None
     task = task_of(plain.config["dataset.name"])
     difference = compared(group.finished, plain, task.metric, METHOD_KEYS)
-    return FromFirst(plain, difference) if difference else None
+    return VersusFirst(plain, difference) if difference else None
 
 
 def best_of_each_mode(found: Sequence[Standing]) -> dict[str, Standing]:

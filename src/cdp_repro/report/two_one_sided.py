@@ -50,6 +50,8 @@ def power_without_difference(difference: Difference, margin: float) -> float:
     quantiles = [(number + 0.5) / _QUANTILES for number in range(_QUANTILES)]
     factors = (math.sqrt(float(chdtri(degrees, each)) / degrees) for each in quantiles) if degrees else ()
     t, width = float(stdtrit(degrees, 1 - LEVEL)), margin / difference.error
+    if math.isnan(width):
+        return math.nan
     inside = [max(0.0, 2 * float(ndtr(width - t * factor)) - 1) for factor in factors]
     return math.fsum(inside) / _QUANTILES if inside else math.nan
 
@@ -57,18 +59,18 @@ def power_without_difference(difference: Difference, margin: float) -> float:
 def seeds_for_power(difference: Difference, margin: float, power: float) -> int:
     """Return how many seeds find two groups without a difference equivalent with at least this probability.
 
-    It takes the spread of seeds in `difference`, which must have an interval, for the true one; `_MOST_SEEDS` at most.
+    It takes the spread of seeds in `difference`, which must have an interval, for the true one; `MOST_SEEDS` at most.
     """
     spread = difference.error * math.sqrt(difference.n)
 
     def power_of(n: int) -> float:
         return power_without_difference(replace(difference, n=n, error=spread / math.sqrt(n)), margin)
 
-    return 2 + bisect_left(range(2, _MOST_SEEDS), power, key=power_of)
+    return 2 + bisect_left(range(2, MOST_SEEDS), power, key=power_of)
 
 
 _QUANTILES = 1000
-_MOST_SEEDS = 10_000
+MOST_SEEDS = 10_000
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -61,8 +61,10 @@ def _check_placement(placement: Placement) -> None:
         # whether a rank begins later.
         micro_batches = range(sizes.lanes * max(2, len(holders)))
         ranks = [_number(placement, f"rank_of({m}, {stage})", placement.rank_of(m, stage)) for m in micro_batches]
-        computing, known = {*ranks}, {*ranks[: sizes.lanes], *holders}
-        if late := [(m, rank) for m, rank in enumerate(ranks) if rank not in known]:
+        computing, begin_at_once = {*ranks}, {*ranks[: sizes.lanes]}
+        borrows_at_once = bool(begin_at_once - {*holders})
+        late = [(m, rank) for m, rank in enumerate(ranks) if rank not in begin_at_once.union(holders)]
+        if late and (not borrows_at_once or max(late)[1] >= placement.ranks):
             raise ForeignError(
                 f"{_named(placement)}: rank_of({late[0][0]}, {stage}) is {late[0][1]}, which neither holds stage "
                 f"{stage} nor computes it for the {sizes.lanes} micro-batches that are under way at once: let the "

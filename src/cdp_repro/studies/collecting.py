@@ -93,7 +93,12 @@ def _epochs(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def _activation_bytes(path: Path) -> list[int]:
-    return [int(line["activation_bytes"]) for line in _lines(path)]
+    """Return the bytes of each traced slot of a run on one device."""
+    found = {int(line["slot"]): int(line["activation_bytes"]) for line in _lines(path)}
+    filled: list[int] = []
+    for slot in range(min(found, default=0), max(found, default=-1) + 1):
+        filled.append(found.get(slot, filled[-1] if filled else 0))
+    return filled
 
 
 def _parameter_peak(path: Path) -> dict[str, int]:

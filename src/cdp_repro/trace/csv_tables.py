@@ -29,15 +29,20 @@ def write_comms_csv(trace: Trace, file: IO[str]) -> None:
 
 
 def write_memory_csv(trace: Trace, file: IO[str], version_bytes: Callable[[int, int], int]) -> None:
-    """Write one row per slot and rank that has acted by then: bytes of activations and parameters, versions.
+    """Write a row for each slot in which a rank acts: bytes of activations and parameters, versions of each stage.
 
-    Activation bytes are the most during the slot; parameter bytes and the versions of each stage are those at its end.
+    Activation bytes are the most during the slot, the others are those at its end. Where a rank keeps fewer activations
+    after a slot, the idle slot that follows has a row, too: without one a rank has what its last row says.
     `version_bytes` maps a rank and a stage to the bytes of one version of the stage's parameters there.
     """
     writer = csv.writer(file, lineterminator="\n")
     stages = [f"versions_stage_{stage}" for stage in range(trace.sizes.stages)]
     writer.writerow(["slot", "rank", "activation_bytes", "parameter_bytes", *stages])
+    last: dict[int, int] = {}
     for record in chain.from_iterable(trace.of_each_slot()):
+        if not record.actions and last[record.rank] == record.activation_peak_bytes:
+            continue
+        last[record.rank] = record.activation_peak_bytes
         live = sum(number * version_bytes(record.rank, stage) for stage, number in enumerate(record.versions) if number)
         writer.writerow([record.slot, record.rank, record.activation_peak_bytes, live, *record.versions])
 

@@ -17,9 +17,8 @@ def perfetto(trace: Trace) -> dict[str, Any]:
     """Return the trace in Chrome's trace-event format (open it in ui.perfetto.dev or chrome://tracing).
 
     A process is a rank, and a thread a lane. Arrows lead from each message's SEND to the action that waited for it.
-    Counters show, at the start of a slot, the most
-    activation bytes in it, and the versions that are alive at its end; at the end of an update, the newest version of
-    each stage. Times are microseconds.
+    Counters show the most activation bytes of a slot, and after a rank's last action what it keeps; the versions that
+    are alive at the end of a slot; the newest version of each stage after each update. Times are microseconds.
     """
     return {"displayTimeUnit": "ms", "traceEvents": [*_names(trace), *_events(trace), *_flows(trace)]}
 
@@ -55,10 +54,9 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
                 newest[record.rank, action.stage] = action.version
                 own = {f"stage {stage}": version for (rank, stage), version in newest.items() if rank == record.rank}
                 yield _counter("newest version", record.rank, end, own)
-        start = record.spans[0][0]
-        yield _counter(
-            "activation bytes (peak of the slot)", record.rank, start, {"bytes": record.activation_peak_bytes}
-        )
+        start, end = record.spans[0][0], record.spans[-1][1]
+        for at, nbytes in ((start, record.activation_peak_bytes), (end, record.activation_bytes_at_end)):
+            yield _counter("activation bytes (peak of the slot)", record.rank, at, {"bytes": nbytes})
         live = {f"stage {stage}": number for stage, number in enumerate(record.versions)}
         yield _counter("live versions", record.rank, start, live)
 

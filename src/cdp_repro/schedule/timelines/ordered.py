@@ -256,7 +256,10 @@ class Chimera(Ordered):
         return self.sizes.stages
 
     def check(self, placement: str) -> None:
-        """Raise ValueError unless D = S and M are even, M shares a factor with N, R is 1 and the stages are a chain."""
+        """Raise ValueError unless D = S and M are even, R is 1 and the stages are a chain.
+
+        On a pipeline M must also have a factor in common with N.
+        """
         self._refuse_branches()
         stages, ranks, turns = self.sizes.stages, self.sizes.pipeline_ranks, self.sizes.turns
         if stages % 2:
