@@ -9,7 +9,7 @@ from math import inf
 import pytest
 from delay_world import BEST_AT_02, OTHERS, SETTINGS, SMALL, World, compared, tried
 
-from cdp_repro.report.delay_goal import gap_table, goal_paragraphs, stale_share
+from cdp_repro.report.delay_goal import gap_table, goal_paragraphs
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_what_is_lost_goes_with_the_share_of_stale_reads(monkeypatch, lost, how)
     for group, stale in zip(groups[1:], ([[1, 1], [1, 1]], [[1, 1], [0, 0]], [[1, 0], [0, 0]]), strict=True):
         for row in group.rows:
             row.summary["staleness"] = stale
-    assert [stale_share(group) for group in groups] == [0, 1, 0.5, 0.25]
+    assert [group.stale_share for group in groups] == [0, 1, 0.5, 0.25]
     said = told(world, world.standings("verdict"))[-1]
     assert f"On CIFAR-10, resnet8 with sgd the difference from dp {how}" in said
     assert "at 100 % (cdp_v1), " in said and "at 50 % (cdp_v2), " in said and "at 25 % (cdp_v2, accumulate 2)." in said

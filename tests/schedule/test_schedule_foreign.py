@@ -69,6 +69,13 @@ def test_placements_that_work(methods):
     assert place(**methods).slots(3)
 
 
+def test_the_rank_that_nobody_knows_is_named_among_those_that_borrow_late():
+    """Two micro-batches begin at once; the third has rank 3, unknown, and the fourth rank 2, which holds stage 2."""
+    late = {"holders": lambda _, j: range(j, j + 1), "rank_of": lambda _, m, j: (0, 1, 3, 2)[m % 4]}
+    with pytest.raises(ForeignError, match=r"rank_of\(2, 0\) is 3, which neither holds stage 0"):
+        place(stages=3, **late)
+
+
 def test_a_rank_may_borrow_a_stage_late_if_others_do_so_at_once_and_it_has_work_of_its_own():
     methods = {"holders": lambda _, j: range(j, j + 1), "rank_of": lambda _, m, j: (j + m) % 3}
     assert place(stages=3, accumulate=3, **methods).slots(4)  # six micro-batches a step, of which two begin at once

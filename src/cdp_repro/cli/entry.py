@@ -49,7 +49,7 @@ def end_with(main: Callable[[], int]) -> NoReturn:
     """
     code = main()
     if _is_whole_program():
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()  # type: ignore[attr-defined]  # as Python: only it ends the threads of executors
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # full, or closed

@@ -270,4 +270,9 @@ def _tried_again(study: Study) -> list[str]:
 
 def _has_other_statistics(cell: Cell) -> bool:
     """Return whether a network with BatchNorm gets smaller micro-batches than the others."""
-    return cell.settings["accumulate"] > 1 and str(cell.settings["model.name"]).startswith("resnet")
+    return cell.settings["accumulate"] > 1 and has_batch_norm(cell.settings)
+
+
+def has_batch_norm(settings: Mapping[str, Any]) -> bool:
+    """Return whether the network of a run, among those that are studied, has BatchNorm."""
+    return str(settings["model.name"]).startswith("resnet")

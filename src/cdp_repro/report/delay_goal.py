@@ -10,11 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from cdp_repro.report.delay_costs import has_batch_norm
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Group
 from cdp_repro.report.standing import Standing, best_verdicts, versus_first_dp
 from cdp_repro.report.tables import Table
-from cdp_repro.report.tuning import loss_of, method_of, optimizer_of
+from cdp_repro.report.tuning import losses_by_rate, method_of, optimizer_of, setting_of, setting_of_dp
 from cdp_repro.report.two_one_sided import (
     BETTER,
     EQUIVALENT,
@@ -134,19 +135,10 @@ def _gaps(each: Standing, rivals: Sequence[Standing], study: Study, groups: Grou
 
 def _gap(each: Standing, groups: Sequence[Group]) -> float | None:
     """Return the training loss of a setting minus that of dp with its optimizer, at the rate that was judged."""
-    rate = each.group.config["optim.lr"]
-    ours, dp = (_losses(groups, mode, each).get(rate, math.inf) for mode in (each.group.mode, "dp"))
+    config, losses = each.group.config, losses_by_rate(groups)
+    settings = setting_of(config), setting_of_dp(config)
+    ours, dp = (losses.get(setting, {}).get(config["optim.lr"], math.inf) for setting in settings)
     return ours - dp if math.isfinite(ours) and math.isfinite(dp) else None
-
-
-def _losses(groups: Sequence[Group], mode: str, like: Standing) -> dict[float, float]:
-    """Return the training loss by learning rate of a mode with the method of `like`, or of dp with its optimizer."""
-    name = like.optimizer if mode == "dp" else method_of(like.group.config)
-    return {
-        group.config["optim.lr"]: loss_of(group)
-        for group in groups
-        if group.mode == mode and method_of(group.config) == name
-    }
 
 
 def _by_stale_share(standings: Sequence[Standing]) -> list[str]:
@@ -159,7 +151,9 @@ def _by_stale_share(standings: Sequence[Standing]) -> list[str]:
         if each.found is not None and (each.verdict or each.study.chooses):
             method = method_of({**each.group.config, "accumulate": 1})
             alike.setdefault((each.study.network, method, bool(each.verdict)), []).append(each)
-    shown = {key: members for key, members in alike.items() if len({*map(_share_of, members)}) >= _FEWEST}
+    shown = {
+        key: members for key, members in alike.items() if len({each.group.stale_share for each in members}) >= _FEWEST
+    }
     return [
         _share_text(network, method, members)
         for (network, method, is_judged), members in shown.items()
@@ -171,40 +165,30 @@ _FEWEST = 3
 """Fewer shares of stale reads show no tendency."""
 
 
-def _share_of(each: Standing) -> float:
-    return stale_share(each.group)
-
-
 def _share_text(network: str, method: str, members: Sequence[Standing]) -> str:
-    ordered = sorted(members, key=_share_of, reverse=True)
+    ordered = sorted(members, key=lambda each: each.group.stale_share, reverse=True)
     lost = [each.loss_against_dp for each in ordered]
     shrinks = all(before > after for before, after in pairwise(lost))
     told = ", ".join(
-        f"{each.found.difference.mean:+.{each.task.digits}f} at {100 * _share_of(each):.0f} % "
+        f"{each.found.difference.mean:+.{each.task.digits}f} at {100 * each.group.stale_share:.0f} % "
         f"({_mode_name(each.group)})"
         for each in ordered
         if each.found
     )
-    other = " There `accumulate` also gives BatchNorm smaller micro-batches." if _has_batch_norm(ordered[0]) else ""
+    other = (
+        " There `accumulate` also gives BatchNorm smaller micro-batches."
+        if has_batch_norm(ordered[0].group.config)
+        else ""
+    )
     return (
         f"On {network} with {method} the difference from dp {'shrinks with' if shrinks else 'does not simply follow'} "
         f"that share: {told}.{other}"
     )
 
 
-def _has_batch_norm(each: Standing) -> bool:
-    return str(each.group.config["model.name"]).startswith("resnet")
-
-
 def _mode_name(group: Group) -> str:
     k = group.config["accumulate"]
     return group.mode + (f", accumulate {k}" if k > 1 else "")
-
-
-def stale_share(group: Group) -> float:
-    """Return the share, 0 to 1, of a group's reads of parameters that are not of the newest version."""
-    delays = [delay for stages in group.rows[0].summary["staleness"] for delay in stages]
-    return float(sum(delay > 0 for delay in delays) / len(delays))
 
 
 def gap_table(study: Study, groups: Groups, standings: Sequence[Standing]) -> Table | None:
@@ -217,18 +201,12 @@ def gap_table(study: Study, groups: Groups, standings: Sequence[Standing]) -> Ta
     if not own:
         return None
     rates = sorted({group.config["optim.lr"] for group in own})
-    losses: dict[tuple[str, str], dict[float, float]] = {}
-    shares: dict[tuple[str, str], float] = {}
-    for group in own:
-        key = group.mode, method_of(group.config)
-        losses.setdefault(key, {})[group.config["optim.lr"]] = loss_of(group)
-        shares.setdefault(key, stale_share(group))
-    optimizers = {(group.mode, method_of(group.config)): optimizer_of(group.config) for group in own}
+    losses = losses_by_rate(own)
     rows = []
-    for (mode, method), curve in losses.items():
-        dp = losses.get(("dp", optimizers[mode, method]), {})
-        gaps = [_gap_text(mode, curve.get(rate), dp.get(rate)) for rate in rates]
-        rows.append([mode, method, f"{100 * shares[mode, method]:.0f}", *gaps])
+    for setting, group in {setting_of(group.config): group for group in own}.items():
+        curve, dp = losses[setting], losses.get(setting_of_dp(group.config), {})
+        gaps = [_gap_text(group.mode, curve.get(rate), dp.get(rate)) for rate in rates]
+        rows.append([group.mode, method_of(group.config), f"{100 * group.stale_share:.0f}", *gaps])
     note = (
         "Training loss of the last epoch, in nats: of dp its own, of others what is added to that of dp with the same "
         f"optimizer at the same learning rate; short runs, one seed ({study.cells[0].seeds[0]}). A dash: one of the "

@@ -68,6 +68,12 @@ class Group:
         return label_of_mode(self.config)
 
     @property
+    def stale_share(self) -> float:
+        """The share, 0 to 1, of reads of parameters that are not of the newest version."""
+        delays = [delay for stages in self.rows[0].summary["staleness"] for delay in stages]
+        return float(sum(delay > 0 for delay in delays) / len(delays))
+
+    @property
     def seeds(self) -> list[int]:
         """The seeds of the runs, in order."""
         return [row.seed for row in self.rows]

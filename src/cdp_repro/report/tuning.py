@@ -40,6 +40,11 @@ def setting_of(settings: Mapping[str, Any]) -> Setting:
     return label_of_mode(settings), *(str(settings[key]) for key in VARIED)
 
 
+def setting_of_dp(settings: Mapping[str, Any]) -> Setting:
+    """Return the data parallelism that a run is compared with: that of its optimizer."""
+    return setting_of({**settings, "mode.name": "dp", "mode.staleness": None, "delay.name": "none", "accumulate": 1})
+
+
 def method_of(settings: Mapping[str, Any]) -> str:
     """Return optimizer and method against delay for people: `sgd`, `sgd nesterov`, `adamw + prediction`."""
     nesterov = " nesterov" if settings["optim.nesterov"] else ""
@@ -58,7 +63,7 @@ def loss_of(group: Group) -> float:
     return math.inf if group.diverged else group.sample(LOSS).mean
 
 
-def _losses(groups: Sequence[Group]) -> dict[Setting, dict[float, float]]:
+def losses_by_rate(groups: Sequence[Group]) -> dict[Setting, dict[float, float]]:
     """Return the training loss by setting and learning rate."""
     found: dict[Setting, dict[float, float]] = {}
     for group in groups:
@@ -80,7 +85,7 @@ def passed_on(groups: Sequence[Group], study: Study) -> dict[Setting, tuple[floa
     There are as many as the study passes on, best first; none if one of them lies at the edge of the grid, as a better
     one may lie beyond.
     """
-    losses, found = _losses(groups), {}
+    losses, found = losses_by_rate(groups), {}
     for setting, grid in _grids(study).items():
         by_rate = losses.get(setting, {})
         if by_rate.keys() >= set(grid):
@@ -95,7 +100,7 @@ def tuned_rates(finals: Study, groups: Mapping[str, Sequence[Group]]) -> dict[Se
     `groups` are those of all studies by name.
     """
     short = STUDIES[finals.tuning or ""]
-    chosen, losses = passed_on(groups.get(short.name, ()), short), _losses(groups.get(finals.name, ()))
+    chosen, losses = passed_on(groups.get(short.name, ()), short), losses_by_rate(groups.get(finals.name, ()))
     return {
         setting: _tuned(grid, chosen.get(setting), losses.get(setting, {})) for setting, grid in _grids(short).items()
     }
@@ -131,7 +136,7 @@ def rate_table(study: Study, groups: Mapping[str, Sequence[Group]]) -> Table:
     `study` is a tuning, or its finals.
     """
     own = groups[study.name]
-    grids, losses = _grids(study), _losses(own)
+    grids, losses = _grids(study), losses_by_rate(own)
     rates = sorted({rate for grid in grids.values() for rate in grid})
     methods = {setting_of(cell.settings): method_of(cell.settings) for cell in study.cells}
     said = _ends_of_finals(study, groups) if study.kind == "delay-finals" else _ends_of_short_runs(study, own)

@@ -64,9 +64,10 @@ def _check_placement(placement: Placement) -> None:
         computing, begin_at_once = {*ranks}, {*ranks[: sizes.lanes]}
         borrows_at_once = bool(begin_at_once - {*holders})
         late = [(m, rank) for m, rank in enumerate(ranks) if rank not in begin_at_once.union(holders)]
-        if late and (not borrows_at_once or max(late)[1] >= placement.ranks):
+        if unknown := [(m, rank) for m, rank in late if not borrows_at_once or rank >= placement.ranks]:
+            micro_batch, rank = unknown[0]
             raise ForeignError(
-                f"{_named(placement)}: rank_of({late[0][0]}, {stage}) is {late[0][1]}, which neither holds stage "
+                f"{_named(placement)}: rank_of({micro_batch}, {stage}) is {rank}, which neither holds stage "
                 f"{stage} nor computes it for the {sizes.lanes} micro-batches that are under way at once: let the "
                 f"ranks that borrow a stage repeat after {sizes.lanes} micro-batches"
             )
