@@ -63,7 +63,9 @@ def test_the_best_of_a_mode_is_the_one_that_loses_least_and_has_not_diverged(mon
 
     def top1(number, seed):
         own = (0, 0, *lost)[number]
-        return None if own is None else 90 + 0.1 * (seed * (number + 1) % 3) - own
+        if own is None:  # the better one on all other seeds
+            return None if seed % 4 == 3 else 90 + 0.1 * (seed % 3)
+        return 90 + 0.1 * (seed * (number + 1) % 3) - own
 
     world.have("verdict", compared(world.studies["verdict"], top1))
     (said,) = told(world, world.standings("verdict"))

@@ -89,3 +89,7 @@ def test_holm_corrects_for_the_number_of_tests():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]), "times 3, 2, 1 by rank, never below a smaller"
     assert holm([0.8, 0.019, 0.41]) == pytest.approx([0.82, 0.057, 0.82])
     assert holm([]) == [] and holm([0.6, 0.7]) == [1.0, 1.0]
+
+
+def test_a_difference_without_an_interval_shows_no_power():
+    assert math.isnan(power_without_difference(Difference(0.1, math.nan, math.nan, math.nan, 10), 0.3))
