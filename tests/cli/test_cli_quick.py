@@ -108,9 +108,14 @@ def test_a_check_of_the_report_imports_no_torch(called, tmp_path):
 
 
 _CONSOLE_SCRIPT = """
-import atexit, sys
+import sys
 from cdp_repro.cli import entry
-atexit.register(print, "taken apart")
+
+class Kept:
+    def __del__(self):
+        print("taken apart")
+
+kept = Kept()
 sys.exit(entry.plan())
 """
 
