@@ -6,8 +6,8 @@ import hashlib
 import json
 import logging
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,11 @@ from cdp_repro.data import Dataset, DatasetError
 from cdp_repro.launch.allocator import keep_freed_memory
 from cdp_repro.launch.process_group import process_group, refuse_differing
 from cdp_repro.launch.signals import StopRequest
-from cdp_repro.observe.metrics import MetricsLog
-from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError, arguments_to_go_on, writing
+from cdp_repro.launch.team import Team
+from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError, arguments_to_go_on
 from cdp_repro.observe.text import mode_text
 from cdp_repro.observe.trace_files import mirror_trace, remove_trace_files, write_trace_files
 from cdp_repro.observe.versions import code_hash, short, versions_since
-from cdp_repro.observe.wandb_mirror import WandbMirror, previous_run_id
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.cutting import CutModel, measure_cut
 from cdp_repro.predict.simulate import simulate_totals, version_bytes
@@ -34,8 +33,10 @@ from cdp_repro.predict.training_state import predicted_parameter_bytes
 from cdp_repro.schedule import Program
 from cdp_repro.trace import Trace
 from cdp_repro.training.assembly import build_engine, load_data, same_cut, team_of
-from cdp_repro.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from cdp_repro.training.checkpoint import CheckpointStore
 from cdp_repro.training.divergence import DivergedError
+from cdp_repro.training.earlier_run import EarlierRun, open_earlier
+from cdp_repro.training.records import Records, log_file, opened_records
 from cdp_repro.training.resuming import refuse_foreign
 from cdp_repro.training.trainer import Interrupted, Trainer
 from cdp_repro.training.weights import start_from_file
@@ -70,39 +71,16 @@ def train(
     with process_group(device, processes, config.timeout_seconds), ExitStack() as stack:
         team = team_of(config)
         stack.enter_context(team.naming_stalled())
-        directory, checkpoint, finished = None, None, None
+        directory, earlier = None, EarlierRun()
         if resume:
             team.positions.enter("reading the checkpoint")
-        if resume and team.rank == 0:
-            directory = RunDirectory.open(run_dir)
-            finished = _finished(directory)
-            if finished is None:  # else nothing is written, and the directory may be read-only
-                stack.enter_context(directory.locked())
-                checkpoint = _newest_checkpoint(directory, restart)
-        own = None if checkpoint is None else (checkpoint.step, checkpoint.tensors, checkpoint.meta)
-        finished, found = team.share((finished, own))
-        checkpoint = None if found is None else Checkpoint(*found)
-        if finished is not None:
+            if team.rank == 0:
+                directory, earlier = open_earlier(run_dir, restart, stack)
+            earlier = earlier.shared(team)
+        if earlier.summary is not None:
             logger.info("%s is finished already", run_dir)
-            return finished
-        if checkpoint is not None:
-            refuse_foreign(checkpoint.meta, {"config": config.to_dict()})  # nothing is known of data and engine yet
-        team.positions.enter("reading the data")
-        dataset = load_data(config)
-        team.positions.enter("cutting the model")
-        cut = same_cut(config, team, _earlier_cut(checkpoint))
-        program = program_of(config, cut.costs.gradient_bytes)
-        weights = "" if checkpoint else start_from_file(config, cut.stages)
-        settings = {**config.to_dict(), "run_dir": None}
-        refuse_differing(
-            {
-                "code": code_hash(),
-                "config": _digest(settings),
-                "data": _digest(dataset.fingerprint()),
-                "weights": weights,
-            },
-            team.control,
-        )
+            return earlier.summary
+        parts = _parts(config, team, earlier)
         team.positions.enter("opening the run directory")
         if directory is not None:
             directory.add_command(command)
@@ -110,67 +88,48 @@ def train(
             directory = stack.enter_context(RunDirectory.create(run_dir, config.to_dict(), command).locked())
         path = Path(team.share(str(directory.path if directory else run_dir)))
         stop = stack.enter_context(StopRequest())
-        stack.enter_context(_log_file(RunDirectory(path).log_path(team.rank)))
-        files = stack.enter_context(_files(config, directory)) if directory else None
+        stack.enter_context(log_file(RunDirectory(path).log_path(team.rank)))
+        records = stack.enter_context(opened_records(config, directory)) if directory else None
         if team.rank == 0:
             for sentence in without_effect(config):
                 logger.warning("warning: %s", sentence)
-        known = versions_since(_earlier_versions(checkpoint))
-        run = _Run(config, dataset, cut, program, RunDirectory(path), files, command, known)
-        return run.train(stop, checkpoint, resume)
+        return _Run(config, parts, earlier, RunDirectory(path), records, command).train(stop, resume)
 
 
-def _earlier_versions(checkpoint: Checkpoint | None) -> dict[str, str]:
-    """Return the versions by which the run was trained up to the checkpoint; none if it does not say."""
-    found = checkpoint.meta.get("versions") if checkpoint else None
-    return found if isinstance(found, dict) else {}
+@dataclass(frozen=True)
+class _Parts:
+    """What a run is made of, the same on all ranks."""
+
+    dataset: Dataset
+    cut: CutModel
+    program: Program
 
 
-def _earlier_cut(checkpoint: Checkpoint | None) -> list[int] | None:
-    """Return the number of blocks of each stage in the checkpoint; None if it has none."""
-    blocks = checkpoint.meta.get("blocks_per_stage") if checkpoint else None
-    if blocks is None:
-        return None
-    if not isinstance(blocks, list) or not all(isinstance(number, int) and number > 0 for number in blocks):
-        raise CheckpointError(
-            f"the checkpoint does not fit this run: expected numbers of blocks in blocks_per_stage, found {blocks!r}"
-        )
-    return blocks
-
-
-def _newest_checkpoint(directory: RunDirectory, restart: bool) -> Checkpoint | None:
-    """Return the checkpoint to go on from; None if the run begins anew."""
-    store = CheckpointStore(directory.checkpoints_path)
-    newest = store.latest()
-    if newest is None and not restart:
-        raise CheckpointError(
-            f"{directory.path} has no checkpoint to go on from. Add restart=true to train it from step 0, which "
-            "empties its metrics.jsonl"
-        )
-    if newest is not None and restart:
-        raise CheckpointError(
-            f"restart=true is for a run without a checkpoint, and {newest} is one: drop restart=true to go on from it, "
-            "or start another run with run_dir="
-        )
-    return None if newest is None else store.load()
-
-
-def _finished(directory: RunDirectory) -> dict[str, Any] | None:
-    """Return the summary of a run that is finished already."""
-    summary = directory.summary()
-    return summary if summary.get("status") == "finished" else None
+def _parts(config: RunConfig, team: Team, earlier: EarlierRun) -> _Parts:
+    """Load the data, cut the model and make the program; refuse a run whose ranks would differ in them."""
+    if earlier.checkpoint is not None:  # before anything slow; the data are compared by `Trainer.resume`
+        refuse_foreign(earlier.checkpoint.meta, {"config": config.to_dict()})
+    team.positions.enter("reading the data")
+    dataset = load_data(config)
+    team.positions.enter("cutting the model")
+    cut = same_cut(config, team, earlier.blocks_per_stage)
+    program = program_of(config, cut.costs.gradient_bytes)
+    weights = "" if earlier.checkpoint else start_from_file(config, cut.stages)
+    settings = {**config.to_dict(), "run_dir": None}
+    refuse_differing(
+        {
+            "code": code_hash(),
+            "config": _digest(settings),
+            "data": _digest(dataset.fingerprint()),
+            "weights": weights,
+        },
+        team.control,
+    )
+    return _Parts(dataset, cut, program)
 
 
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The records that rank 0 writes while it trains."""
-
-    metrics: MetricsLog
-    mirror: WandbMirror
 
 
 class _Run:
@@ -179,25 +138,24 @@ class _Run:
     def __init__(
         self,
         config: RunConfig,
-        dataset: Dataset,
-        cut: CutModel,
-        program: Program,
+        parts: _Parts,
+        earlier: EarlierRun,
         directory: RunDirectory,
-        files: _Files | None,
+        records: Records | None,
         command: Sequence[str],
-        versions: Mapping[str, str],
     ) -> None:
-        """`files` is None on ranks that write none. `versions` are those of all parts of the run."""
+        """`records` is None on ranks that write none."""
         self._config = config
-        self._dataset = dataset
-        self._cut = cut
-        self._program = program
+        self._dataset = parts.dataset
+        self._cut = parts.cut
+        self._program = parts.program
+        self._earlier = earlier
         self._directory = directory
-        self._files = files
+        self._records = records
         self._command = command
-        self._versions = versions
-        self._data = {"description": dataset.description, "fingerprint": dataset.fingerprint()}
-        self._engine = build_engine(config, cut, dataset.train_size, program)
+        self._versions = versions_since(earlier.versions)
+        self._data = {"description": parts.dataset.description, "fingerprint": parts.dataset.fingerprint()}
+        self._engine = build_engine(config, parts.cut, parts.dataset.train_size, parts.program)
         self._trainer = self._build_trainer()
         self._trace: Trace | None = None
 
@@ -213,14 +171,14 @@ class _Run:
             self._dataset,
             self._engine,
             self._program.schedule,
-            self._files.metrics if self._files else None,
+            self._records.metrics if self._records else None,
             CheckpointStore(self._directory.checkpoints_path, keep=self._config.keep_checkpoints),
             CheckpointStore(self._directory.path / "diverged", keep=1),
             facts,
             self._write_trace,
         )
 
-    def train(self, stop: StopRequest, checkpoint: Checkpoint | None, resume: bool) -> dict[str, Any]:
+    def train(self, stop: StopRequest, resume: bool) -> dict[str, Any]:
         config = self._config
         logger.info(
             "%s on %s, %s, N = %d workers, S = %d stages, %s on %s%s",
@@ -230,9 +188,9 @@ class _Run:
         )  # fmt: skip
         torch.manual_seed(config.seed)  # for what a model or loss draws on its own; a checkpoint keeps this state
         if resume:
-            self._trainer.resume(checkpoint)
+            self._trainer.resume(self._earlier.checkpoint)
             logger.info("resumed at training step %d", self._engine.step)
-            self._warn_of_what_changed(_earlier_versions(checkpoint))
+            self._warn_of_what_changed()
         try:
             self._trainer.fit(stop)
         except BaseException as error:
@@ -246,8 +204,9 @@ class _Run:
             raise
         return self._finish("finished")
 
-    def _warn_of_what_changed(self, earlier: Mapping[str, str]) -> None:
-        """Warn if the run goes on by what has not trained it before; `earlier` has what has, as far as it is known."""
+    def _warn_of_what_changed(self) -> None:
+        """Warn if the run goes on by what has not trained it before, as far as that is known."""
+        earlier = self._earlier.versions
         changed = {name for name, present in self._versions.items() if earlier.get(name, present) != present}
         if self._engine.team.rank:
             return
@@ -269,7 +228,7 @@ class _Run:
 
     def _finish(self, status: str) -> dict[str, Any]:
         """Write summary.json and close the logs, on rank 0; return the summary."""
-        if self._files is None:
+        if self._records is None:
             return {}
         program = self._program
         whole = self._config.reading_whole()
@@ -285,10 +244,10 @@ class _Run:
         if self._config.baseline is None:  # the schedule of a baseline is the library's
             summary["memory/activation_peak_bytes_simulated"] = _simulated_peak(program, self._cut.costs)
         self._directory.write_summary(summary)
-        self._files.metrics.close()
+        self._records.metrics.close()
         if self._config.wandb != "disabled" and self._trace is not None:
-            mirror_trace(self._trace, self._config.mode.name, self._directory, self._files.mirror)
-        self._files.mirror.finish(summary, exit_code=0 if status == "finished" else 1)
+            mirror_trace(self._trace, self._config.mode.name, self._directory, self._records.mirror)
+        self._records.mirror.finish(summary, exit_code=0 if status == "finished" else 1)
         return summary
 
     def _described(self, status: str) -> dict[str, Any]:
@@ -340,43 +299,3 @@ def _status_of(error: BaseException) -> str:
 def _simulated_peak(program: Program, costs: StageCosts) -> int:
     totals = simulate_totals(program.schedule, costs, program.complete_run)
     return max(total.activation_bytes for total in totals)
-
-
-@contextmanager
-def _log_file(path: Path) -> Iterator[None]:
-    """Copy the log of the package to `path`, with the traceback of an error in the body."""
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)  # on another host there is no run directory yet
-        # a message may name a file whose name is no text
-        handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
-        yield
-    except Exception:
-        logger.debug("the run ends", exc_info=True)
-        raise
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
-        handler.close()
-
-
-@contextmanager
-def _files(config: RunConfig, directory: RunDirectory) -> Iterator[_Files]:
-    """Open the metrics and start the W&B mirror; an error in the body ends the mirror as failed."""
-    mirror = WandbMirror()
-    mirror.start(
-        config.wandb,  # type: ignore[arg-type]  # one of the choices, as config checks
-        directory.path,
-        config.to_dict(),
-        name=directory.path.name,
-        project=config.wandb_project,
-        resume_id=previous_run_id(directory.path),
-    )
-    try:
-        yield _Files(MetricsLog(directory.metrics_path, mirror), mirror)
-    finally:
-        mirror.finish({}, exit_code=1)  # does nothing after the regular end
