@@ -11,7 +11,9 @@ from pathlib import Path
 from matplotlib import rc_context
 
 from cdp_repro.observe.atomic_file import replace_file
-from cdp_repro.report.contents import Report, Shown
+from cdp_repro.report.contents import Report
+from cdp_repro.report.pictures import Shown, pictures
+from cdp_repro.report.sections import page_of
 from cdp_repro.studies.rows import RowError
 
 _MARKED = re.compile(r"(<!-- report:(?P<name>\w+) -->\n).*?(<!-- /report -->)", re.DOTALL)
@@ -38,12 +40,12 @@ def build(results: Path, documents: Iterable[Path] = (), form: Form | None = Non
             continue
         files[results / f"{name}.md"] = f"# {table.title}\n\n{table.markdown()}".encode()
         files[results / f"{name}.tex"] = table.latex().encode()
-    svgs = {}
-    for name, shown in report.figures.items():
+    figures, svgs = pictures(report), {}
+    for name, shown in figures.items():
         svgs[name] = form(shown, "svg")
         files[results / "figures" / f"{name}.svg"] = svgs[name]
         files[results / "figures" / f"{name}.png"] = form(shown, "png")
-    files[results / "report.html"] = report.page(svgs).encode()
+    files[results / "report.html"] = page_of(report, figures, svgs).encode()
     for path in documents:
         files[path] = _renewed(path.read_text(), path.name, report).encode()
     return files
