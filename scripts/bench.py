@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from bench_methods import methods
 from bench_pipelines import pipelines
 from bench_servers import servers
-from bench_timing import alternating_rounds, ratio_spread, seconds_of, sgd, steady_step_seconds
+from bench_timing import alternating_rounds, fastest_of, ratio_spread, seconds_of, sgd, steady_step_seconds
 from matplotlib.figure import Figure
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from two_hosts import two_hosts
@@ -39,6 +39,7 @@ from two_hosts import two_hosts
 from cdp_repro import Engine
 from cdp_repro.baselines import baseline_class
 from cdp_repro.baselines.baseline import Baseline
+from cdp_repro.baselines.torch_data_parallel import DDPBaseline
 from cdp_repro.cli.console import run_script
 from cdp_repro.config import RunConfig
 from cdp_repro.config.errors import nearest, refuse
@@ -342,16 +343,18 @@ def _link_tables() -> list[str]:
     ]
     for curve in _link_curves():
         head = [f"{mode} / ddp | planned" for mode in LINK_MODES]
-        lines += ["", f"| {curve['model']}: link [Mbit/s] | link time / compute time | {' | '.join(head)} |"]
-        lines.append("| --- | --- |" + " --- | --- |" * len(LINK_MODES))
+        first = f"| {curve['model']}: link [Mbit/s] | link time / compute time | bucket of ddp [MiB]"
+        lines += ["", f"{first} | {' | '.join(head)} |"]
+        lines.append("| --- | --- | --- |" + " --- | --- |" * len(LINK_MODES))
         for row in curve["rows"]:
-            cells = [row["rate_mbit"] or "unlimited", f"{row['link_seconds_over_compute']:.2f}"]
+            cells = [row["rate_mbit"] or "unlimited", f"{row['link_seconds_over_compute']:.2f}", row["ddp_bucket_mib"]]
             for mode in LINK_MODES:
                 ratio = row["throughput_ratios"][mode]
                 cells += [f"{ratio['median']:.2f} ({_quartiles(ratio)})"]
                 cells += [f"{row['planned_ratios'][mode]:.2f}"]
             lines.append(f"| {' | '.join(map(str, cells))} |")
-        lines += ["", f"{curve['rounds']} alternating rounds; {curve['config']}; {_evidence(curve)}."]
+        rounds = f"{curve['rounds']} alternating rounds of {curve['steps_per_round']} training steps"
+        lines += ["", f"{rounds}; {curve['config']}; {_evidence(curve)}."]
     return lines
 
 
@@ -396,6 +399,10 @@ def _evidence(result: dict[str, str]) -> str:
 PEERS = {"pipeline": ("torch_1f1b", "torch_gpipe"), "replicated": ("ddp",), "zero": ("fsdp2",)}
 PEER_ROUNDS = 8
 PEER_STEPS = 6
+DDP_BUCKETS = (1, 4, 25)
+"""Bucket sizes in MiB that DDP is tried with; 25 is torch's default, with which most gradients of a small network can
+leave only when the backward is done."""
+TRIAL_ROUNDS, TRIAL_STEPS = 2, 2
 
 
 def placements() -> dict[str, object]:
@@ -405,20 +412,23 @@ def placements() -> dict[str, object]:
     blocks = [len(names) for names in cut_model(config).block_names]
     ratios: dict[str, dict[str, float]] = {}
     planned: dict[str, float] = {}
+    buckets: dict[str, float] = {}
     network = measure_network()
     for placement, peers in PEERS.items():
         arguments = config, blocks, ("cdp_v2",), placement, peers, PEER_ROUNDS, PEER_STEPS
-        seconds = launch(_alternating_rounds, arguments, config.workers)
+        seconds, bucket = launch(_alternating_rounds, arguments, config.workers)
         prices = _planned(config, blocks, network)
         for peer in peers:
             name = f"{placement} / {peer}"
             ratios[name] = _ratios(seconds, "cdp_v2", peer)
+            buckets |= {name: bucket} if bucket else {}
             planned[name] = prices[f"dp {peer}"] / prices[f"cdp_v2 {placement}"]
             print(name, ratios[name], "planned", planned[name], flush=True)
     return {
         "config": _two_ranks_text(config, blocks, "gloo on loopback"),
         "rounds": PEER_ROUNDS,
         "steps_per_round": PEER_STEPS,
+        "ddp_bucket_mib": buckets,
         "throughput_ratios": ratios,
         "planned_ratios": planned,
     }
@@ -462,8 +472,12 @@ def _alternating_rounds(
     peers: tuple[str, ...],
     rounds: int,
     steps: int,
-) -> dict[str, list[float]]:
-    """Train all contenders in turns, a few steps each, in the same ranks; return the seconds of each round."""
+) -> tuple[dict[str, list[float]], float | None]:
+    """Train all contenders in turns, a few steps each, in the same ranks.
+
+    Returns:
+        The seconds of each round, and the MiB of a bucket of DDP with which it was fastest, if it is among the peers.
+    """
     keep_freed_memory()
     with process_group(torch.device("cpu"), config.workers, 600):
         torch.manual_seed(0)
@@ -473,12 +487,20 @@ def _alternating_rounds(
         def stages() -> list[torch.nn.Module]:
             return list(cut_model(config, blocks).stages)
 
+        def peer(name: str, bucket: float = DDPBaseline.bucket_cap_mb) -> Baseline:
+            kind = type("DDP", (DDPBaseline,), {"bucket_cap_mb": bucket}) if name == "ddp" else baseline_class(name)
+            return kind(stages(), F.cross_entropy, sgd, workers=config.workers)
+
+        bucket = None
+        if "ddp" in peers:
+            trials = {each: partial(steady_step_seconds, peer("ddp", each), batch, TRIAL_STEPS) for each in DDP_BUCKETS}
+            bucket = fastest_of(trials, TRIAL_ROUNDS)
         contenders: dict[str, Engine | Baseline] = {
             **{mode: Engine(stages(), F.cross_entropy, sgd, mode, placement, workers=config.workers) for mode in modes},
-            **{peer: baseline_class(peer)(stages(), F.cross_entropy, sgd, workers=config.workers) for peer in peers},
+            **{name: peer(name, bucket) if bucket else peer(name) for name in peers},
         }
         timed = {name: partial(steady_step_seconds, each, batch, steps) for name, each in contenders.items()}
-        return alternating_rounds(timed, rounds)
+        return alternating_rounds(timed, rounds), bucket
 
 
 # --- links --------------------------------------------------------------------------------------------------------
@@ -513,6 +535,7 @@ def _over_link(name: str, config: RunConfig, blocks: list[int], rate_mbit: int |
     row = {
         "rate_mbit": rate_mbit,
         "measured_mbit": 8e-6 * link.bandwidth_bytes_per_second,
+        "ddp_bucket_mib": measured["ddp_bucket_mib"],
         "link_seconds_over_compute": link.seconds(gradient_bytes) / prices["cdp_v2 single_device"] * config.workers,
         "throughput_ratios": {mode: _ratios(measured["seconds"], mode, "ddp") for mode in LINK_MODES},
         "planned_ratios": {mode: prices["dp ddp"] / prices[f"{mode} replicated"] for mode in LINK_MODES},
@@ -545,9 +568,9 @@ def _link_rank(name: str, blocks: list[int], path: Path) -> None:
     config = _two_ranks(*LINK_NETWORKS[name])
     messages = time_messages(3)
     os.environ["MASTER_PORT"] = "29501"  # else a rank could meet the other at the store that is just closing
-    seconds = _alternating_rounds(config, blocks, LINK_MODES, "replicated", ("ddp",), LINK_ROUNDS, LINK_STEPS)
+    seconds, bucket = _alternating_rounds(config, blocks, LINK_MODES, "replicated", ("ddp",), LINK_ROUNDS, LINK_STEPS)
     if os.environ["RANK"] == "0":
-        path.write_text(json.dumps({"messages": messages, "seconds": seconds}))
+        path.write_text(json.dumps({"messages": messages, "seconds": seconds, "ddp_bucket_mib": bucket}))
 
 
 if __name__ == "__main__":

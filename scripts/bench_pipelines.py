@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench_timing import Batch, alternating_rounds, ratio_spread, sgd, steady_step_seconds
+from bench_timing import Batch, alternating_rounds, fastest_of, ratio_spread, sgd, steady_step_seconds
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -120,10 +120,8 @@ def _rank(networks: Networks) -> tuple[dict[str, int], dict[str, list[float]]]:
 
 def _fastest(name: str, networks: Networks, batch: Batch) -> int:
     """Return the number of micro-batches at which a schedule of torch takes least time, the same on all ranks."""
-    trials = {str(number): _library(name, number, networks, batch) for number in MICRO_BATCHES}
-    seconds = torch.tensor([min(each) for each in alternating_rounds(trials, TRIAL_ROUNDS).values()])
-    dist.all_reduce(seconds)
-    return MICRO_BATCHES[int(seconds.argmin())]
+    trials = {number: _library(name, number, networks, batch) for number in MICRO_BATCHES}
+    return fastest_of(trials, TRIAL_ROUNDS)
 
 
 def _own(mode: str, micro_batches: int, networks: Networks, batch: Batch) -> Callable[[], float]:

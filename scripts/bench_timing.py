@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,15 +19,23 @@ from cdp_repro import Engine
 from cdp_repro.baselines.baseline import Baseline
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+T = TypeVar("T")
 
 
-def alternating_rounds(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def alternating_rounds(contenders: Mapping[T, Callable[[], float]], rounds: int) -> dict[T, list[float]]:
     """Let each contender say its seconds in every round, in turns from both ends; the first round only warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[T, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name in list(contenders) if number % 2 == 0 else list(contenders)[::-1]:
             seconds[name].append(contenders[name]())
     return {name: samples[1:] for name, samples in seconds.items()}
+
+
+def fastest_of(contenders: Mapping[T, Callable[[], float]], rounds: int) -> T:
+    """Return the contender that takes least time in its best round, the same on all ranks."""
+    seconds = torch.tensor([min(each) for each in alternating_rounds(contenders, rounds).values()])
+    dist.all_reduce(seconds)
+    return [*contenders][int(seconds.argmin())]
 
 
 def spread(ratios: Sequence[float]) -> dict[str, float]:

@@ -193,6 +193,17 @@ def test_sweeps_without_an_end_or_a_value_are_refused(override, message):
         expand_sweep([override])
 
 
+@pytest.mark.parametrize("value", ["${nope}", "${oc.env:CDP_REPRO_HAS_NO_SUCH_VARIABLE}"])
+def test_what_a_file_does_not_resolve_is_one_sentence_and_may_be_replaced(tmp_path, capsys, value):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\nbatch_size: {value}\n")
+    ours = (f"--config-dir={tmp_path}", "experiment=mine")
+    for words in ([], ["--cfg", "job", "--resolve"], ["-m", "seed=0,1", "--dry-run"]):
+        said = refused(capsys, *ours, *words)
+        assert "batch_size: the configuration cannot be resolved" in said and said.count("\n") < 5
+    assert yaml.safe_load(shown(capsys, *ours, "batch_size=32", "--cfg", "job", "--resolve"))["batch_size"] == 32
+
+
 def test_a_flag_with_a_value_is_refused_in_plain_words(capsys):
     assert "argument --multirun/-m: takes no value, not '2'" in refused(capsys, "--multirun=2")
 

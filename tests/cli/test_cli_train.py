@@ -402,6 +402,7 @@ def test_an_unknown_option(capsys):
     assert command.main(["--mutlirun"]) == 2
     assert "unknown option --mutlirun" in capsys.readouterr().err
     assert "unknown option --workers=3: a setting has no dashes, write workers=3" in refused(capsys, "--workers=3")
+    assert "unknown option --resume=r: a setting has no dashes, write resume=r" in refused(capsys, "--resume=r")
     assert "unknown option --mode: a setting has no dashes, write mode=..." in refused(capsys, "--mode", "mode=dp")
 
 

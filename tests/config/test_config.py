@@ -151,6 +151,8 @@ def test_presets_hold_the_set_up_of_the_paper(name):
             "most optim.gamma=9.9e+18",
         ),
         (["optim.lr='${nope}'"], "optim.lr: the configuration cannot be resolved: Interpolation key 'nope' not found"),
+        (["mode=ssp", "workers=2", "speeds=[1,${nope}]"], "speeds[1]: the configuration cannot be resolved: Interpol"),
+        (["mode=[[1,${nope}],[1,0]]", "workers=2"], "mode.staleness[0][1]: the configuration cannot be resolved: In"),
         (["learning_rate=0.1"], "unknown key 'learning_rate'; did you mean 'optim.lr'?"),
         (["cluster.latency_seconds=1e300"], "cluster.latency_seconds=1e+300: must be at most 1e+09"),
         (["cluster.flops_per_second=1e300"], "cluster.flops_per_second=1e+300: must be at most 1e+24"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -56,16 +56,19 @@ class DataParallelBaseline(Baseline):
 class DDPBaseline(DataParallelBaseline):
     """DistributedDataParallel with its defaults, except that each worker keeps its own buffers.
 
+    A subclass may set `bucket_cap_mb`, the MiB of gradients that are reduced together.
+
     Every trainable parameter must take part in the loss: DDP is not told to look for unused ones.
     """
 
     name = "ddp"
+    bucket_cap_mb: ClassVar[float] = 25
 
     def _distribute(self, model: nn.Sequential) -> nn.Module:
         # renamed after torch 2.11; the old name warns
         renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
         options: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-        return DistributedDataParallel(model, **options)
+        return DistributedDataParallel(model, bucket_cap_mb=self.bucket_cap_mb, **options)
 
 
 class FSDP2Baseline(DataParallelBaseline):

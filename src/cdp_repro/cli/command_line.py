@@ -88,7 +88,7 @@ class Command:
                 names = [name for each in known for name in each]
                 hint = nearest(unknown[0], names)
                 word = unknown[0].lstrip("-")
-                if (key := word.partition("=")[0]) in defaults() or key in GROUPS:
+                if (key := word.partition("=")[0]) in (*defaults(), *GROUPS, "resume", "restart", "launcher"):
                     hint = f": a setting has no dashes, write {word if '=' in word else f'{key}=...'}"
                 if unknown[0] in ("-m", "--multirun"):
                     hint = f": {self.name} takes one run at a time; cdp-train sweeps over many"
@@ -156,7 +156,7 @@ def _for_hydra(given: Namespace, flags: Collection[str], source: Source) -> list
         raise ConfigError(["--cfg hydra --resolve: its settings refer to those of the run: use --cfg all --resolve"])
     if given.cfg:
         how = [*(["--resolve"] if given.resolve else []), *(["--package", given.package] if given.package else [])]
-        return [*_checked(given.overrides, source), "--cfg", given.cfg, *how]
+        return [*_checked(given.overrides, source, given.resolve), "--cfg", given.cfg, *how]
     return []
 
 
@@ -171,7 +171,7 @@ def _completion(words: Sequence[str]) -> str:
     return f"{action}={shell}"
 
 
-def _checked(overrides: Sequence[str], source: Source) -> list[str]:
+def _checked(overrides: Sequence[str], source: Source, resolved: bool = False) -> list[str]:
     """Return checked overrides for Hydra. Its own settings are not checked, because its answer shows their effect."""
     own = [text for text in overrides if text.lstrip("+~").startswith(("hydra.", "hydra/"))]
-    return [*written_out([text for text in overrides if text not in own], source), *own]
+    return [*written_out([text for text in overrides if text not in own], source, resolved), *own]

@@ -16,7 +16,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from cdp_repro.config.errors import ConfigError, refuse
+from cdp_repro.config.errors import ConfigError, refuse, refusing_unresolved
 from cdp_repro.config.keys import leaves
 from cdp_repro.config.loading import load_config
 from cdp_repro.config.overrides import long_forms, parse_long_forms, readable, text_of
@@ -59,7 +59,7 @@ def _names_of_other_choices(overrides: Sequence[str], source: Source) -> list[st
     for group, choice in tree.hydra.runtime.choices.items():
         if group not in GROUPS or choice not in (ours := OURS.choices(group)):
             continue
-        name = OmegaConf.select(tree, f"{group}.name")
+        name = OmegaConf.select(tree, f"{group}.name", throw_on_resolution_failure=False)
         if name in ours and name != choice and values(group, name) != values(group, choice):
             found.append(
                 f"{group}.name={name} would have the values of {group}={choice}: in a file, choose it by "
@@ -79,14 +79,18 @@ def _missing_weights(tree: DictConfig) -> list[str]:
     ]  # fmt: skip
 
 
-def written_out(overrides: Sequence[str], source: Source = OURS) -> list[str]:
+def written_out(overrides: Sequence[str], source: Source = OURS, resolved: bool = False) -> list[str]:
     """Return the overrides in the form that Hydra reads, with our short forms written out; values are not checked.
 
     Raises:
-        ConfigError: lists all overrides that cannot be read, and all unknown keys and choices.
+        ConfigError: lists all overrides that cannot be read, and all unknown keys and choices. If the values will be
+            `resolved`, also if one cannot be: Hydra would show a traceback.
     """
     composable, problems, _ = _examined(overrides, source)
     refuse(problems)
+    if resolved:
+        with refusing_unresolved():
+            leaves(_composed(composable, source))
     return composable
 
 
@@ -122,7 +126,7 @@ def _examined(overrides: Sequence[str], source: Source) -> tuple[list[str], list
         if source.is_group(override.key_or_group) and id(override) not in problems
     ]
     tree = composed_of_ours(tuple(groups)) if source == OURS else _composed(groups, source)
-    found = leaves(tree)
+    found = leaves(tree, tolerant=True)
     known, missing = [key for key, _ in found], [key for key, value in found if value == MISSING]
     problems |= {id(item): problem for item in parsed if (problem := unknown_key(item, source, known, missing))}
     rest = [override for override in parsed if id(override) not in problems]

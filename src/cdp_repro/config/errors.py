@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from omegaconf.errors import OmegaConfBaseException
+
 
 class ConfigError(ValueError):
     """The user's mistakes in the configuration: one message that lists each of them once.
@@ -33,6 +35,16 @@ def refuse(problems: Iterable[str]) -> None:
     """Raise ConfigError with these mistakes, if there are any."""
     if found := [*problems]:
         raise ConfigError(found)
+
+
+@contextmanager
+def refusing_unresolved() -> Iterator[None]:
+    """Turn the error of an interpolation that cannot be resolved into a ConfigError that says where it is."""
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        where = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError([f"{where}the configuration cannot be resolved: {str(error).splitlines()[0]}"]) from error
 
 
 OTHER_NAMES = {

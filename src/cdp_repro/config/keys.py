@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from cdp_repro.config.schema import ClusterConfig, RunConfig
 
@@ -117,17 +118,32 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def leaves(node: DictConfig, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return every value with its dotted key: interpolations resolved, lists whole, missing values as MISSING."""
+def leaves(node: DictConfig, prefix: str = "", tolerant: bool = False) -> list[tuple[str, Any]]:
+    """Return every value with its dotted key: interpolations resolved, lists whole, missing values as MISSING.
+
+    With `tolerant`, an interpolation that cannot be resolved stands for None: a later override may replace it.
+
+    Raises:
+        OmegaConfBaseException: an interpolation cannot be resolved.
+    """
     found: list[tuple[str, Any]] = []
     for key in map(str, node):
+        name = f"{prefix}{key}"
         if OmegaConf.is_missing(node, key):
-            found.append((f"{prefix}{key}", MISSING))
-        elif isinstance(node[key], DictConfig):
-            found += leaves(node[key], f"{prefix}{key}.")
-        else:
+            found.append((name, MISSING))
+            continue
+        try:
             value = node[key]
-            found.append((f"{prefix}{key}", OmegaConf.to_container(value) if OmegaConf.is_list(value) else value))
+        except OmegaConfBaseException:
+            if not tolerant:
+                raise
+            value = None
+        if isinstance(value, DictConfig):
+            found += leaves(value, f"{name}.", tolerant)
+        else:
+            found.append(
+                (name, OmegaConf.to_container(value, resolve=not tolerant) if OmegaConf.is_list(value) else value)
+            )
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cdp_repro.config.errors import ConfigError, nearest, refuse
+from cdp_repro.config.errors import nearest, refuse, refusing_unresolved
 from cdp_repro.config.fitting import sizes_that_fit
 from cdp_repro.config.keys import SCHEDULE_KEYS, defaults, example_of, leaves, nested
 from cdp_repro.config.limits import inconsistent_elsewhere, inconsistent_in_schedule
@@ -126,11 +126,8 @@ def _typed(composed: DictConfig) -> tuple[RunConfig, dict[str, str]]:
         ConfigError: an interpolation in the tree cannot be resolved.
     """
     schema = _schema()
-    try:
+    with refusing_unresolved():
         given = leaves(composed)
-    except OmegaConfBaseException as error:
-        where = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError([f"{where}the configuration cannot be resolved: {str(error).splitlines()[0]}"]) from error
     problems = {
         key: f"{key} has no value yet: give one, e.g. {example_of(key)}" for key, value in given if value == MISSING
     }
