@@ -19,6 +19,8 @@ my_wrong_net = my_package:wrong
 my_data = my_package:load
 [cdp_repro.timelines]
 slow = my_package:Slow
+[cdp_repro.placements]
+reversed = my_package:Reversed
 [cdp_repro.modes]
 slow = my_package:SLOW
 broken = my_package:missing
@@ -31,8 +33,7 @@ import torch
 from torch import nn
 
 from cdp_repro.data.in_memory import InMemoryDataset, Split
-from cdp_repro.schedule.rules import UniformDelay
-from cdp_repro.schedule.modes import Mode
+from cdp_repro.schedule import Mode, Placement, UniformDelay
 from cdp_repro.schedule.timelines.cyclic import Cyclic
 
 
@@ -41,6 +42,14 @@ class Slow(Cyclic):
 
 
 SLOW = Mode("slow", UniformDelay)
+
+
+class Reversed(Placement):
+    name = "reversed"
+
+    def holders(self, stage):
+        last = self.timeline.sizes.stages - 1
+        return range(last - stage, last - stage + 1)
 
 
 def build(spec):
@@ -106,6 +115,24 @@ def test_it_is_trained_on_ranks_exported_and_verified(site):
     assert "they agree bitwise" in run(site, "verify", *RUN, "placement=pipeline").stdout
 
 
+def test_a_placement_is_planned_priced_and_trained_although_data_parallelism_cannot_run_on_it(site):
+    here = (*RUN, "placement=reversed")
+    planned = run(site, "plan", *here, "--html=plan.html")
+    assert "\ndp is on single_device: it cannot run on placement=reversed\n" in planned.stdout, planned.stderr
+    assert (site.parent / "plan.html").stat().st_size > 10_000
+    seconds = (f"cluster.{name}_seconds=[1,1]" for name in ("forward", "backward"))
+    priced = run(site, "plan", *here, "price=true", *seconds)
+    where = [line.split()[:2] for line in priced.stdout.splitlines()]
+    assert ["slow", "reversed"] in where and ["dp", "replicated"] in where, priced.stderr
+    assert ["dp", "reversed"] not in where
+    compared = run(site, "plan", "--systems", *here)
+    assert ["slow", "reversed"] in [line.split()[:2] for line in compared.stdout.splitlines()], compared.stderr
+    done = run(site, "train", *here, "epochs=1", "wandb=disabled", "run_dir=mine")
+    assert done.returncode == 0, done.stderr
+    assert "data parallelism" in done.stdout
+    assert json.loads((site.parent / "mine" / "summary.json").read_text())["status"] == "finished"
+
+
 def test_a_plan_names_what_is_missing_and_what_cannot_be_imported(site):
     planned = run(site, "plan", *RUN)
     assert "timeline of slow" in planned.stdout, planned.stderr
@@ -123,7 +150,7 @@ def test_a_plan_names_what_is_missing_and_what_cannot_be_imported(site):
     ("model", "said"),
     [
         ("my_whole_net", "model my_whole_net is a Linear: give an nn.Sequential of its blocks, to cut it"),
-        ("my_wrong_net", "cannot train on a micro-batch of 8: part 1 of 2 (Linear) does not take what it is given: "),
+        ("my_wrong_net", "cannot train on a micro-batch of 8: part 1 of 2 (Linear) cannot be run: "),
     ],
 )
 def test_what_is_wrong_with_a_model_is_told(site, model, said):

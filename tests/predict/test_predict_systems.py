@@ -9,7 +9,7 @@ import pytest
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
 from cdp_repro.predict.system_specs import SYSTEMS
-from cdp_repro.predict.systems import _cluster, compare_systems, explored, systems_text, write_systems
+from cdp_repro.predict.systems import _cluster, compare_systems, explored, left_out, systems_text, write_systems
 from cdp_repro.schedule import Schedule
 
 SIZES = ["model=mlp", "model.depth=7", "model.hidden=16", "batch_size=64"]
@@ -55,6 +55,18 @@ def test_messages_and_bytes_are_of_a_mini_batch_whatever_a_step_is():
 def test_systems_that_cannot_have_the_sizes_are_left_out():
     _, found = compared("workers=3", "batch_size=60")
     assert ("chimera", "pipeline") not in found and ("interleaved", "pipeline") in found
+
+
+def test_a_mode_of_the_users_own_is_compared_with_all_where_it_has_as_many_ranks():
+    words = ["mode=[[1,1],[1,0]]", "workers=2", "model=mlp", "batch_size=16"]
+    config = compose_config([*words, "placement=replicated"])
+    *others, own = compare_systems(config)
+    assert (own.mode, own.placement, own.ranks, own.largest_staleness) == ("matrix", "replicated", 2, 1)
+    assert {(each.mode, each.placement) for each in others} <= {*SYSTEMS}
+    assert "matrix" in systems_text([*others, own], config)
+    config = compose_config(words)
+    assert [each.mode for each in compare_systems(config)] == [each.mode for each in others]
+    assert "mode=matrix is left out: on placement=single_device it has 1 ranks, all others 2" in [*left_out(config)]
 
 
 def test_a_system_that_needs_more_blocks_than_the_model_has_is_left_out_and_named():

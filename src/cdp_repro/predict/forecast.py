@@ -98,8 +98,8 @@ def make_plan(config: RunConfig) -> Plan:
     chosen = program.schedule
     label = chosen.mode if config.program is None else "program"
     forecasts: dict[str, Forecast] = {}
-    if label != (baseline := chosen.data_parallel()).mode:
-        forecasts[baseline.mode] = _forecast(Program(baseline), stage_cut(config.reading_whole()))
+    if label != "dp":
+        forecasts["dp"] = _forecast(program.data_parallel(), stage_cut(config.reading_whole()))
     forecasts[label] = _forecast(program, cut)
     (other,) = set(SLOT_ORDERS) - {config.slot_order}
     in_other_order = Schedule.from_spec(replace(chosen.spec, slot_order=other), chosen.gradient_bytes)
@@ -202,6 +202,8 @@ def _comparison(plan: Plan) -> str:
     parallel, chosen = (program.schedule for program in programs)
     if parallel.sizes.pipeline_ranks > chosen.sizes.pipeline_ranks:
         shown += f"\ndp is on {parallel.ranks} ranks: on {chosen.ranks}, a rank would hold stages of several branches"
+    if parallel.spec.placement != chosen.spec.placement:
+        shown += f"\ndp is on {parallel.spec.placement}: it cannot run on placement={chosen.spec.placement}"
     if chosen.sizes.sample_parts != parallel.sizes.sample_parts:
         more = f"a step of dp has {parallel.micro_batches} such micro-batches, one of {chosen.mode} "
         return f"{shown}\n{more}{chosen.micro_batches}\n{state}"

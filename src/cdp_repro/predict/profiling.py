@@ -102,7 +102,7 @@ def _forwards(
             found.append(_measured(partial(rehearsal.forward, number, meter, prefix), meter))
         except (RuntimeError, TypeError) as error:
             part = f"part {number} of {len(prefixes)} ({type(rehearsal.stages[number]).__name__})"
-            raise ValueError(f"{part} does not take what it is given: {str(error).splitlines()[0]}") from error
+            raise ValueError(f"{part} cannot be run: {str(error).splitlines()[0]}") from error
     return found
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cdp_repro.schedule import MODES, Schedule, Spec
+from cdp_repro.schedule import MODES, Program, Schedule, Spec
 from cdp_repro.schedule.branches import Sources
 
 SYSTEMS = (
@@ -37,6 +37,8 @@ class CommonSizes:
     branches: Callable[[int], Sources] | None = None
     """Number of stages -> which stages read which; None: a chain."""
     slot_order: str = "paper"
+    own: Spec | None = None
+    """What the user has chosen, if its mode or placement is in none of `SYSTEMS`."""
 
     def spec(self, mode: str, placement: str) -> Spec:
         """Return a system with these sizes.
@@ -57,8 +59,32 @@ class CommonSizes:
         Schedule.from_spec(spec)
         return spec
 
+    def own_spec(self) -> Spec | None:
+        """Return what the user has chosen, with these sizes; None if it is compared in any case.
+
+        Raises:
+            ValueError: it cannot have these sizes, or it has another number of ranks.
+        """
+        if self.own is None:
+            return None
+        spec = replace(self.own, workers=self.ranks, stages=self.ranks, ranks=None, accumulate=self.accumulate)
+        ranks = Program(Schedule.from_spec(spec)).schedule.ranks
+        if ranks != self.ranks:
+            raise ValueError(f"on placement={spec.placement} it has {ranks} ranks, all others {self.ranks}")
+        return spec
+
     def specs(self) -> Iterator[Spec]:
         """Yield all systems that can have these sizes."""
         for mode, placement in SYSTEMS:
             with suppress(ValueError):
                 yield self.spec(mode, placement)
+        with suppress(ValueError):
+            if spec := self.own_spec():
+                yield spec
+
+
+def is_compared(spec: Spec) -> bool:
+    """Whether mode and placement of a spec are among those of `SYSTEMS`, apart or together, or have other ranks."""
+    modes = {mode for mode, _ in (*SYSTEMS, ("accumulation", ""))}
+    placements = {placement for _, placement in SYSTEMS} | ON_OTHER_RANKS.keys()
+    return spec.mode in modes and spec.placement in placements

@@ -22,7 +22,7 @@ from cdp_repro.predict.pricing.quote import cluster_of
 from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.simulate import simulate_slots, version_bytes
 from cdp_repro.predict.stage_cut import StageCut
-from cdp_repro.predict.system_specs import CHUNKS, ON_OTHER_RANKS, SYSTEMS, CommonSizes
+from cdp_repro.predict.system_specs import CHUNKS, ON_OTHER_RANKS, SYSTEMS, CommonSizes, is_compared
 from cdp_repro.schedule import Program, Schedule, Slot, Spec
 from cdp_repro.schedule.schedule_spec import fault_in
 from cdp_repro.schedule.sizes import check_divisible
@@ -88,7 +88,7 @@ def refuse_sizes_of_one_system(config: RunConfig) -> None:
 
 
 def systems_of(config: RunConfig) -> Iterator[tuple[Schedule, StageCut]]:
-    """Yield every system that can have the sizes of `config`, with its model cut for it.
+    """Yield every system that can have the sizes of `config`, with its model cut for it; also its own mode.
 
     Each runs the M = `workers` x `accumulate` micro-batches of a mini-batch on D ranks: `ranks`, or else `workers`.
 
@@ -116,6 +116,7 @@ def left_out(config: RunConfig) -> Iterator[str]:
         else:
             if stages > blocks:
                 yield f"{mode} is left out: {config.model.name} has {blocks} blocks for its {stages} stages"
+    yield from (f"mode={config.mode.name} is left out: {fault}" for fault in fault_in(common.own_spec))
     for placement, modes in ON_OTHER_RANKS.items():
         counts = [f"{Schedule.from_spec(common.spec(mode, placement)).ranks} in {mode}" for mode in modes]
         yield f"{placement} is left out: the ranks of {common.ranks} workers are {', '.join(counts)}"
@@ -160,13 +161,14 @@ def _common_sizes(config: RunConfig) -> tuple[CommonSizes, RunConfig]:
         slices=None,
     )
     tokens = config.model.context if config.task.is_text else 0
-    return CommonSizes(ranks, whole.accumulate, tokens, config.branches, config.slot_order), whole
+    own = None if is_compared(config.spec()) else config.spec()
+    return CommonSizes(ranks, whole.accumulate, tokens, config.branches, config.slot_order, own), whole
 
 
 def _config_of(spec: Spec, config: RunConfig) -> RunConfig:
     """Return the configuration of a system, in those values on which its cut and its costs depend."""
-    assert isinstance(spec.mode, str)
-    return replace(config, mode=ModeConfig(spec.mode), slices=spec.slices, stages=spec.stages)
+    mode = ModeConfig(spec.mode) if isinstance(spec.mode, str) else ModeConfig("matrix", [*map(list, spec.mode)])
+    return replace(config, mode=mode, slices=spec.slices, stages=spec.stages)
 
 
 def explored(config: RunConfig) -> Iterator[tuple[Schedule, StageCosts]]:
@@ -179,7 +181,8 @@ def explored(config: RunConfig) -> Iterator[tuple[Schedule, StageCosts]]:
     chosen = config.schedule(cut.costs.gradient_bytes)
     parallel = stage_cut(config.reading_whole()).costs
     own = {chosen.spec: (chosen, cut.costs)}
-    own.setdefault(chosen.data_parallel().spec, (chosen.data_parallel(), parallel))
+    baseline = Program(chosen).data_parallel().schedule
+    own.setdefault(baseline.spec, (baseline, parallel))
     yield from own.values()
     samples = config.batch_size // config.sample_parts
     alike = replace(config, batch_size=samples * config.workers * config.accumulate)

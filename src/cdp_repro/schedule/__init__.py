@@ -24,8 +24,9 @@ A `Schedule` is the choice of a timeline, a rule and a placement; its `Program` 
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.check import ScheduleError
 from cdp_repro.schedule.modes import MODES, Mode, add_mode
-from cdp_repro.schedule.placements import PLACEMENTS, add_placement
+from cdp_repro.schedule.placements import PLACEMENTS, Placement, add_placement
 from cdp_repro.schedule.program import Program, RankProgram
+from cdp_repro.schedule.rules import Rule, UniformDelay
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.schedule_spec import (
     COLLECTIVE_PLACEMENTS,
@@ -34,7 +35,7 @@ from cdp_repro.schedule.schedule_spec import (
     SLOT_ORDERS,
     Spec,
 )
-from cdp_repro.schedule.timelines import TIMELINES, add_timeline
+from cdp_repro.schedule.timelines import TIMELINES, Straight, Timeline, add_timeline
 from cdp_repro.schedule.values import Value
 
 __all__ = [
@@ -48,12 +49,17 @@ __all__ = [
     "Action",
     "Mode",
     "Op",
+    "Placement",
     "Program",
     "RankProgram",
+    "Rule",
     "Schedule",
     "ScheduleError",
     "Slot",
     "Spec",
+    "Straight",
+    "Timeline",
+    "UniformDelay",
     "Value",
     "add_mode",
     "add_placement",

@@ -75,6 +75,18 @@ class Program:
         if self.is_given:
             self.check_on_nccl()  # a program made by the passes never hangs
 
+    def data_parallel(self) -> Program:
+        """Return data parallelism on the same sizes and placement, to compare with.
+
+        It is on a single device if it cannot run on this placement: another package's may give one rank the same stage
+        of micro-batches that data parallelism computes at once.
+        """
+        schedule = self.schedule.data_parallel()
+        try:
+            return Program(schedule)
+        except ScheduleError:
+            return Program(Schedule.from_spec(schedule.spec.on("single_device"), schedule.gradient_bytes))
+
     @cached_property
     def edges(self) -> list[Edge]:
         """The directed edges over which ranks send, in all runs, whatever their length."""

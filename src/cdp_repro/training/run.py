@@ -237,9 +237,7 @@ class _Run:
             **self._described(status),
             **self._trainer.measured(),
             "memory/predicted_parameter_bytes_per_device": predicted_parameter_bytes(self._config, self._cut, program),
-            "memory/activation_peak_bytes_simulated_dp": _simulated_peak(
-                Program(program.schedule.data_parallel()), costs_of_dp
-            ),
+            "memory/activation_peak_bytes_simulated_dp": _simulated_peak(program.data_parallel(), costs_of_dp),
         }
         if self._config.baseline is None:  # the schedule of a baseline is the library's
             summary["memory/activation_peak_bytes_simulated"] = _simulated_peak(program, self._cut.costs)

@@ -29,7 +29,7 @@ from cdp_repro.predict.pricing import (
 from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.predict.training_state import optimizer_states, reads_ahead
-from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, PLACEMENTS, Schedule, Spec
+from cdp_repro.schedule import COLLECTIVE_PLACEMENTS, PLACEMENTS, Schedule, ScheduleError, Spec
 
 PRICED_MODES = ("dp", "cdp_v1", "cdp_v2", "accumulation")
 """Priced beside the mode of the run, unless that cuts sequences into slices; `accumulation` on one device only."""
@@ -106,9 +106,8 @@ def prices_on_each(
             estimates = [*pool.map(run, different)]
     else:
         estimates = [*map(run, different)]
-    found = [
-        {name: estimates[different.index(job)][number] for name, job in jobs.items()} for number in range(len(clusters))
-    ]
+    by_name = {name: estimates[different.index(job)] for name, job in jobs.items()}
+    found = [{name: prices[number] for name, prices in by_name.items() if prices} for number in range(len(clusters))]
     devices = config.workers * config.accumulate * config.replicas
     # closed forms only cover chains, and workers of one speed, with k micro-batches each, of whole sequences
     others = config.branches, config.speeds, config.micro_batches, config.slices_of_a_sequence > 1
@@ -121,8 +120,13 @@ def prices_on_each(
 
 
 def _estimate(job: Spec, config: RunConfig, cut: StageCut, clusters: Sequence[Cluster]) -> list[Price]:
-    """Return the price of a job on each cluster."""
-    return estimate(job, cut.costs, clusters, optimizer_states(config, cut, Schedule.from_spec(job)))
+    """Return the price of a job on each cluster; none for a mode that cannot run on a placement of another package."""
+    try:
+        return estimate(job, cut.costs, clusters, optimizer_states(config, cut, Schedule.from_spec(job)))
+    except ScheduleError:
+        if job == config.spec():
+            raise
+        return []
 
 
 def _jobs(config: RunConfig) -> dict[str, Spec]:
@@ -198,7 +202,12 @@ def quote_text(quote: Quote) -> str:
     notes = "one training step; activations, parameters+optimizer: the device with most; sent: the mean device"
     if any(price.at_most_seconds for price in quote.prices.values()):
         notes += (
-            "\na .. b: extrapolated from smaller jobs; of unequal stages, the true seconds can lie somewhat outside"
+            "\na .. b: extrapolated from smaller jobs; the true seconds can lie somewhat outside, and of very unequal "
+            "stages bytes can be off, too"
+        )
+    if (library := quote.prices.get("dp ddp")) and library.devices > config.workers * config.replicas:
+        notes += (
+            f"\nddp and fsdp2 have a device for each of the {library.devices} micro-batches, as they accumulate nothing"
         )
     if config.speeds:
         notes += f"\nspeeds={config.speeds}: only modes that know them are priced on several devices"
