@@ -64,6 +64,14 @@ def test_with_free_links_and_equal_stages_a_step_takes_its_slots(mode, place, n)
     assert found.idle_share == pytest.approx(1 - 2 * n * n / (slots * found.devices))
 
 
+@pytest.mark.parametrize(("mode", "steps"), [("dp", 1), ("ssp", 1)])
+def test_a_slow_worker_takes_as_many_times_longer_as_it_is_slower(mode, steps):
+    """Worker 0 is half as fast: 2 stages of 1 s and 2 s take it 12 s, in which worker 1 computes two micro-batches."""
+    cluster = Cluster.equal(2, 1, 2)
+    schedule = Schedule.build(mode, 2, 2, "parameter_server", speeds=[1, 2])
+    assert price(Program(schedule), StageCosts.equal(2, 6, 3), cluster).step_seconds == 12 * steps
+
+
 @given(n=st.integers(1, 6), forward=SECONDS, backward=SECONDS)
 @few
 def test_a_flush_costs_its_slots(n, forward, backward):
@@ -113,7 +121,8 @@ def test_an_all_reduce_is_hidden_behind_compute_but_for_the_last():
     cluster = linked(Cluster.equal(2, 2.0, 3.0), 0.0, 4.0)
     found = priced("dp", "replicated", 2, cluster, StageCosts.equal(2, 6, 4), collectives=True)
     assert found.step_seconds == 2 * (2 + 3) + 1
-    assert price_ddp(StageCosts.equal(2, 6, 4), cluster, 2).step_seconds == found.step_seconds
+    ddp = price_ddp(StageCosts.equal(2, 6, 4), cluster, 2).step_seconds
+    assert ddp == found.step_seconds - 1 + 1 / 64, "most buckets of a stage leave during its backward"
 
 
 @given(data=st.data(), n=st.integers(2, 5), latency=SECONDS)
@@ -182,10 +191,12 @@ def test_updates_take_their_time():
 def test_ddp_and_fsdp2_by_hand():
     one = linked(Cluster((1.0,), (2.0,)), bandwidth=8)
     costs = StageCosts.equal(1, 6, 8)  # a ring of 2: 4 of 8 bytes, half a second
-    assert price_ddp(costs, one, 2).step_seconds == 3 + 2 * 0.5
+    assert price_ddp(costs, one, 2).step_seconds == 3 + 1 / 64, "of 64 buckets"
+    slow = replace(one, between_hosts=replace(one.between_hosts, latency_seconds=0.25))
+    assert price_ddp(costs, slow, 2).step_seconds == 3 + 2 * (0.25 + 0.25), "two buckets, so that the first is hidden"
     assert price_fsdp2(costs, one, 2).step_seconds == 0.5 + 1 + 0.5 + 2 + 0.5
     two, costs = linked(Cluster.equal(2, 1.0, 2.0), bandwidth=8), StageCosts.equal(2, 6, 8)
-    assert price_ddp(costs, two, 2).step_seconds == 2 + 4 + 1, "the last bucket's all-reduce alone is not hidden"
+    assert price_ddp(costs, two, 2).step_seconds == 2 + 4 + 1 / 64, "the last bucket's all-reduce alone is not hidden"
     # gather, F0, F1, gather again, B1, B0, scatter: all others hide behind compute
     assert price_fsdp2(costs, two, 2).step_seconds == 0.5 + 1 + 1 + 0.5 + 2 + 2 + 0.5
     assert price_ddp(costs, two, 2).sent_bytes_per_device == 2 * 16 / 2
@@ -416,6 +427,12 @@ def test_modes_without_speeds_are_not_priced_beside_slow_workers():
     assert "speeds=[1, 1, 1, 4]: only modes that know them are priced on several devices" in quote_text(quote)
 
 
+@pytest.mark.parametrize(("accumulate", "is_said"), [(1, False), (4, True)])
+def test_a_quote_says_that_libraries_have_more_devices_where_workers_accumulate(accumulate, is_said):
+    text = quote_text(prices_of("workers=2", f"accumulate={accumulate}"))
+    assert (f"ddp and fsdp2 have a device for each of the {2 * accumulate} micro-batches" in text) is is_said
+
+
 @pytest.mark.parametrize("sizes", [("workers=4",), ("workers=1", "replicas=4"), ("workers=1", "accumulate=4")])
 def test_libraries_have_a_device_for_each_micro_batch(sizes):
     prices = prices_of("mode=dp", "placement=replicated", "stages=2", *sizes).prices
@@ -513,8 +530,8 @@ def test_slow_collectives_make_what_uses_them_dear_and_nothing_else():
     ring = Cluster((1.0, 1.0), (1.0, 1.0), within_host=Link(0.0, 10.0), devices_per_host=2)
     slow = replace(ring, collectives=Collectives(all_reduce=2, all_gather=3, reduce_scatter=4))
     # a ring of two moves 50 of a stage's 100 bytes in 5 s; the all-reduce is two of them
-    assert price_ddp(costs, ring, 2).step_seconds == 2 + 1 + 2 * 10
-    assert price_ddp(costs, slow, 2).step_seconds == 2 + 1 + 2 * 20
+    assert price_ddp(costs, ring, 2).step_seconds == 2 + 1 / 64 + 2 * 10, "the first of 64 buckets is not hidden"
+    assert price_ddp(costs, slow, 2).step_seconds == 2 + 1 / 64 + 2 * 20
     assert price_fsdp2(costs, ring, 2).step_seconds < price_fsdp2(costs, slow, 2).step_seconds
     waits = replace(ring, collectives=Collectives(on_streams=False))  # for two gathers and a reduction of each stage
     assert price_fsdp2(costs, waits, 2).step_seconds == 2 + 2 + 2 * (2 * 5 + 5)

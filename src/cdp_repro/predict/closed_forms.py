@@ -47,7 +47,7 @@ class Setting:
 
 
 def closed_form(setting: Setting, workers: int, costs: StageCosts, optimizer_states: int) -> Values:
-    """Return those quantities of a setting with N = S workers for which there is a formula.
+    """Return those quantities of a setting with N = S >= 2 workers for which there is a formula.
 
     - Activations. In the cyclic timeline, stage j keeps a micro-batch from slot 2m+j to 2m+2N-1-j, and one starts every
       second slot: N-j are alive in every slot. The sum over workers is sum (N-j) a_j: (N+1)/2 A for equal stages,

@@ -27,22 +27,32 @@ def _state_bytes(costs: StageCosts, optimizer_states: Sequence[float]) -> float:
     return sum((1 + states) * size for states, size in zip(beside, costs.parameter_bytes, strict=True))
 
 
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of buckets that a stage's gradients may be in, as a price tries them."""
+
+
 def price_ddp(costs: StageCosts, cluster: Cluster, devices: int, optimizer_states: Sequence[float] = ()) -> Price:
-    """Return the price of DistributedDataParallel with one bucket per stage (Li et al. 2020, VLDB 13(12)).
+    """Return the price of DistributedDataParallel with the best size of its buckets (Li et al. 2020, VLDB 13(12)).
 
     Each bucket's all-reduce, 2(D-1)/D of its bytes, starts when its backward and the bucket before are done. The
-    optimizer runs after the last one. Each device has one micro-batch.
+    optimizer runs after the last one. Each device has one micro-batch. A stage is in one of the numbers `BUCKETS` of
+    equal parts: more of them can leave during its backward, and each costs a latency.
     """
-    computed = sum(cluster.forward_seconds)
-    reduced = 0.0
-    for stage in reversed(range(costs.stages)):
-        computed += cluster.backward_seconds[stage]
-        ring = 2 * ring_seconds(cluster, devices, costs.gradient_bytes[stage])
-        reduced = max(reduced, computed) + cluster.collectives.all_reduce * ring
     update = sum(cluster.update_seconds)
     state = _state_bytes(costs, optimizer_states)
-    seconds, ring_bytes = max(computed, reduced) + update, 2 * sum(costs.gradient_bytes)
-    return _data_parallel_price(costs, cluster, devices, seconds, ring_bytes, state, update)
+    seconds = min(_reduced_after(costs, cluster, devices, buckets) for buckets in BUCKETS) + update
+    return _data_parallel_price(costs, cluster, devices, seconds, 2 * sum(costs.gradient_bytes), state, update)
+
+
+def _reduced_after(costs: StageCosts, cluster: Cluster, devices: int, buckets: int) -> float:
+    """Return the seconds from the start of a step to the last all-reduce, with so many buckets a stage."""
+    computed, reduced = sum(cluster.forward_seconds), 0.0
+    for stage in reversed(range(costs.stages)):
+        ring = 2 * ring_seconds(cluster, devices, costs.gradient_bytes[stage] / buckets)
+        for _ in range(buckets):
+            computed += cluster.backward_seconds[stage] / buckets
+            reduced = max(reduced, computed) + cluster.collectives.all_reduce * ring
+    return max(computed, reduced)
 
 
 def price_fsdp2(costs: StageCosts, cluster: Cluster, devices: int, optimizer_states: Sequence[float] = ()) -> Price:

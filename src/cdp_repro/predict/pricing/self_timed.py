@@ -257,6 +257,11 @@ class _SelfTimedClock:
         self._arrivals |= dict.fromkeys(event.brings, end)
 
     def _is_steady(self) -> bool:
+        """Whether all ranks and links have advanced by the same time in each of the last two steps.
+
+        Then the next step is like the last: what is done depends on differences of these times only. They are compared
+        in their order, as ranks that take turns are in each other's place a step later.
+        """
         if len(self._states) < 3 or len({len(state) for state in self._states[-3:]}) > 1:
             return False
         one, two, three = self._states[-3:]
