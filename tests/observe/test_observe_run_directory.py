@@ -221,6 +221,21 @@ def test_a_new_run_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeyp
     assert not names(tmp_path)
 
 
+def test_a_path_too_long_for_the_files_of_a_run_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path.joinpath(*["b" * 200] * 19)
+    path /= "c" * (4001 - 1 - len(str(path)))
+    with pytest.raises(RunDirectoryError, match=r"has 4001 bytes, and its files need more: use at most 4000$"):
+        RunDirectory.create(path, CONFIG, COMMAND)
+    assert not names(tmp_path)
+
+
+def test_a_run_beside_the_list_of_a_sweep_is_one_of_its_cells(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "mine" / "seed=0", CONFIG, COMMAND)
+    assert run.sweep is None
+    (tmp_path / "mine" / "sweep.json").touch()
+    assert run.sweep == "mine"
+
+
 def test_a_run_that_cannot_be_written_is_read_and_not_trained(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)
     (run.path / "logs" / ".lock").mkdir()

@@ -76,6 +76,7 @@ def test_a_sweep_over_a_program_file_can_be_repeated(tiny, capfd, cells_here):
     assert plan_command.main([*sizes, "--program=file.txt"]) == 0
     words = [*tiny, *sizes, "epochs=1"]
     assert sweep(*words, "program=file.txt") == 0
+    Path("sweep/single/summary.json").unlink()
     capfd.readouterr()
     assert sweep(*words, "program=file.txt", "--dry-run") == 0
     assert capfd.readouterr().out.startswith("cdp-train resume=sweep/single")
@@ -298,10 +299,10 @@ def test_a_job_whose_folder_looks_like_a_pattern_goes_on(tiny, slurm, capsys):
     script, run = Path("my sweep/sweep.sh"), Path("my sweep/mode=[[1,1],[1,0]]")
     for expected, changed in (
         ("", []),
-        ("is finished already", []),
+        ("is finished already", None),  # the same array again
         ("resumed at training step 9", ["timeout_seconds=77"]),
     ):
-        assert command.main(["-m", *words, *changed, *SLURM, "run_dir=my sweep"]) == 0
+        assert changed is None or command.main(["-m", *words, *changed, *SLURM, "run_dir=my sweep"]) == 0
         said = job(script, 1).communicate(timeout=120)[1]
         assert expected in said and (run / "summary.json").exists(), said
         if expected:
@@ -309,6 +310,24 @@ def test_a_job_whose_folder_looks_like_a_pattern_goes_on(tiny, slurm, capsys):
             shutil.rmtree(run / "checkpoints" / "step-000000010")
     assert "#SBATCH --job-name='cdp-my sweep'\n" in script.read_text()
     assert (run / "command.txt").read_text().endswith("timeout_seconds=77\n"), "what the array was queued again with"
+
+
+def test_a_sweep_queues_only_the_runs_that_have_not_finished(tiny, slurm, capsys):
+    words = [*tiny, "seed=0,1,2", *SLURM]
+    assert sweep(*words) == 0
+    RunDirectory(Path("sweep/seed=1")).write_summary({"status": "finished"})
+    capsys.readouterr()
+    assert sweep(*words) == 0
+    told = capsys.readouterr()
+    assert "1 of 3 runs have finished already" in told.err and "queued 2 runs as array" in told.out
+    script = Path("sweep/sweep.sh").read_text()
+    assert "run=sweep/seed=0;" in script and "1) run=sweep/seed=2;" in script and "seed=1" not in script
+    assert [*read_list(Path("sweep")).arrays.values()][-1] == ["seed=0", "seed=2"]
+    assert [*read_list(Path("sweep")).epochs] == ["seed=0", "seed=1", "seed=2"]
+    for seed in (0, 2):
+        RunDirectory.create(Path(f"sweep/seed={seed}"), {}, []).write_summary({"status": "finished"})
+    assert sweep(*words) == 0
+    assert "3 of 3 runs finished, in sweep\n" in capsys.readouterr().out
 
 
 def test_what_sbatch_takes_stands_as_it_was_typed(tiny, capsys):

@@ -526,6 +526,14 @@ def test_precisions_train(tmp_path, tiny, precision):
     assert dtypes == {torch.float64 if precision == "fp64" else torch.float32}
 
 
+def test_wandb_shows_the_runs_of_a_sweep_as_a_group(tmp_path, tiny):
+    (tmp_path / "sweep.json").touch()
+    words = (text for text in tiny if not text.startswith(("wandb=", "epochs")))
+    run(tmp_path / "seed=0", *words, "epochs=1", "traced_steps=0")
+    (begun,) = (record.run for record in records(wandb_files(tmp_path / "seed=0")[0]) if record.HasField("run"))
+    assert (begun.run_group, begun.display_name) == (tmp_path.name, "seed=0")
+
+
 def test_wandb_mirrors_rows_tables_pictures_and_files(tmp_path, tiny):
     run(tmp_path / "run", *(text for text in tiny if not text.startswith("wandb=")), "accumulate=2")
     (file,) = wandb_files(tmp_path / "run")

@@ -134,8 +134,8 @@ def _how_to_go_on(run_dir: Path) -> str:
     newest = newest_checkpoint(run_dir)
     return (
         f"newest checkpoint: {newest or 'none was due yet'}\n"
-        f"go on with: {shlex.join(['cdp-train', *arguments_to_go_on(run_dir)])}\n"
-        f"tracebacks: {run_dir / LOGS}"
+        f"go on with: {shlex.join(['cdp-train', *arguments_to_go_on(run_dir.absolute())])}\n"
+        f"tracebacks: {run_dir.absolute() / LOGS}"
     )
 
 
@@ -154,9 +154,11 @@ def _run_to_resume(overrides: Sequence[str]) -> RunDirectory | None:
         text for text in overrides if text.partition("=")[0] not in ("resume", "restart", "placement", *RESUME_KEYS)
     ]
     if others:
+        more = any(text.startswith("epochs=") for text in others)
+        way = "; for more epochs, begin another run from its weights: cdp-export, then model.weights=" if more else ""
         problems.append(
             f"resume= goes on with the run's own configuration; drop {shlex.join(others)} "
-            f"(only restart, placement, {', '.join(RESUME_KEYS)} may be given)"
+            f"(only restart, placement, {', '.join(RESUME_KEYS)} may be given){way}"
         )
     with collecting(problems):
         _restarts(overrides)  # refuses values other than true and false
@@ -217,19 +219,22 @@ def _new(folder: Path) -> Path:
 
 
 def _sweep(line: CommandLine) -> int:
-    """Start every cell of a sweep as `launcher=` says. If they run here, list those that failed at the end."""
+    """Start the cells of a sweep that have not finished, as `launcher=` says; list failures at the end."""
     refuse_several("train the whole sweep")
     console_logging()
     dry = "--dry-run" in line.flags
     launcher, root, cells = _asked_for(line, dry)
+    missing = [cell for cell in cells if not cell.is_finished]
+    if len(missing) < len(cells):
+        write_error(f"{len(cells) - len(missing)} of {len(cells)} runs have finished already\n")
     if isinstance(launcher, SlurmLauncher):
-        return _queue(root, cells, launcher, dry)
+        return _queue(root, cells, missing, launcher, dry)
     if dry:
-        write_out("".join(f"{shlex.join(['cdp-train', *cell.arguments()])}\n" for cell in cells))
+        write_out("".join(f"{shlex.join(['cdp-train', *cell.arguments()])}\n" for cell in missing))
         return 0
     _check_files(cells)
     write_list(root, cells)
-    outcome = train_here(cells, launcher.jobs)
+    outcome = train_here(missing, launcher.jobs)
     if outcome.signal is not None:
         write_error(_stopped_text(root, cells, is_named=_folder_of_sweep(line) == root))
         return 128 + outcome.signal
@@ -260,7 +265,7 @@ def _asked_for(line: CommandLine, dry: bool) -> tuple[Launcher, Path, list[Cell]
 
 def _stopped_text(root: Path, cells: Sequence[Cell], is_named: bool) -> str:
     """Say how far a sweep is, and how it goes on; `is_named` is whether its command line gives this folder again."""
-    done = [cell for cell in cells if RunDirectory(cell.directory).summary().get("status") == "finished"]
+    done = [cell for cell in cells if cell.is_finished]
     beside = "" if is_named else f" with {shlex.quote(f'run_dir={root}')}"
     return f"stopped: {len(done)} of {len(cells)} runs have finished, in {root}; the same command{beside} goes on\n"
 
@@ -294,11 +299,11 @@ def _check_weights(cells: Sequence[Cell]) -> None:
     refuse(problems)
 
 
-def _queue(root: Path, cells: Sequence[Cell], launcher: SlurmLauncher, dry: bool) -> int:
-    """Queue the cells as a SLURM array; with `dry`, only print its script."""
+def _queue(root: Path, cells: Sequence[Cell], missing: Sequence[Cell], launcher: SlurmLauncher, dry: bool) -> int:
+    """Queue the missing cells of a sweep as a SLURM array; with `dry`, only print its script."""
     problems, script = list[str](), ""
     with collecting(problems):
-        script = array_script(root, cells, launcher)
+        script = array_script(root, missing, launcher) if missing else ""
     for check in () if dry else (refuse_without_sbatch, partial(_check_files, cells)):
         with collecting(problems):
             check()
@@ -307,9 +312,12 @@ def _queue(root: Path, cells: Sequence[Cell], launcher: SlurmLauncher, dry: bool
         write_out(script)
         return 0
     write_list(root, cells)
+    if not missing:
+        write_out(f"{len(cells)} of {len(cells)} runs finished, in {root}\n")
+        return 0
     array = queue(root, script)
-    write_list(root, cells, array)
-    write_out(f"queued {len(cells)} runs as array {array}: cdp-train --status={shlex.quote(str(root))} shows them\n")
+    write_list(root, missing, array)
+    write_out(f"queued {len(missing)} runs as array {array}: cdp-train --status={shlex.quote(str(root))} shows them\n")
     return 0
 
 

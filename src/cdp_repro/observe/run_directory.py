@@ -34,6 +34,10 @@ from cdp_repro.observe.text import several
 
 CONFIG, COMMAND, METRICS, SUMMARY = "config.yaml", "command.txt", "metrics.jsonl", "summary.json"
 CHECKPOINTS, LOGS = "checkpoints", "logs"
+SWEEP = "sweep.json"
+"""In the folder of a sweep: what lists its cells, whose run directories lie beside it."""
+_LONGEST = 4000
+"""Bytes; Linux accepts paths of 4095, and those of checkpoints are longer than that of their run."""
 _CLAIM = ".claim"
 _UNBEGUN = {_CLAIM, COMMAND, *(unfinished(Path(name)).name for name in (COMMAND, CONFIG))}
 """Files that a run may have before its configuration; the claim is always among them."""
@@ -59,9 +63,15 @@ class RunDirectory:
         """Make the directory of a new run, with config.yaml and command.txt.
 
         `config` is plain data without interpolations. An empty directory may exist already.
-        Raises RunDirectoryError, leaving everything as it was, if `path` holds anything or cannot be written.
+        Raises RunDirectoryError, leaving everything as it was, if `path` holds anything, is too long or cannot be
+        written.
         """
         run = cls(Path(path).absolute())
+        if (length := len(os.fsencode(run.path))) > _LONGEST:
+            raise RunDirectoryError(
+                f"the path of the run directory {str(run.path)[:20]}... has {length} bytes, and its files need more: "
+                f"use at most {_LONGEST}"
+            )
         text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
         missing: list[Path] = []
         try:
@@ -80,6 +90,12 @@ class RunDirectory:
                 "Pass run_dir=<a folder that can be written>"
             ) from error
         return run
+
+    @property
+    def sweep(self) -> str | None:
+        """The name of the sweep of which the run is a cell; None if it is of none."""
+        folder = self.path.parent
+        return folder.name if (folder / SWEEP).exists() else None
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:

@@ -44,14 +44,18 @@ class WandbMirror:
         config: Mapping[str, Any],
         name: str,
         project: str,
+        group: str | None = None,
         resume_id: str | None = None,
     ) -> None:
-        """Begin a W&B run in run_dir/wandb; `disabled` does nothing, `online` without an API key becomes offline."""
+        """Begin a W&B run in run_dir/wandb; `disabled` does nothing, `online` without an API key becomes offline.
+
+        Runs with the same `group`, such as the cells of a sweep, are shown together.
+        """
         if mode == "disabled":
             return
         self._folder = Path(run_dir).absolute() / "wandb"
         self._started = True
-        self._try("start", lambda: self._init(mode, dict(config), name, project, resume_id))
+        self._try("start", lambda: self._init(mode, dict(config), name, project, group, resume_id))
 
     def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
         """Mirror one row of the metrics."""
@@ -118,7 +122,7 @@ class WandbMirror:
 
     def _try(self, what: str, call: Callable[[], None]) -> None:
         try:
-            with _inside(self._folder):
+            with _inside(self._folder), _without_tracebacks_of_logging():
                 call()
         # W&B documents no list of what it raises (its own errors, OSError, TypeError, pydantic's, ConnectionError of
         # its service; SystemExit at the end), and a mirror must not stop the run, whatever it was.
@@ -127,7 +131,9 @@ class WandbMirror:
                 logger.warning("W&B could not %s (%s); going on without", what, _text(error))
             self._failed = True
 
-    def _init(self, mode: str, config: dict[str, Any], name: str, project: str, resume_id: str | None) -> None:
+    def _init(
+        self, mode: str, config: dict[str, Any], name: str, project: str, group: str | None, resume_id: str | None
+    ) -> None:
         import wandb
 
         if mode == "online" and not wandb.login(prompt=False):
@@ -141,6 +147,7 @@ class WandbMirror:
                 config=config,
                 name=name,
                 project=project,
+                group=group,
                 id=resume_id,
                 resume="allow" if resume_id and mode == "online" else None,
                 reinit="create_new",
@@ -208,6 +215,17 @@ def _inside(folder: Path) -> Iterator[None]:
         for name in _environment():
             del os.environ[name]
         os.environ.update(before)
+
+
+@contextmanager
+def _without_tracebacks_of_logging() -> Iterator[None]:
+    """Let W&B's own log, which may lie on a full disk, lose lines instead of printing a traceback for each."""
+    before = logging.raiseExceptions
+    logging.raiseExceptions = False
+    try:
+        yield
+    finally:
+        logging.raiseExceptions = before
 
 
 def _environment() -> dict[str, str]:

@@ -25,10 +25,9 @@ from cdp_repro.config.source import Source
 from cdp_repro.config.sweep_cells import expand_sweep
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.locked_folder import alone_in
-from cdp_repro.observe.run_directory import CONFIG, RunDirectory, RunDirectoryError, arguments_to_go_on
+from cdp_repro.observe.run_directory import CONFIG, SWEEP, RunDirectory, RunDirectoryError, arguments_to_go_on
 from cdp_repro.observe.text import several
 
-LIST = "sweep.json"
 FORMAT, VERSION = "cdp-repro sweep", 1
 
 
@@ -50,6 +49,13 @@ class Cell:
     def log(self) -> Path:
         """File for what its processes print."""
         return self.directory.with_name(f"{self.name}.log")
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its run has finished; one whose summary is damaged says so itself when it goes on."""
+        with suppress(RunDirectoryError):
+            return RunDirectory(self.directory).summary().get("status") == "finished"
+        return False
 
     def arguments(self) -> list[str]:
         """Return the arguments of `cdp-train` that begin it, or go on with it."""
@@ -91,7 +97,9 @@ def cells_of(root: Path, overrides: Sequence[str], source: Source, check_device:
         if _holds_another_run(directory, config):
             problems.append(f"{directory} holds a run with another configuration: pass another run_dir=")
     for mistake, where in mistakes.items():
-        problems.append(mistake if len(where) == len(expanded) else f"{several(where, limit=1)}: {mistake}")
+        cells = several(where, limit=1)
+        is_said = len(where) == len(expanded) or mistake.startswith(cells)
+        problems.append(mistake if is_said else f"{cells}: {mistake}")
     if root.exists() and not root.is_dir():
         problems.append(f"run_dir={root} is a file: a sweep needs a folder for its runs")
     if (root / CONFIG).exists():
@@ -184,11 +192,11 @@ def write_list(root: Path, cells: Sequence[Cell], array: str | None = None) -> N
     """
     try:
         with alone_in(root):  # else one sweep would lose what another that starts here now has added
-            before = read_list(root) if (root / LIST).exists() else SweepList({})
+            before = read_list(root) if (root / SWEEP).exists() else SweepList({})
             epochs = {**before.epochs, **{cell.name: cell.config.epochs for cell in cells}}
             arrays = {**before.arrays, **({array: [cell.name for cell in cells]} if array else {})}
             content = {"format": FORMAT, "version": VERSION, "epochs": epochs, "arrays": arrays}
-            replace_file(root / LIST, (json.dumps(content, indent=1) + "\n").encode())
+            replace_file(root / SWEEP, (json.dumps(content, indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError([f"cannot write to {root}: {error.strerror or error}; pass another run_dir="]) from error
 
@@ -199,12 +207,12 @@ def read_list(root: Path) -> SweepList:
     Raises:
         ConfigError: the folder is not of a sweep, or of one of another version, or the file is damaged.
     """
-    path = root / LIST
+    path = root / SWEEP
     way_on = f"delete it and start the sweep again with run_dir={root}, which keeps its runs"
     try:
         found = json.loads(path.read_text())
     except OSError as error:
-        found = f"it has no {LIST}" if root.is_dir() else "it does not exist" if not root.exists() else "it is a file"
+        found = f"it has no {SWEEP}" if root.is_dir() else "it does not exist" if not root.exists() else "it is a file"
         raise ConfigError([f"{root} is no folder of a sweep: {found}"]) from error
     except ValueError as error:
         raise ConfigError([f"{path} is damaged: {error}; {way_on}"]) from error

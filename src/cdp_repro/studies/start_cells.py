@@ -34,7 +34,7 @@ SCRIPT = "sweep.sh"
 def train_here(cells: Sequence[Cell], jobs: int) -> Ended:
     """Train the cells in processes of their own, `jobs` at once; go on after failures.
 
-    Cells that are finished are skipped, and those that were stopped go on, so that a sweep can be repeated.
+    Those that were stopped go on, so that a sweep can be repeated.
     """
     return train_at_once(cells, jobs, lambda cell, label, stop: _train(cell, label, stop, jobs))
 

@@ -34,6 +34,7 @@ def opened_records(config: RunConfig, directory: RunDirectory) -> Iterator[Recor
         config.to_dict(),
         name=directory.path.name,
         project=config.wandb_project,
+        group=directory.sweep,
         resume_id=previous_run_id(directory.path),
     )
     try:
