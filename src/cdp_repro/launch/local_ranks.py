@@ -57,13 +57,16 @@ def launch_here(
             )
             try:
                 failures, late = _watch(ranks, folder, stop, grace_seconds)
-                if late and stop.signal is not None:
-                    positions = Positions(_store_of(ranks, port), processes, None)
+                has_begun = ranks.have_started
+                if late and has_begun and stop.signal is not None:
+                    positions = Positions(_store_of(port), processes, None)
                     stalled = _stalled(late, stop.signal, grace_seconds, positions)
             finally:
                 ranks.end()
         if not failures and not late:
             return pickle.loads(value_path(folder, 0).read_bytes())
+    if stop.signal is not None and not has_begun:
+        signal.raise_signal(stop.signal)  # it ends this process as it would have without ranks
     first = min(failures, key=lambda failure: (failure.lost_peer, failure.seconds), default=None)
     if stalled is not None and (first is None or first.lost_peer):
         raise stalled
@@ -93,7 +96,8 @@ def _watch(
 ) -> tuple[list[Failure], list[int]]:
     """Wait for all ranks and pass a signal on; after a signal or a failure, wait at most `grace_seconds`.
 
-    Returns the failures, and the numbers of the ranks that still run.
+    Returns the failures, and the numbers of the ranks that still run. Before the ranks have started, a signal ends the
+    waiting at once: they have nothing to save.
     """
     failures: dict[int, Failure] = {}
     passed_on = False
@@ -106,6 +110,8 @@ def _watch(
         if not ranks.running or time.monotonic() > deadline:
             return list(failures.values()), ranks.running
         if stop.signal is not None:
+            if not ranks.have_started:
+                return [], ranks.running
             deadline = min(deadline, time.monotonic() + grace_seconds)
             passed_on = passed_on or ranks.send(stop.signal)
         ranks.wait(_POLL_SECONDS)
@@ -123,10 +129,10 @@ def _failure(rank: int, folder: Path, exit_code: int | None) -> Failure | None:
     return Failure(rank, time.monotonic(), exit_code=exit_code)
 
 
-def _store_of(ranks: ForkedRanks, port: int) -> Store | None:
-    """Return the store at which the ranks meet; None if they have not come so far, or it is gone."""
+def _store_of(port: int) -> Store | None:
+    """Return the store at which the ranks meet; None if it is not there yet, or gone."""
     with suppress(RuntimeError):
-        return store_at(port) if ranks.have_started else None
+        return store_at(port)
     return None
 
 
