@@ -103,12 +103,13 @@ def test_grey_images_become_rgb_and_other_files_are_told_and_ignored(
     write_tree(tmp_path)
     Image.fromarray(pixels(0)[:, :, 0]).save(tmp_path / "train" / "ant" / "0000.png")
     (tmp_path / "train" / "ant" / "notes.txt").write_text("x")
+    (tmp_path / "train" / "ant" / "folder.png").mkdir()
     (tmp_path / "train" / "ant" / "._0000.png").write_text("left by macOS")
     (tmp_path / "train" / ".cache").mkdir()
     data = load(tmp_path)
     assert data.train_size == 12
     (told,) = [record.getMessage() for record in caplog.records]
-    assert told.endswith("train only .png, .jpg, .jpeg files are used, not ant/notes.txt")
+    assert told.endswith("train only .png, .jpg, .jpeg files are used, not ant/folder.png, ant/notes.txt")
     assert data._train.images[0].tolist() == [pixels(0)[:, :, 0].tolist()] * 3
 
 

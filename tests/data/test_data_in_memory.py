@@ -41,6 +41,47 @@ def tiny(count: int = 24) -> InMemoryDataset:
     )
 
 
+GREY, NUMBERS = torch.zeros(4, 1, 6, 6, dtype=torch.uint8), torch.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (
+            torch.rand(4, 1, 6, 6),
+            NUMBERS,
+            r"images are torch.float32 \[4, 1, 6, 6\]: give torch.uint8 \[n, c, h, w\], ",
+        ),
+        (GREY[:, 0], NUMBERS, r"images are torch.uint8 \[4, 6, 6\]: give torch.uint8 \[n, c, h, w\]"),
+        (GREY, NUMBERS.int(), r"class numbers are torch.int32 \[4\]: give torch.int64 \[n\], by labels.long\(\)"),
+        (GREY, NUMBERS[:, None], r"class numbers are torch.int64 \[4, 1\]: give"),
+        (GREY, NUMBERS[:3], "4 images have 3 class numbers: give one for each image"),
+    ],
+)
+def test_images_and_class_numbers_of_another_kind_are_refused(images, labels, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Split(images, labels)
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        (
+            Split(GREY[:, :, 1:, 1:], NUMBERS),
+            r"training images are \[1, 6, 6\], test images \[1, 5, 5\]: give both one",
+        ),
+        (Split(GREY, NUMBERS + 1), "class numbers are from 0 to 4, with classes=4: give numbers from 0 to 3"),
+        (Split(GREY, NUMBERS - 1), "class numbers are from -1 to 3, with classes=4: give numbers from 0 to 3"),
+    ],
+)
+def test_splits_that_do_not_belong_together_are_refused(test: Split, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        InMemoryDataset(
+            name="mine", description="mine", classes=4, train=Split(GREY, NUMBERS), test=test,
+            statistics=((0.5,), (0.5,)), augmentation=None,
+        )  # fmt: skip
+
+
 def batches(data: Dataset, steps: range, *, parts: int = 4, seed: int = 0, **settings: object) -> list[MiniBatch]:
     defaults: dict[str, object] = {"device": CPU, "dtype": torch.float64, "batch_size": 8}
     return list(data.train_batches(steps, parts=parts, seed=seed, **{**defaults, **settings}))  # type: ignore[arg-type]

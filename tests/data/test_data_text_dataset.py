@@ -76,8 +76,22 @@ def test_bits_a_byte_take_the_bytes_of_characters_into_account(tmp_path):
     assert load(path).metrics(means)["eval/bits_per_byte"] == pytest.approx(1)
 
 
+def test_bits_a_byte_count_the_bytes_of_what_is_predicted(tmp_path):
+    path = tmp_path / "one"
+    path.write_text("a" * 180 + "ä" + "a" * 19)  # the validation part begins with ä, which nothing predicts
+    means = {"eval/top1_percent": 7.0, "eval/top5_percent": 8.0, "eval/loss": math.log(2)}
+    assert load(path, tokens="characters").metrics(means)["eval/bits_per_byte"] == pytest.approx(1)
+
+
+def test_the_mark_at_the_beginning_of_a_file_is_no_text(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(TEXT, encoding="utf-8-sig")
+    data = load(tmp_path, tokens="characters")
+    assert data.classes == 27, "the letters, and the line end between the files"
+
+
 def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
-    for name, text in (("b.txt", "b" * 100), ("a/z.txt", "a" * 100), (".hidden", "x" * 100)):
+    for name, text in (("b.txt", "b" * 100), ("a/z.txt", "a" * 100), (".hidden", "x" * 100), (".git/x", "x" * 100)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     data = load(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -149,6 +150,37 @@ def test_a_model_of_an_installed_package_that_cannot_be_used_is_refused(monkeypa
     monkeypatch.setitem(registry._BUILDERS, "mine", build)
     with pytest.raises(ModelError, match=message):
         build_model("mine", ModelSpec((1, 8, 8), 10))
+
+
+def test_a_model_of_an_installed_package_comes_in_training_mode_and_depends_on_the_seed_alone(monkeypatch):
+    def build(_):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+        with torch.no_grad():
+            model[0].weight.copy_(torch.from_numpy(numpy.random.rand(2, 2)))
+            model[0].bias.fill_(random.random())
+        return model.eval()
+
+    monkeypatch.setitem(registry._BUILDERS, "mine", build)
+    before = random.getstate(), numpy.random.get_state()[1].tolist()
+    one, same, other = (build_model("mine", ModelSpec((1, 4, 4), 2), seed) for seed in (1, 1, 2))
+    assert one.training and one[1].training
+    for name, tensor in one.named_parameters():
+        assert torch.equal(tensor, same.get_parameter(name)) and not torch.equal(tensor, other.get_parameter(name))
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before
+
+
+@pytest.mark.parametrize("name", BUILTIN_MODELS)
+def test_each_tensor_has_a_name_of_its_own_in_the_original(name):
+    spec = ModelSpec((16,), 7) if name == "gpt" else ModelSpec((3, 32, 32), 7)
+    with torch.device("meta"):
+        tensors = build_model(name, spec).state_dict()
+    assert len(registry.original_tensors(name, tensors)) == len(tensors)
+
+
+def test_a_model_that_joins_ours_keeps_its_names(monkeypatch):
+    monkeypatch.setattr(registry, "BUILTIN_MODELS", (*BUILTIN_MODELS, "tiny"))
+    names = ("embed.1.weight", "mid_1.1.bias", "head.1.weight")
+    assert [registry.original_name("tiny", name) for name in names] == [*names]
 
 
 def test_a_model_of_an_installed_package_does_not_hide_behind_one_of_ours(monkeypatch):

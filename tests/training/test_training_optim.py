@@ -118,9 +118,14 @@ def test_muon_goes_on_bitwise_after_a_resume():
 def test_settings_arrive_at_torchs_optimizers():
     weight = [nn.Parameter(torch.zeros(2, 2))]
     stages = [nn.Sequential(nn.Linear(1, 1))]
-    sgd = optimizer_factory(OptimConfig(name="sgd", lr=0.3, momentum=0.8, nesterov=True), stages)(weight)
+    sgd = optimizer_factory(OptimConfig(name="sgd", lr=0.3, momentum=0.8, nesterov=True, weight_decay=0.1), stages)(
+        weight
+    )
     assert isinstance(sgd, torch.optim.SGD) and sgd.defaults["nesterov"] and sgd.defaults["momentum"] == 0.8
+    assert (sgd.defaults["lr"], sgd.defaults["weight_decay"]) == (0.3, 0.1)
     nadamw = optimizer_factory(OptimConfig(name="nadamw", beta1=0.99, weight_decay=0.2), stages)(weight)
     assert isinstance(nadamw, torch.optim.NAdam) and nadamw.defaults["decoupled_weight_decay"]
     assert nadamw.defaults["betas"] == (0.99, 0.999) and nadamw.defaults["weight_decay"] == 0.2
-    assert isinstance(optimizer_factory(OptimConfig(name="adamw"), stages)(weight), torch.optim.AdamW)
+    adamw = optimizer_factory(OptimConfig(name="adamw", beta1=0.8, beta2=0.9, weight_decay=0.3), stages)(weight)
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert adamw.defaults["betas"] == (0.8, 0.9) and adamw.defaults["weight_decay"] == 0.3

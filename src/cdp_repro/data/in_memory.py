@@ -24,6 +24,16 @@ class Split:
     labels: Tensor
 
     def __post_init__(self) -> None:
+        images, labels = self.images, self.labels
+        if images.dtype != torch.uint8 or images.ndim != 4:
+            raise ValueError(
+                f"images are {images.dtype} {[*images.shape]}: give torch.uint8 [n, c, h, w], such as "
+                "(255 * images).round().to(torch.uint8) for numbers from 0 to 1"
+            )
+        if labels.dtype != torch.int64 or labels.ndim != 1:
+            raise ValueError(
+                f"class numbers are {labels.dtype} {[*labels.shape]}: give torch.int64 [n], by labels.long()"
+            )
         if len(self.images) != len(self.labels):
             raise ValueError(
                 f"{len(self.images)} images have {len(self.labels)} class numbers: give one for each image"
@@ -48,6 +58,8 @@ class InMemoryDataset(Dataset):
         statistics: Statistics,
         augmentation: CropAndFlip | None,
     ) -> None:
+        """Raises ValueError if a class number is not below `classes`, or test images have another shape."""
+        _refuse_unlike(train, test, classes)
         self.name = name
         self.description = description
         self.classes = classes
@@ -99,6 +111,18 @@ class InMemoryDataset(Dataset):
         if device not in self._on_device:
             self._on_device[device] = self._train.to(device), self._test.to(device)
         return self._on_device[device]
+
+
+def _refuse_unlike(train: Split, test: Split, classes: int) -> None:
+    shapes = [[*split.images.shape[1:]] for split in (train, test)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"training images are {shapes[0]}, test images {shapes[1]}: give both one shape")
+    labels = torch.cat([train.labels, test.labels])
+    if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
+        raise ValueError(
+            f"class numbers are from {labels.min()} to {labels.max()}, with classes={classes}: give numbers from 0 to "
+            f"{classes - 1}"
+        )
 
 
 @dataclass(frozen=True, eq=False)

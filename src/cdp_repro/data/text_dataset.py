@@ -111,7 +111,7 @@ def _read(path: Path) -> str:
         where = raw.index(b"\0")
         raise DatasetError(f"{path} is binary: it holds the byte 0 at {where}; leave it out, or give a file with text")
     try:
-        return raw.decode()
+        return raw.decode("utf-8-sig")  # some editors begin a file with a mark, which is no text
     except UnicodeDecodeError as error:
         raise DatasetError(
             f"{path} is not UTF-8 text: byte {error.start} is {raw[error.start]:#04x}; convert it, e.g. by iconv -f "

@@ -79,9 +79,9 @@ def _scan(folder: Path, problems: list[str]) -> ImageTree | None:
 def _entries(folder: Path) -> tuple[list[str], list[str]]:
     """Return the names of the images in a folder, and of what else is in it; hidden entries count as neither."""
     with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.name[0] != "."]
+        found = [(entry.name, entry.is_dir()) for entry in entries if entry.name[0] != "."]
     images: list[str] = []
     others: list[str] = []
-    for name in names:
-        (images if name.lower().endswith(IMAGE_SUFFIXES) else others).append(name)
+    for name, is_folder in found:
+        (images if name.lower().endswith(IMAGE_SUFFIXES) and not is_folder else others).append(name)
     return images, others

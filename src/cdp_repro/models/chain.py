@@ -88,5 +88,7 @@ def hidden_matrices(stages: Sequence[nn.Sequential], sources: Sources = ()) -> f
     `sources` gives, for each stage, the stages whose outputs it reads; () for a chain.
     """
     reads = sources or chain(len(stages))
-    blocks = [block for stage, read in zip(stages, reads, strict=True) for block in [*stage][0 if read else 1 :]][:-1]
-    return frozenset(parameter for block in blocks for parameter in block.parameters() if parameter.ndim >= 2)
+    of_data = {id(stage[0]) for stage, read in zip(stages, reads, strict=True) if not read}
+    *blocks, _head = [block for stage in stages for block in stage]
+    hidden = [block for block in blocks if id(block) not in of_data]
+    return frozenset(parameter for block in hidden for parameter in block.parameters() if parameter.ndim >= 2)

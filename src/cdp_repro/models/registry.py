@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -83,8 +86,8 @@ def _builder_of(name: str) -> Callable[[ModelSpec], nn.Sequential]:
 
 
 def _build_entered(spec: ModelSpec, name: str) -> nn.Sequential:
-    """Build a model of an installed package, whose code can raise and return anything."""
-    with refusing(f"model {name} cannot be built", ModelError):
+    """Build a model of an installed package, whose code can raise and return anything, and draw from any generator."""
+    with refusing(f"model {name} cannot be built", ModelError), _all_generators_as_torchs():
         model: object = _BUILDERS[name](spec)
     if not isinstance(model, nn.Sequential):
         raise ModelError(f"model {name} is a {type(model).__name__}: give an nn.Sequential of its blocks, to cut it")
@@ -92,7 +95,21 @@ def _build_entered(spec: ModelSpec, name: str) -> nn.Sequential:
         raise ModelError(f"model {name} does not know the shape of {lazy[0]} yet: run a batch of its shape through it")
     if len({*model}) < len(model):
         raise ModelError(f"model {name} has one block at several places: give each place a module of its own")
-    return model
+    return model.train()
+
+
+@contextmanager
+def _all_generators_as_torchs() -> Iterator[None]:
+    """Seed Python's and numpy's generators as torch's is in the body; afterwards they are as they were."""
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    seed = torch.default_generator.initial_seed()
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
 
 
 def original_tensors(model: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -101,20 +118,23 @@ def original_tensors(model: str, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     Copying into the views changes the tensors.
     """
     turned = {key for key in tensors if model == "gpt" and is_transposed_in_transformers(key)}
-    return {original_name(model, key): each.T if key in turned else each for key, each in tensors.items()}
+    found = {original_name(model, key): each.T if key in turned else each for key, each in tensors.items()}
+    assert len(found) == len(tensors), f"{model}: two tensors have one name"
+    return found
 
 
 def original_name(model: str, key: str) -> str:
     """Return the name that a tensor of the model `model` has in torchvision's, timm's or transformers' own.
 
-    ResNet-8 and -20 are not in torchvision; their tensors are named as if they were. Tensors of `mlp`, `two_towers` and
-    models of installed packages keep their names.
+    ResNet-8 and -20 are not in torchvision; their tensors are named as if they were. Other models that are not timm's
+    keep their names.
     """
-    if model in ("mlp", "two_towers") or is_entered("models", model):
-        return key
     if model == "gpt":
         return transformers_name(key)
-    return torchvision_name(key) if model.startswith("resnet") and model in _BUILDERS else timm_name(key)
+    if model in ("resnet8", "resnet20", "resnet18", "resnet50"):
+        return torchvision_name(key)
+    is_ours = (model in BUILTIN_MODELS and model != "vit_b_16") or is_entered("models", model)
+    return key if is_ours else timm_name(key)
 
 
 def _unknown(name: str) -> str:

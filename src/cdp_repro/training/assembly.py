@@ -46,7 +46,10 @@ def load_data(config: RunConfig) -> Dataset:
         )
     if dataset.input_shape != config.input_shape:
         raise ConfigError(
-            [f"{config.task.sample}s are {dataset.input_shape}, the configuration says {config.input_shape}"]
+            [
+                f"{config.task.sample}s are {dataset.input_shape}, the configuration says {config.input_shape}: "
+                f"{_shape_advice(dataset.input_shape)}"
+            ]
         )
     if dataset.train_size < config.batch_size:
         largest = dataset.train_size // config.sample_parts * config.sample_parts
@@ -59,6 +62,12 @@ def load_data(config: RunConfig) -> Dataset:
             ]
         )
     return dataset
+
+
+def _shape_advice(shape: Sequence[int]) -> str:
+    if len(shape) == 3 and shape[1] == shape[2]:
+        return f"use dataset.channels={shape[0]} dataset.image_size={shape[1]}"
+    return "give square images, (channels, size, size)"
 
 
 def team_of(config: RunConfig) -> Team:
