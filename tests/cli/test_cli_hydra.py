@@ -180,6 +180,12 @@ def test_sweeps_are_written_as_in_hydra(overrides, cells):
     assert expand_sweep(overrides) == cells
 
 
+@pytest.mark.parametrize("group", ["mode", "placement", "model", "dataset"])
+def test_a_glob_stands_for_what_can_be_chosen_alone(group):
+    found = {text for (text,) in expand_sweep([f"{group}=glob(*)"])}
+    assert len(found) > 3 and not found & {f"{group}={each}" for each in ("installed", "matrix", "timm")}
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

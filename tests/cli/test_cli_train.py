@@ -87,6 +87,10 @@ def test_a_mistake_names_its_cells_unless_all_have_it(tiny, capsys):
     assert of_cells.startswith("- batch_size=63,seed=0 and 1 more: batch_size=63 is not divisible by")
 
 
+def test_a_mistake_of_one_cell_that_names_it_is_told_once(capsys):
+    assert refused(capsys, "-m", "seed=0.25,1", "--dry-run").startswith("error: seed=0.25: Value '0.25' could not")
+
+
 def test_a_sweep_does_not_mix_with_a_run(tiny, capsys):
     assert command.main([*tiny, "epochs=1", "run_dir=one"]) == 0
     before = {path.name for path in Path("one").iterdir()}
@@ -110,6 +114,18 @@ def test_a_sweep_does_not_mix_with_a_run(tiny, capsys):
             ["seed=[", "modle=mlp", "workers", "epochs=0"],
             ["'seed=[' is not of the form", "'workers' is not of", "unknown key 'modle'", "epochs=0: must be"],
         ),
+        (
+            ["-m", "mode=glob(zzz*)", "seed=interval(0,1)"],
+            ["mode=glob(zzz*) stands for no value: choose accumulation, ", "seed=interval(0,1) has no end"],
+        ),
+        (
+            ["mode=cdp_v1", "placement=pipeline", "workers=8", "batch_size=64", "ranks=3", "jitter=1"],
+            ["jitter=1 is for mode=", "ranks=3 does not divide stages=8: use ranks=8"],
+        ),
+        (
+            ["model=two_towers", "mode=interleaved", "placement=zero", "stages=1", "slack=1"],
+            ["stages=1 is not a multiple of 3", "slack=1 is for", "mode=interleaved is not for placement=zero"],
+        ),
         (["workers=0", "run_dir=a", "hydra.run.dir=b"], ["name two folders", "workers=0: must be"]),
         (
             ["resume=", "seed=1", "restart=maybe"],
@@ -129,8 +145,11 @@ def test_a_sweep_can_be_repeated_and_runs_only_what_is_missing(tiny, capfd, cell
     config = Path("sweep") / "seed=1" / "config.yaml"
     config.write_text(config.read_text().replace("collectives: false\n", ""))  # as an older version wrote it
     first = (Path("sweep") / "seed=0" / "metrics.jsonl").stat().st_mtime_ns
+    started = len(cells_here)
     assert command.main(sweep) == 0
-    assert "2 of 2 runs finished" in capfd.readouterr().out
+    told = capfd.readouterr()
+    assert "2 of 2 runs finished" in told.out and "1 of 2 runs have finished already" in told.err
+    assert len(cells_here) == started + 1, "the process of a finished run would take seconds"
     assert (Path("sweep") / "seed=0" / "metrics.jsonl").stat().st_mtime_ns == first
     assert (Path("sweep") / "seed=1" / "summary.json").exists()
     assert command.main([*sweep, "optim.lr=0.01"]) == 2

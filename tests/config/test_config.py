@@ -119,7 +119,7 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (["accumulate=0"], "accumulate=0: must be 1 or more"),
         (["ranks=0", "placement=pipeline"], "ranks=0: must be 1 or more"),
         (["ranks=2", "placement=zero"], "ranks=2 is for placement=pipeline; placement=zero derives its ranks from"),
-        (["ranks=3", "placement=pipeline"], "ranks=3 does not divide stages=4: use ranks=1, 2, 4"),
+        (["ranks=3", "placement=pipeline"], "ranks=3 does not divide stages=4: use ranks=4"),
         (
             ["baseline=ddp", "mode=dp", "workers=2", "accumulate=2"],
             "baseline=ddp knows no accumulate=2: use workers=4 accumulate=1",
@@ -135,7 +135,7 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         ),
         (["optim.name=adamw"], "optim.name is set by optim=..."),
         (["mode=dp,cdp_v1"], "mode=dp,cdp_v1 has several values: add --multirun"),
-        (["resume=runs/x"], "stands alone"),
+        (["resume=runs/x"], "resume=RUN_DIRECTORY is for cdp-train, without + before it"),
         (["seed=99999999999999999999"], "seed"),
         (["mode=CDP_V1"], "did you mean 'cdp_v1'?"),
         (["dataset=synthetic", "dataset.test_samples=0"], "dataset.test_samples=0: must be 1 or more"),
@@ -197,7 +197,7 @@ def test_presets_hold_the_set_up_of_the_paper(name):
         (
             ["mode=cdp_v3"],
             "unknown mode 'cdp_v3': choose accumulation, ampnet, async, cdp_v1, cdp_v2, chimera, dp, gpipe, "
-            "interleaved, matrix, naive, one_f_one_b, pipedream, pipedream_2bw, ssp, terapipe, zero_bubble; did you "
+            "interleaved, naive, one_f_one_b, pipedream, pipedream_2bw, ssp, terapipe, zero_bubble; did you "
             "mean 'cdp_v2'?",
         ),
         (

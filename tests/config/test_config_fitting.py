@@ -21,6 +21,7 @@ from cdp_repro.config.schema import ModeConfig, ModelConfig
         ("mode=chimera workers=3", "workers=4"),
         ("mode=chimera workers=3 batch_size=63", "workers=4 batch_size=64"),
         ("mode=pipedream_2bw micro_batches=3 batch_size=63", "workers=3"),
+        ("mode=cdp_v1 placement=pipeline stages=3", "stages=4"),
         ("workers=3 stages=7 batch_size=100 replicas=2", "stages=6 batch_size=102"),
     ],
 )

@@ -12,7 +12,7 @@ from cdp_repro.config.schema import RunConfig
 _REACH = 4
 """How far above and below a given number to search."""
 
-_SIZES = ("workers", "stages", "micro_batches", "batch_size")
+_SIZES = ("workers", "stages", "ranks", "micro_batches", "batch_size")
 
 
 def fits(config: RunConfig) -> bool:
@@ -33,22 +33,30 @@ def sizes_that_fit(config: RunConfig, most_stages: int | None = None) -> str | N
 
 
 def _near(config: RunConfig) -> Iterator[RunConfig]:
-    """Yield the configuration with workers, stages and micro-batches near its own, and a mini-batch they can share.
+    """Yield the configuration with workers, stages, ranks and micro-batches near its own, and a mini-batch they share.
 
     A size that is not set stays unset, and a size above 1 does not become 1.
     """
-    ranges = [
-        [None] if value is None else range(max(min(2, value), value - _REACH), value + _REACH + 1)
-        for value in (config.workers, config.stages, config.micro_batches)
-    ]
-    for workers, stages, micro_batches in product(*ranges):
+
+    def near(value: int | None, *others: int) -> list[int | None]:
+        if value is None:
+            return [None]
+        return sorted({*range(max(min(2, value), value - _REACH), value + _REACH + 1), *others})
+
+    ranges = (
+        near(config.workers),
+        near(config.stages),
+        near(config.ranks, config.workers, config.stage_count),
+        near(config.micro_batches),
+    )
+    for workers, stages, ranks, micro_batches in product(*ranges):
         assert workers is not None
-        near = replace(config, workers=workers, stages=stages, micro_batches=micro_batches)
+        found = replace(config, workers=workers, stages=stages, ranks=ranks, micro_batches=micro_batches)
         try:
-            parts = near.sample_parts
+            parts = found.sample_parts
         except ValueError:  # M is that of a schedule, and these sizes have none
             continue
-        yield replace(near, batch_size=max(1, round(config.batch_size / parts)) * parts)
+        yield replace(found, batch_size=max(1, round(config.batch_size / parts)) * parts)
 
 
 def _changed(near: RunConfig, config: RunConfig) -> list[str]:

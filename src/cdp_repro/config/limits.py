@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 
 from cdp_repro.config.ranges import LARGEST_RATE, LARGEST_SECONDS
-from cdp_repro.config.schema import RunConfig
+from cdp_repro.config.schema import ModelConfig, RunConfig
 from cdp_repro.config.task import FIXED_SHAPES
 from cdp_repro.schedule import Program, last_steps, norms
 from cdp_repro.schedule.schedule import faults_of
@@ -142,8 +143,8 @@ def _wrong_with_schedule(config: RunConfig) -> list[str]:
     """Return a sentence for each reason why the schedule cannot be made, or cannot serve the staleness matrix."""
     try:
         found = faults_of(config.spec())
-    except ValueError as error:
-        return [str(error)]
+    except ValueError as error:  # the branches of the model cannot have this number of stages
+        return [str(error), *faults_of(replace(config, model=ModelConfig()).spec())]
     if config.mode.staleness is None:  # a timeline can always serve the rule of a named mode
         return found
     return found or fault_in(lambda: Program(config.schedule()))

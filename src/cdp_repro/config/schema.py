@@ -75,7 +75,8 @@ class ModelConfig:
     hidden: int = 64
     """For `mlp`: width of the hidden layers."""
     depth: int = 6
-    """For `mlp`: hidden layers; for `gpt`: blocks; for `two_towers`: blocks in each of its three parts."""
+    """For `mlp`: hidden layers, without normalisation, so that many are slow to start; for `gpt`: blocks; for
+    `two_towers`: blocks in each of its three parts."""
     dropout: float = 0.0
     """Dropout probability of `mlp`, `gpt`, `two_towers` and timm's models."""
     width: int = 96

@@ -7,11 +7,11 @@ from itertools import product
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString
 
-from cdp_repro.config.errors import ConfigError, refuse
+from cdp_repro.config.errors import ConfigError, collecting, refuse
 from cdp_repro.config.overrides import parse, text_of
 from cdp_repro.config.paths import PATH_KEYS
 from cdp_repro.config.source import OURS, Source
-from cdp_repro.config.unknown_names import hydra_without_effect
+from cdp_repro.config.unknown_names import choosable, hydra_without_effect
 
 
 def expand_sweep(overrides: Sequence[str], source: Source = OURS) -> list[list[str]]:
@@ -27,7 +27,12 @@ def expand_sweep(overrides: Sequence[str], source: Source = OURS) -> list[list[s
     parsed = parse(overrides)
     refuse(problem for override in parsed if (problem := hydra_without_effect(override)))
     of_cells = [override for override in parsed if not override.is_hydra_override()]
-    alternatives = {override.get_key_element(): _alternatives(override, source) for override in of_cells}
+    alternatives: dict[str, list[str]] = {}
+    problems: list[str] = []
+    for override in of_cells:
+        with collecting(problems):
+            alternatives[override.get_key_element()] = _alternatives(override, source)
+    refuse(problems)
     return [list(cell) for cell in product(*alternatives.values())]
 
 
@@ -40,9 +45,9 @@ def _alternatives(override: Override, source: Source) -> list[str]:
     key, value = override.key_or_group, override.value()
     if key in PATH_KEYS and isinstance(value, ChoiceSweep):  # as typed, but without quotes for Hydra
         return [f"{key}={each.text if isinstance(each, QuotedString) else each}" for each in value.list]
-    names = value.filter(source.choices(key)) if isinstance(value, Glob) else [*override.sweep_string_iterator()]
+    names = value.filter(choosable(key, source)) if isinstance(value, Glob) else [*override.sweep_string_iterator()]
     if not names:
-        choices = source.choices(key)
+        choices = choosable(key, source)
         ways = f"choose {', '.join(choices)}" if choices else f"give one or more, such as {key}=1,2"
         raise ConfigError([f"{text_of(override)} stands for no value: {ways}"])
     return [f"{override.get_key_element()}={name}" for name in names]

@@ -16,6 +16,8 @@ from cdp_repro.schedule.by_name import entered
 
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
 """Hydra's own settings that have an effect here. Most others are about starting jobs, which `launch` does."""
+_PLACEHOLDERS = ("installed", "matrix", "timm")
+"""Choices for which people type what they stand for: `model=resnet50d`, `mode=[[1,1],[1,0]]`."""
 
 
 def unknown_choice(override: Override, source: Source) -> str | None:
@@ -25,9 +27,7 @@ def unknown_choice(override: Override, source: Source) -> str | None:
     group, choice = override.key_or_group, override.value()
     if not source.is_group(group):
         return None
-    known = source.choices(group)
-    choices = [each for each in known if each != "installed"]  # people type the name of what is installed
-    choices += entered(INSTALLED[group]) if group in INSTALLED else []
+    known, choices = source.choices(group), choosable(group, source)
     if override.is_delete() or choice is None:
         if group in GROUPS and group != "experiment":
             return f"{text_of(override)}: every run has one: choose {', '.join(choices)}"
@@ -36,6 +36,12 @@ def unknown_choice(override: Override, source: Source) -> str | None:
         return None
     similar = [*choices, *_timm_model_names()] if group == "model" else choices
     return f"unknown {group} {str(choice)!r}: choose {', '.join(choices)}{nearest(str(choice), similar)}"
+
+
+def choosable(group: str, source: Source) -> list[str]:
+    """Return the choices of a group that need no other value, with what installed packages have entered."""
+    found = [each for each in source.choices(group) if each not in _PLACEHOLDERS]
+    return found + (entered(INSTALLED[group]) if group in INSTALLED else [])
 
 
 def _timm_model_names() -> list[str]:
@@ -57,7 +63,7 @@ def unknown_key(override: Override, source: Source, known: Sequence[str], missin
     if group == "launcher":
         return f"{key} says how the runs of a sweep start: add --multirun, which cdp-train has"
     if key == "resume":
-        return "resume=RUN_DIRECTORY stands alone, with cdp-train (restart=true may stand beside it)"
+        return "resume=RUN_DIRECTORY is for cdp-train, without + before it, and without --multirun and --cfg"
     if key == "restart":
         return "restart=true needs resume=RUN_DIRECTORY beside it, with cdp-train"
     if group in GROUPS and rest == "name" and key not in missing:
@@ -86,4 +92,5 @@ def hydra_without_effect(override: Override) -> str | None:
 def _own_values(group: str, known: Sequence[str]) -> str:
     """Return the keys that the choice of a group has, as the end of a sentence."""
     found = [leaf for leaf in known if leaf.startswith(f"{group}.") and not leaf.endswith(".name")]
-    return f"; those that have are {', '.join(found)}" if found else ", which has no values of its own: leave it out"
+    has = f"; those that have are {', '.join(found)}" if found else ", which has no values of its own"
+    return f"{has}: leave it out"

@@ -267,7 +267,12 @@ class Engine:
         """Return the trace of the traced steps: actions, versions, live activation bytes, messages.
 
         All ranks must call it together; rank 0 gets the trace of all ranks, the others their own.
+
+        Raises:
+            ValueError: the engine was made to trace nothing.
         """
+        if self._traced_steps == 0:
+            raise ValueError("nothing is traced with traced_steps=0: make the engine with traced_steps=None or 3")
         recorded = self._tracer.recorded()
         parts = [from_plain(each) for each in self.team.gather(as_plain(recorded))] or [recorded]
         sizes, lanes, tracer = self.schedule.sizes, self.schedule.timeline.lanes, self._tracer

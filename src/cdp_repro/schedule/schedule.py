@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Unpack
 from cdp_repro.schedule.foreign import check_foreign
 from cdp_repro.schedule.placements import PLACEMENTS, Placement
 from cdp_repro.schedule.rules import Rule
-from cdp_repro.schedule.schedule_spec import Choices, Spec, fault_in, frozen
+from cdp_repro.schedule.schedule_spec import Choices, Spec, fault_in, frozen, kinds
 from cdp_repro.schedule.sizes import Sizes
 from cdp_repro.schedule.timelines.timeline import Timeline
 from cdp_repro.schedule.values import Value, buffers, parameters
@@ -41,8 +42,14 @@ class Schedule:
         gradient_bytes: Sequence[int] = (),
         **choices: Unpack[Choices],
     ) -> Schedule:
-        """Return the schedule of a `Spec` with these values; `stages` defaults to `workers`."""
+        """Return the schedule of a `Spec` with these values; `stages` defaults to `workers`.
+
+        Raises:
+            ValueError: as `from_spec`, or a choice has no such name.
+        """
         others = {name: frozen(value) for name, value in choices.items()}
+        for name in others.keys() - Choices.__annotations__.keys():
+            raise ValueError(f"unknown choice {name}={others[name]!r}{_nearest(name)}")
         number = workers if stages is None else stages
         return cls.from_spec(Spec(frozen(mode), workers, number, placement, slot_order, **others), gradient_bytes)
 
@@ -177,6 +184,12 @@ class Schedule:
         """
         rank, holders = self.placement.rank_of(micro_batch, stage), self.placement.holders(stage)
         return rank if rank in holders else holders[0]
+
+
+def _nearest(name: str) -> str:
+    known = kinds()
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {found[0]!r}?" if found else f": choose {', '.join(known)}"
 
 
 def faults_of(spec: Spec) -> list[str]:

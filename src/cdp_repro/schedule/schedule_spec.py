@@ -139,11 +139,21 @@ class Spec:
     def faults(self) -> list[str]:
         """Return a sentence, with values that work, for each value of another type, mode or placement.
 
-        Those that hide others stand alone. If there are none: the first reason why the sizes do not fit together.
+        Those that hide others stand alone. Else the last is the first reason why the sizes do not fit together.
         """
-        found = [*self._of_other_types()] or [*self._unknown()]
-        found = found or [*self._of_other_choices(), *self._of_other_modes(), *self._wrong_with_micro_batches()]
-        return found or fault_in(self.sizes.check)
+        if found := [*self._of_other_types()] or [*self._unknown()]:
+            return found
+        own = self.on(self.placement).in_mode(self.mode)
+        return [
+            *self._of_other_choices(),
+            *self._of_other_modes(),
+            *self._wrong_with_micro_batches(),
+            *fault_in(lambda: own.sizes.check(own.is_served)),
+        ]
+
+    def is_served(self, sizes: Sizes) -> bool:
+        """Whether the timeline of the mode can have these sizes on the placement."""
+        return not fault_in(lambda: self.chosen_mode.timeline_class(sizes).check(self.placement))
 
     def _of_other_types(self) -> Iterator[str]:
         for name, kind in kinds().items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -165,14 +166,19 @@ class Sizes:
         """
         return self.lanes if self.has_own_clocks else math.gcd(self.lanes, self.micro_batches)
 
-    def check(self) -> None:
-        """Raise ValueError, with a value that works, unless the sizes are in range and fit together, as D divides S."""
+    def check(self, is_served: Callable[[Sizes], bool] = lambda _: True) -> None:
+        """Raise ValueError, with a value that works, unless the sizes are in range and fit together, as D divides S.
+
+        `is_served` tells whether sizes are those of some timeline: no other D is named.
+        """
         for name in ("stages", "workers", "accumulate", "replicas", "slices"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
         if self.pipeline_ranks < 1 or self.stages % self.pipeline_ranks:
-            choices = ", ".join(str(d) for d in range(1, self.stages + 1) if self.stages % d == 0)
-            raise ValueError(f"ranks={self.pipeline_ranks} does not divide stages={self.stages}: use ranks={choices}")
+            divisors = (d for d in range(1, self.stages + 1) if self.stages % d == 0)
+            served = [str(d) for d in divisors if is_served(replace(self, pipeline_ranks=d))]
+            works = f"use ranks={', '.join(served)}" if served else "no number of ranks fits the other sizes"
+            raise ValueError(f"ranks={self.pipeline_ranks} does not divide stages={self.stages}: {works}")
         if not 1 <= self.servers <= self.stages:
             raise ValueError(f"servers={self.servers} for stages={self.stages}: use servers=1 to {self.stages}")
         if self.chosen_sources:

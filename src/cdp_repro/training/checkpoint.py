@@ -15,6 +15,7 @@ A checkpoint becomes visible by one rename of its complete, synced directory. On
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -155,10 +156,12 @@ class CheckpointStore:
     def _save_failed(self, step: int, error: OSError, needed_bytes: int) -> str:
         survivor = self._newest_whole()
         kept = f"the newest whole checkpoint is still {survivor}" if survivor else "there is no earlier checkpoint"
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        space = f" ({_space(self.directory, needed_bytes)})" if is_full else ""
+        way_on = "Free some space, move" if is_full else "Move"
         return (
-            f"cannot save the checkpoint of step {step} in {self.directory}: {error.strerror or error} "
-            f"({_space(self.directory, needed_bytes)}); {kept}. "
-            "Free some space, move the run to another disk, or begin one there by run_dir="
+            f"cannot save the checkpoint of step {step} in {self.directory}: {error.strerror or error}{space}; {kept}. "
+            f"{way_on} the run to another disk, or begin one there by run_dir="
         )
 
     def _way_on(self, damaged: Path) -> str:
