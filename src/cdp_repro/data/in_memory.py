@@ -58,7 +58,11 @@ class InMemoryDataset(Dataset):
         statistics: Statistics,
         augmentation: CropAndFlip | None,
     ) -> None:
-        """Raises ValueError if a class number is not below `classes`, or test images have another shape."""
+        """Check that the splits belong together.
+
+        Raises:
+            ValueError: a class number is not below `classes`, or test images have another shape.
+        """
         _refuse_unlike(train, test, classes)
         self.name = name
         self.description = description

@@ -84,7 +84,7 @@ class CommonSizes:
 
 
 def is_compared(spec: Spec) -> bool:
-    """Whether mode and placement of a spec are among those of `SYSTEMS`, apart or together, or have other ranks."""
+    """Whether mode and placement are ours: then they are compared in any case, or left out as they need other ranks."""
     modes = {mode for mode, _ in (*SYSTEMS, ("accumulation", ""))}
     placements = {placement for _, placement in SYSTEMS} | ON_OTHER_RANKS.keys()
     return spec.mode in modes and spec.placement in placements
