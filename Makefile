@@ -25,7 +25,7 @@ plan: $(INSTALLED) ## show timeline, stages and memory before training (ARGS="..
 	$(BIN)/cdp-plan $(ARGS)
 
 test: $(INSTALLED) ## run all tests
-	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 check: $(INSTALLED) ## lint, formatting, layers, types, and that the report is what the rows give
 	$(BIN)/ruff check .
