@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import difflib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
@@ -13,6 +14,12 @@ T = TypeVar("T")
 
 class EntryError(ValueError):
     """An entry point of an installed package cannot be imported, or is something else than it should be."""
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return "; did you mean 'x'?" for the known name that is most similar; "" if none is."""
+    found = difflib.get_close_matches(name, [*known], n=1, cutoff=cutoff)
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def is_subclass_of(base: type) -> Callable[[object], bool]:

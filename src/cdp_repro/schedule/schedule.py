@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from functools import cached_property
 from itertools import count
 from typing import Unpack
 
+from cdp_repro.schedule.by_name import nearest
 from cdp_repro.schedule.foreign import check_foreign
 from cdp_repro.schedule.placements import PLACEMENTS, Placement
 from cdp_repro.schedule.rules import Rule
@@ -49,7 +49,8 @@ class Schedule:
         """
         others = {name: frozen(value) for name, value in choices.items()}
         for name in others.keys() - Choices.__annotations__.keys():
-            raise ValueError(f"unknown choice {name}={others[name]!r}{_nearest(name)}")
+            known = kinds()
+            raise ValueError(f"unknown choice {name}: choose {', '.join(known)}{nearest(name, known)}")
         number = workers if stages is None else stages
         return cls.from_spec(Spec(frozen(mode), workers, number, placement, slot_order, **others), gradient_bytes)
 
@@ -184,12 +185,6 @@ class Schedule:
         """
         rank, holders = self.placement.rank_of(micro_batch, stage), self.placement.holders(stage)
         return rank if rank in holders else holders[0]
-
-
-def _nearest(name: str) -> str:
-    known = kinds()
-    found = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {found[0]!r}?" if found else f": choose {', '.join(known)}"
 
 
 def faults_of(spec: Spec) -> list[str]:

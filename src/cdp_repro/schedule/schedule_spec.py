@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -10,6 +9,7 @@ from types import UnionType
 from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 
 from cdp_repro.schedule.branches import chain
+from cdp_repro.schedule.by_name import nearest
 from cdp_repro.schedule.modes import DEFAULT_SLACK, MODE_SIZES, MODES, Mode
 from cdp_repro.schedule.placements import PLACEMENTS
 from cdp_repro.schedule.rules import Matrix
@@ -82,9 +82,8 @@ class Spec:
             rows = self.mode
             return Mode("cyclic", lambda sizes: Matrix.checked(sizes, rows))
         if self.mode not in MODES:
-            nearest = difflib.get_close_matches(self.mode, MODES, n=1, cutoff=0.3)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"unknown mode {self.mode!r}: choose {', '.join(MODES)} or give a staleness matrix{hint}")
+            ways = f"choose {', '.join(MODES)} or give a staleness matrix{nearest(self.mode, MODES, 0.3)}"
+            raise ValueError(f"unknown mode {self.mode!r}: {ways}")
         mode = MODES[self.mode]
         if mode.timeline_class.is_simultaneous and self.placement == "pipeline":
             return replace(mode, timeline=self.pipeline_schedule)
