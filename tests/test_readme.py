@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -96,6 +97,12 @@ def test_the_python_example_runs(folder):
 
 def test_the_tables_are_the_committed_results():
     assert f"<!-- bench -->\n{bench.tables()}\n<!-- /bench -->" in readme.WITH_TABLES.read_text()
+
+
+def test_the_benches_were_run_on_commits_without_other_changes():
+    results = {path.name: json.loads(path.read_text()) for path in bench.RESULTS.glob("*.json")}
+    assert len(results) > 5
+    assert not [name for name, result in results.items() if result["version/git_commit"].endswith("-dirty")]
 
 
 def test_the_picture_is_what_the_code_draws(tmp_path, monkeypatch):
