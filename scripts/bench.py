@@ -82,8 +82,9 @@ def main(names: list[str]) -> None:
         for name in names
         if name not in benches
     )
+    made_by = versions()  # before the first result is written, with which the tree has changes
     for name in names or benches:
-        result = {"command": f"python scripts/bench.py {name}", **versions(), **benches[name]()}
+        result = {"command": f"python scripts/bench.py {name}", **made_by, **benches[name]()}
         RESULTS.mkdir(parents=True, exist_ok=True)
         replace_file(RESULTS / f"{name}.json", f"{json.dumps(result, indent=2)}\n".encode())
         if name in LINK_NETWORKS:
