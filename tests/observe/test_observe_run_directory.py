@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import math
 import os
 import shutil
@@ -25,7 +26,7 @@ from offline_wandb import history, records, wandb_files
 from cdp_repro.observe import metrics, run_directory, trace_files
 from cdp_repro.observe.metrics import MetricsLog, read_metrics
 from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError
-from cdp_repro.observe.wandb_mirror import _text
+from cdp_repro.observe.wandb_mirror import WandbMirror, _text
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import Program, Schedule
@@ -234,6 +235,22 @@ def test_a_run_beside_the_list_of_a_sweep_is_one_of_its_cells(tmp_path: Path) ->
     assert run.sweep is None
     (tmp_path / "mine" / "sweep.json").touch()
     assert run.sweep == "mine"
+
+
+def test_a_log_of_wandbs_on_a_full_disk_prints_no_tracebacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = logging.getLogger("of-wandb")
+    theirs.addHandler(handler := logging.FileHandler("/dev/full"))
+    mirror = WandbMirror()
+    mirror._folder = tmp_path / "wandb"
+    try:
+        mirror._try("log", lambda: theirs.error("a line that does not fit"))
+        assert capsys.readouterr().err == ""
+        theirs.error("outside a call")
+        assert "--- Logging error ---" in capsys.readouterr().err
+    finally:
+        theirs.removeHandler(handler)
 
 
 def test_a_run_that_cannot_be_written_is_read_and_not_trained(tmp_path: Path) -> None:

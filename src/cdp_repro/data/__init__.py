@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from cdp_repro.data.dataset import Dataset, DatasetError, MiniBatch
 from cdp_repro.data.order import steps_per_epoch
-from cdp_repro.schedule.by_name import ByName, refusing
+from cdp_repro.schedule.by_name import ByName, nearest, refusing
 
 __all__ = ["DATASETS", "Dataset", "DatasetError", "MiniBatch", "load_dataset", "steps_per_epoch"]
 
@@ -94,8 +93,7 @@ def load_dataset(
         return load_text(Path(root) if root else None, context=context, tokens=tokens)
     if name in _ENTERED:
         return _load_entered(name, root)
-    nearest = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.0)[0]
-    raise ValueError(f"unknown dataset {name!r}; did you mean {nearest!r}? Known: {', '.join(DATASETS)}")
+    raise ValueError(f"unknown dataset {name!r}{nearest(name, DATASETS, 0.0)} Known: {', '.join(DATASETS)}")
 
 
 def _load_entered(name: str, root: str | None) -> Dataset:

@@ -13,7 +13,7 @@ from cdp_repro.schedule.by_name import nearest
 from cdp_repro.schedule.foreign import check_foreign
 from cdp_repro.schedule.placements import PLACEMENTS, Placement
 from cdp_repro.schedule.rules import Rule
-from cdp_repro.schedule.schedule_spec import Choices, Spec, fault_in, frozen, kinds
+from cdp_repro.schedule.schedule_spec import Choices, Spec, frozen, kinds
 from cdp_repro.schedule.sizes import Sizes
 from cdp_repro.schedule.timelines.timeline import Timeline
 from cdp_repro.schedule.values import Value, buffers, parameters
@@ -189,4 +189,4 @@ class Schedule:
 
 def faults_of(spec: Spec) -> list[str]:
     """Return the faults of a spec; if there are none, that its timeline cannot have these sizes, if it cannot."""
-    return spec.faults() or fault_in(lambda: spec.chosen_mode.timeline_class(spec.sizes).check(spec.placement))
+    return spec.faults() or spec.timeline_faults(spec.sizes)

@@ -148,12 +148,12 @@ class Spec:
             *self._of_other_choices(),
             *self._of_other_modes(),
             *self._wrong_with_micro_batches(),
-            *fault_in(lambda: sizes.check(self.is_served)),
+            *fault_in(lambda: sizes.check(lambda each: not self.timeline_faults(each))),
         ]
 
-    def is_served(self, sizes: Sizes) -> bool:
-        """Whether the timeline of the mode can have these sizes on the placement."""
-        return not fault_in(lambda: self.chosen_mode.timeline_class(sizes).check(self.placement))
+    def timeline_faults(self, sizes: Sizes) -> list[str]:
+        """Return why the timeline of the mode cannot have these sizes on the placement; [] if it can."""
+        return fault_in(lambda: self.chosen_mode.timeline_class(sizes).check(self.placement))
 
     def _of_other_types(self) -> Iterator[str]:
         for name, kind in kinds().items():
