@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.fitting import fits, sizes_that_fit
-from cdp_repro.config.schema import ModeConfig, ModelConfig
+from cdp_repro.config.schema import ModeConfig, ModelConfig, PlacementConfig
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,11 @@ def test_no_more_stages_than_the_model_has_blocks():
     assert sizes_that_fit(config) is None, "they fit but for the model"
     assert sizes_that_fit(config, most_stages=5) == "workers=4"
     assert sizes_that_fit(replace(config, workers=40), most_stages=5) is None, "nothing near"
+
+
+def test_ranks_may_be_all_workers_however_far_away():
+    config = RunConfig(mode=ModeConfig("cdp_v1"), placement=PlacementConfig("pipeline"), workers=8, batch_size=64)
+    assert sizes_that_fit(replace(config, ranks=3)) == "ranks=8"
 
 
 @given(
