@@ -53,6 +53,7 @@ class _Machine:
         self.posted = defaultdict(deque)
         self.joined: list[Action | None] = [None] * schedule.ranks
         self.done: set[tuple[str, int, int]] = set()
+        self.made: set[tuple[int, int, int]] = set()
 
     def held(self, value: Value, step: int) -> object:
         """What a value that is held from a drained state on must contain."""
@@ -214,6 +215,9 @@ class _Machine:
 
     def update(self, action: Action, read: dict[Value, object]) -> dict[Value, object]:
         stage, version = action.stage, action.version
+        need((action.rank, stage, version) not in self.made, f"{action}: the optimizer's step for the second time")
+        need(version > self.first * self.updates, f"{action}: the optimizer's step of an earlier run")
+        self.made.add((action.rank, stage, version))
         old = next(
             (v for v, content in read.items() if v.kind == "p" and content[:3] == ("theta", stage, version - 1)), None
         )

@@ -287,6 +287,36 @@ def test_a_second_update_is_caught(mode):
     refused_and_wrong(schedule, slots)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_update_that_is_made_again_once_its_version_is_gone_is_caught(first):
+    """All values are right then, but the optimizer, with its momentum, has made the step twice."""
+    schedule = Schedule.build("cdp_v2", 2)
+    slots = lists(written(schedule, STEPS, first))
+    made = first + 1
+    k, p = find(slots, f"U0@v{made}")
+    again = slots[k][p]
+    total = next(v for v in again.reads if v.kind == "g")
+    slots[k][p] = again._replace(frees=tuple(v for v in again.frees if v != total))
+    newer = Value("p", 0, made)
+    k2, p2 = places(slots, lambda a: newer in a.reads)[0]
+    slots[k2][p2] = slots[k2][p2]._replace(frees=(*slots[k2][p2].frees, newer))
+    slots[k2].append(again)
+    with pytest.raises(Wrong, match="the optimizer's step for the second time"):
+        prove(schedule, slots_of(slots), STEPS, first)
+    with pytest.raises(ScheduleError, match=rf"slot {k2}, U0@v{made}: the rank has made this version before"):
+        checked(schedule, slots_of(slots), STEPS, first)
+
+
+def test_work_of_the_steps_before_the_run_is_not_done_again():
+    schedule = Schedule.build("cdp_v1", 2)
+    checker = Checker(schedule, 1)
+    with pytest.raises(ScheduleError, match=r"b0\.w1 has micro-batch 1 already"):
+        checker.slot(Slot(0, (Action.parse("F0.m1@v0: p0@v0 b0.w1! -> s0.m1 x1.m1 b0.w1"),)))
+    checker._live[0][Value("g", 0, 0, 0, 2)] = -1
+    with pytest.raises(ScheduleError, match="the rank has made this version before"):
+        checker.slot(Slot(0, (Action.parse("U0@v1: p0@v0! g0[0:2]! -> p0@v1"),)))
+
+
 @everywhere
 def test_backward_before_forward_is_caught(mode):
     schedule, slots = program(mode)

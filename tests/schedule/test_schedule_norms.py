@@ -35,7 +35,8 @@ def completed_on_rank_1(text):
             by_name["rank 2"] = re.sub(r"(?m)^ +(\d+)  A g2\[(\d+):(\d+)\]: .*\n", moved, kept)
         if "rank 1" in by_name:
             without = re.sub(r"(?m)^ +\d+  S g2\[\d+:\d+\]>2: .*\n", "", by_name["rank 1"])
-            by_name["rank 1"] = without.rstrip("\n") + "\n" + "".join(adds)
+            name, *lines = [*without.strip("\n").split("\n"), *"".join(adds).splitlines()]
+            by_name["rank 1"] = "\n".join([name, *sorted(lines, key=lambda line: int(line.split()[0]))]) + "\n\n"
         found.append(head + "".join(by_name.values()))
     return "".join(found)
 

@@ -177,7 +177,6 @@ def test_line_ends_of_windows_are_refused():
         ("workers = 2\n", "", "the header lacks workers"),
         ("gradient_bytes = []", "gradient_bytes = [4,-1]", "gradient_bytes=[4, -1]: give 0 or more"),
         ("workers = 2", "workers = 3", "the header does not describe a schedule: stages=2 is not a multiple"),
-        ("accumulate = 1", "accumulate = 0", "accumulate=0: at least 1 is needed"),
         ("fill 0", "fill 7", "has the pieces fill 7, fill 1, period 2, drain after 1, "),
         (
             "period 2",
@@ -197,6 +196,12 @@ def test_line_ends_of_windows_are_refused():
         ("rank 0", f"rank {NINES}", "belongs to no rank of a piece"),
         ("workers = 2", f"workers = {NINES}", "is no JSON value of workers"),
         ("workers = 2", "workers = 3", "stages=2 is not a multiple"),
+        ("workers = 2", f"workers = {'9' * 30}", "forwards and backwards, the file"),
+        ("stages = 2", "stages = 999999999", "has at least 1,999,999,998 forwards and backwards, the file"),
+        ("fill 1", "fill 0", "'fill 0' stands twice in the run from step 0"),
+        ("  2  S g1[0:1]>1: ", "  3  S g1[0:1]>1: ", "fill 0 has the slots 0 to 2"),  # the first slot after it
+        ("  0  F0.m0@v0", "  2  F0.m0@v0", "slot 1 stands after slot 2: a rank runs slot after slot"),
+        ("accumulate = 1", "accumulate = 0", "accumulate=0: at least 1 is needed"),
     ],
 )
 def test_a_broken_file_names_the_line_and_the_reason(old, new, said):
@@ -210,7 +215,7 @@ def test_a_file_that_lacks_runs_is_refused():
     assert len(parts) == 3
     said = refused("run from step ".join(parts[:2]))
     assert "the file has runs from the steps [0]" in said and "needs one from each of 0 to 1" in said
-    assert "has 8 forwards and backwards, the file 0 actions" in refused(parts[0])
+    assert "has at least 4 forwards and backwards, the file 0 actions" in refused(parts[0])
 
 
 def test_a_header_of_more_than_the_file_can_hold_is_refused_at_once():
@@ -239,10 +244,25 @@ def test_what_cannot_be_sent_is_refused(value):
     assert f"{value} cannot be sent" in refused(text)
 
 
+def test_a_message_that_is_sent_twice_is_refused_with_the_slot_of_the_first():
+    text, _ = edited("replicated", "  2  S g1[0:1]>1: g1[0:1] ->\n", "  2  S g1[0:1]>1: g1[0:1] ->\n" * 2)
+    assert "its other end must come after that of S g1[0:1]>1 (rank 0, slot 2)" in refused(text)
+
+
+def test_of_two_faults_the_choice_that_cannot_be_is_told_before_the_size_of_the_file():
+    text, _ = edited("single_device", 'slot_order = "paper"', 'slot_order = "odd"')
+    assert "slot_order" in refused(text.replace("accumulate = 1", "accumulate = 50000000"))
+
+
 def test_only_a_read_of_parameters_that_is_too_early_is_told_when_its_version_exists():
     """With F0.m2 and F1.m2 in each other's slots, both the input and the version of F1.m2 are missing: it is the input
     that is told."""
     text = write_program(program())
-    swapped = text.replace("  4  F0.m2@v0:", "  5  F0.m2@v0:", 1).replace("  5  F1.m2@v1:", "  4  F1.m2@v1:", 1)
+    lines = text.split("\n")
+    k, k2 = (
+        next(k for k, line in enumerate(lines) if line.startswith(start)) for start in ("  4  F0.m2", "  5  F1.m2")
+    )
+    lines[k], lines[k2] = lines[k2].replace("  5  ", "  4  "), lines[k].replace("  4  ", "  5  ")
+    swapped = "\n".join(lines)
     said = refused(swapped)
     assert "x1.m2 is not on rank 0" in said and "Staleness" not in said

@@ -2,8 +2,8 @@
 
 The check follows the values of all ranks through a run, slot by slot. With the rules on what each kind of action reads
 and writes, it proves: micro-batches run their stages forward, then backward; versions are those of the rule; sums and
-running statistics hold each micro-batch once, in order; messages match at both ends; nothing waits for a later action;
-nothing is left over.
+running statistics hold each micro-batch once, in order; each version is made once; messages match at both ends; nothing
+waits for a later action; nothing is left over.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class Checker:
     def __init__(self, schedule: Schedule, first_step: int) -> None:
         """The run begins at `first_step`, with the values that ranks hold there."""
         self._schedule, self._first_step = schedule, first_step
+        self._first_micro_batch, self._first_version = schedule.ahead(first_step)
         held = schedule.held_after(first_step)
         self._live: list[dict[Value, int | None]] = [dict.fromkeys(held.get(r, ()), -1) for r in range(schedule.ranks)]
         """By rank: each value on it, and the slot in which it was made; None if it is still on its way."""
@@ -88,6 +89,8 @@ class Checker:
         self._busy: dict[tuple[str, int, int], Action] = {}
         self._counted: dict[Value, int] = {}
         """For each set of running statistics, the last micro-batch that a forward has added to it."""
+        self._updated: dict[tuple[int, int], int] = {}
+        """By rank and stage, the newest version that an update has made."""
         self.checked: list[Slot] = []
         """The slots checked so far, each in an order in which one process could run it."""
         self.states = [self.state()]
@@ -180,6 +183,8 @@ class Checker:
             self._occupy(action)
         if op is Op.FORWARD:
             self._count(action)
+        elif op is Op.UPDATE:
+            self._make_once(action)
         born = live[action.reads[0]] if op is Op.SEND else slot
         for value in action.frees:
             if live.pop(value, None) is None:
@@ -215,11 +220,18 @@ class Checker:
     def _count(self, action: Action) -> None:
         """Add a micro-batch to its running statistics, moving averages that depend on its place in the order."""
         m, added = action.micro_batch, buffers(action.stage, self._schedule.statistics_of(action.micro_batch))
-        if (last := self._counted.get(added, -1)) > m:
+        if (last := self._counted.get(added, self._first_micro_batch - 1)) >= m:
             raise _Fault(
                 f"{added} has micro-batch {last} already: running statistics take micro-batches in their order"
             )
         self._counted[added] = m
+
+    def _make_once(self, action: Action) -> None:
+        """Enter an update. A version that is gone could be made again, but the optimizer would make two steps."""
+        place = action.rank, action.stage
+        if action.version <= self._updated.get(place, self._first_version):
+            raise _Fault("the rank has made this version before: its optimizer would make the same step twice")
+        self._updated[place] = action.version
 
     def _message(self, slot: int, action: Action, born: int | None) -> None:
         """Match an end of a message with its other end, which must be the oldest open end on this edge."""
@@ -236,7 +248,10 @@ class Checker:
             return
         other = ends[0]
         if other.action.value != value:
-            raise _Fault(f"its other end must come after that of {other.action.label} (rank {other.action.rank})")
+            before = other.action
+            raise _Fault(
+                f"its other end must come after that of {before.label} (rank {before.rank}, slot {other.slot})"
+            )
         apart, schedule = slot - other.slot, self._schedule
         if is_send and apart > schedule.slots_per_step:
             raise _Fault(

@@ -157,12 +157,17 @@ class _Reader:
 
         def piece(kind: str, step: int) -> list[Slot]:
             actions: dict[int, list[Action]] = defaultdict(list)
+            reached: dict[int, int] = {}
+            """By rank: the slot of its line before."""
             first, end = begin(step), begin(step + 1)
             if is_drain := kind == "drain after":
                 end = first + most
             for line, slot, action in named[kind, step]:
                 if not first <= slot < end:
                     raise _broken(line, f"{kind} {step} has the slots {first} to {end - 1}")
+                if slot < (before := reached.get(action.rank, first)):
+                    raise _broken(line, f"slot {slot} stands after slot {before}: a rank runs slot after slot")
+                reached[action.rank] = slot
                 actions[slot].append(action)
             slots = range(first, 1 + max(actions, default=first - 1) if is_drain else end)
             return [Slot(number, tuple(actions[number])) for number in slots]
@@ -209,8 +214,11 @@ def _schedule(header: dict[str, Any], actions: int) -> Schedule:
     spec = Spec(**header)
     try:
         # before the schedule is made: its rule alone could take for ever; with faults, `from_spec` tells the first
+        least, has = 2 * max(spec.workers, spec.stages), "forwards and backwards, the file"
+        if least > actions:  # even to look for faults could take for ever
+            raise ValueError(f"a step of {spec} has at least {least:,} {has} {actions} actions")
         if not spec.faults() and (computes := 2 * spec.sizes.micro_batches * spec.stages) > actions:
-            raise ValueError(f"a step of {spec} has {computes:,} forwards and backwards, the file {actions} actions")
+            raise ValueError(f"a step of {spec} has {computes:,} {has} {actions} actions")
         return Schedule.from_spec(spec, sizes)
     except ValueError as error:
         raise ScheduleError(f"the header does not describe a schedule: {error}") from None
