@@ -36,17 +36,22 @@ def linear_tanh(count):
     return [nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double() for _ in range(count)]
 
 
-def by_events(model, batches, ticks, slack):
+def rate_factor(step):
+    return 1 / (1 + step)
+
+
+def by_events(model, batches, ticks, slack, size):
     """Each push by hand: the gradient at the parameters that its pull saw, over N, into one optimizer of the servers.
 
-    The m-th push has the m-th micro-batch. Losses by push, and the parameters after each.
+    The m-th push has the m-th micro-batch, and the learning rate of its training step of `size` pushes. Losses by push,
+    and the parameters after each.
     """
     samples = [(x, y) for inputs, targets in batches for x, y in zip(inputs.split(MICRO), targets.split(MICRO),
                                                                     strict=True)]  # fmt: skip
     theta = [parameter.detach().clone() for parameter in model.parameters()]
     momenta, past, losses = [torch.zeros_like(each) for each in theta], [theta], []
     workers, order = len(ticks.durations), pushes(ticks, slack, len(samples))
-    for (_, _, _, seen), (inputs, targets) in zip(order, samples, strict=True):
+    for push, ((_, _, _, seen), (inputs, targets)) in enumerate(zip(order, samples, strict=True)):
         for parameter, value in zip(model.parameters(), past[seen], strict=True):
             parameter.data = value.clone()
         loss = F.cross_entropy(model(inputs), targets)
@@ -55,7 +60,7 @@ def by_events(model, batches, ticks, slack):
         new = []
         for place, (value, gradient) in enumerate(zip(past[-1], gradients, strict=True)):
             momenta[place] = 0.9 * momenta[place] + gradient / workers + 0.01 * value
-            new.append(value - 0.1 * momenta[place])
+            new.append(value - 0.1 * rate_factor(push // size) * momenta[place])
         past.append(new)
     return losses, past
 
@@ -72,12 +77,15 @@ def by_events(model, batches, ticks, slack):
     ],
 )
 def test_each_push_is_an_update_from_what_its_pull_saw(mode, speeds, choices):
-    engine = Engine(linear_tanh(2), F.cross_entropy, sgd, mode, workers=3, speeds=speeds, **choices)
+    engine = Engine(
+        linear_tanh(2), F.cross_entropy, sgd, mode, workers=3, speeds=speeds, learning_rate_factor=rate_factor,
+        **choices,
+    )  # fmt: skip
     size, rounds = engine.schedule.micro_batches, 20 if engine.schedule.micro_batches < 10 else 4
     batches = make_batches(rounds, size, MICRO)
     slack = choices.get("slack")
     ticks = ticks_of(speeds or [1] * 3, choices.get("jitter"), choices.get("message_time", 0))
-    losses, thetas = by_events(nn.Sequential(*linear_tanh(2)), batches, ticks, slack)
+    losses, thetas = by_events(nn.Sequential(*linear_tanh(2)), batches, ticks, slack, size)
     done = 0
     for piece in (batches[:1], batches[1:3], batches[3:]):  # drained between them
         for result in engine.run(piece):

@@ -53,6 +53,31 @@ def test_so_is_an_embedding_that_bounds_its_norms():
         next(engine.run([(torch.arange(6), torch.arange(6) % 5)]))
 
 
+class ChangesItsBuffer(nn.Linear):
+    def __init__(self, change):
+        super().__init__(5, 5, dtype=torch.float64)
+        self.change = change
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, x):
+        self.seen = self.change(self.seen)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "made"),
+    [
+        (lambda seen: seen + 0.5, r"torch.float32 \[2\]"),
+        (lambda seen: torch.cat([seen, seen]), r"torch.int64 \[4\]"),
+        (lambda _: None, "None"),
+    ],
+)
+def test_so_is_one_that_makes_another_kind_of_buffer_of_its_own(change, made):
+    with pytest.raises(ValueError, match=rf"makes its buffer seen {made} in a forward, which was torch.int64 \[2\]"):
+        train(lambda: ChangesItsBuffer(change))
+    assert len(train(lambda: ChangesItsBuffer(lambda seen: seen + 1))) == 3
+
+
 def test_so_is_one_that_makes_a_buffer():
     with pytest.raises(ValueError, match=r"makes its buffer mean in a forward.*register it with its values in __init"):
         train(MakesABuffer)

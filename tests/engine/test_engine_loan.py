@@ -25,6 +25,29 @@ class OfAView(nn.Module):
         return torch.tanh(x @ negated @ negated.T)
 
 
+class Prompt(nn.Module):
+    """Its output is a view of its parameter: what the next stage reads must outlast the parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.prompt = nn.Parameter(torch.randn(5, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.prompt.expand(len(x), 5)
+
+
+def train_prompt(mode, placement):
+    torch.manual_seed(0)
+    stages = [Prompt(), nn.Linear(5, 5).double(), nn.Linear(5, 5).double()]
+    return train(mode, placement, 3, 3, stages=lambda _: stages)
+
+
+@pytest.mark.parametrize(("mode", "placement"), [("cdp_v2", "zero"), ("ampnet", "pipeline")])
+def test_an_output_that_is_a_view_of_a_parameter_outlasts_it(tmp_path, mode, placement):
+    alone = train_prompt(mode, "single_device")
+    check_same(run_ranks(train_prompt, 3, mode, placement, folder=tmp_path), alone)
+
+
 def train_views(placement, mode, view):
     torch.manual_seed(0)
     return train(mode, placement, 2, 2, stages=lambda count: [OfAView(view) for _ in range(count)])

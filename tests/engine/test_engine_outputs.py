@@ -65,6 +65,31 @@ def test_outputs_are_those_of_one_device_and_training_goes_on(tmp_path, mode, pl
         assert all(torch.equal(theirs[name], value) for name, value in model.items())
 
 
+def outputs_in_bfloat16(placement):
+    torch.manual_seed(0)
+    stages = [nn.Linear(5, 5), nn.Linear(5, 5)]
+    engine = make_engine("gpipe", placement, 2, 2, lambda _: stages, autocast=bfloat16)
+    for _ in engine.run([(inputs.float(), targets) for inputs, targets in make_batches(1, 2)]):
+        pass
+    batches = [(inputs.float(), rows) for inputs, rows in samples(range(BATCHES))]
+    found = [*engine.outputs(lambda numbers: [batches[number] for number in numbers], BATCHES)]
+    model = engine.model()
+    with torch.no_grad(), bfloat16():
+        return found, [model(inputs) for inputs, _ in batches]
+
+
+def bfloat16():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def test_an_evaluation_runs_in_the_context_of_the_forwards(tmp_path):
+    _, (piped, _) = run_ranks(outputs_in_bfloat16, 2, "pipeline", folder=tmp_path)
+    for found, expected in (outputs_in_bfloat16("single_device"), (piped, outputs_in_bfloat16("single_device")[1])):
+        assert len(found) == BATCHES
+        for (output, _), wanted in zip(found, expected, strict=True):
+            assert output.dtype == torch.bfloat16 and torch.equal(output, wanted)
+
+
 class Noisy(nn.Module):
     """Uses one of its parameters only in training."""
 

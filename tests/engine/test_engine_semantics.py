@@ -391,6 +391,16 @@ def test_parameters_shared_by_two_stages():
         Engine(stages, F.cross_entropy, sgd)
 
 
+def test_parameters_of_one_stage_that_share_their_memory():
+    """An update in place would keep them alike, one that keeps the version before would not."""
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    stage[1].weight.data = stage[0].weight.data
+    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight of stage 1 share .* b\.weight = a\.weight"):
+        Engine([nn.Linear(4, 4), stage], F.cross_entropy, sgd)
+    stage[1].weight = stage[0].weight
+    Engine([nn.Linear(4, 4), stage], F.cross_entropy, sgd)
+
+
 class Pair(nn.Module):
     def forward(self, x):
         return x, x
@@ -551,6 +561,14 @@ def test_a_state_of_other_parameter_groups_changes_nothing():
         torch.testing.assert_close(mine["versions"], theirs["versions"], rtol=0, atol=0)
 
 
+class WithoutRate(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self):
+        pass
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -558,6 +576,7 @@ def test_a_state_of_other_parameter_groups_changes_nothing():
         ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, r"optimizer is a SGD, not a function: give lambda"),
         ({"optimizer": lambda _: None}, r"made a NoneType, not an optimizer of torch: each stage has one of its own"),
         ({"optimizer": torch.optim.LBFGS}, r"made a LBFGS, whose step computes the loss again and again"),
+        ({"optimizer": WithoutRate}, r"made a WithoutRate without a learning rate"),
         ({"optimizer": lambda p: sgd(p[:1])}, r"made one of 1 parameters, not of the 2 given"),
         (
             {"delay": "error_feedback"},

@@ -84,6 +84,8 @@ def grouped(parameters):
 OPTIMIZERS = {
     "adamw": grouped,
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.1),
+    "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=0.1),
     "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
 }
 

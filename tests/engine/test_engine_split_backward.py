@@ -29,6 +29,11 @@ class Front(nn.Module):
             return self.linear(x)
         if self.front == "beside":
             return self.linear(x.detach()) + x
+        if self.front == "hook":
+            y = self.linear(x)
+            if y.requires_grad:
+                y.register_hook(lambda gradient: 0.5 * gradient)
+            return torch.tanh(y)
         return torch.tanh(self.linear(x))
 
 
@@ -41,7 +46,7 @@ def trained(mode, fronts):
     return losses, before, [parameter.detach().clone() for parameter in engine.model().parameters()]
 
 
-@pytest.mark.parametrize("front", ["detach", "tokens", "no_grad", "beside", ""])
+@pytest.mark.parametrize("front", ["detach", "tokens", "no_grad", "beside", "hook", ""])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_stage_that_lets_no_gradient_through_is_trained(front, place):
     fronts = [""] * 3
@@ -49,5 +54,8 @@ def test_a_stage_that_lets_no_gradient_through_is_trained(front, place):
     (losses, before, after), (expected_losses, _, expected) = trained("zero_bubble", fronts), trained("gpipe", fronts)
     assert losses == expected_losses
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(after, expected, strict=True))
+    if front == "hook":
+        plain = trained("zero_bubble", [""] * 3)
+        assert plain[0] != losses, "the hook, which halves gradients, runs"
     used = 3 * place + (2 if front == "tokens" else 0)  # of each stage: weight, bias, table
     assert not torch.equal(before[used], after[used])

@@ -52,13 +52,19 @@ def check_functions(**given: object) -> None:
 
 
 def refuse_shared_parameters(stages: Sequence[nn.Module]) -> None:
-    """Raise ValueError if two stages share a parameter, or the memory of one."""
-    owner: dict[int, int] = {}
+    """Raise ValueError if two stages share a parameter, or two parameters share memory."""
+    owner: dict[int, tuple[int, str]] = {}
     for number, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
+        for name, parameter in stage.named_parameters():  # one that has two places in a stage is named once
             place = 0 if is_lazy(parameter) else parameter.data_ptr()  # 0: it has no values yet, or none at all
-            if place and owner.setdefault(place, number) != number:
+            first = owner.setdefault(place, (number, name)) if place else (number, name)
+            if first[0] != number:
                 raise ValueError(
-                    f"stages {owner[place]} and {number} share the parameter {name}: "
+                    f"stages {first[0]} and {number} share the parameter {name}: "
                     "each stage has versions of its own, so put both uses into one stage"
+                )
+            if first[1] != name:
+                raise ValueError(
+                    f"the parameters {first[1]} and {name} of stage {number} share their memory, which versions of "
+                    "each would not: make them one parameter, as in b.weight = a.weight"
                 )

@@ -86,6 +86,7 @@ class GlobalClipping(Clipping):
                 squares[stage] = torch.empty(1, dtype=torch.float64)
                 source = teller(self._schedule, version, stage)
                 dist.recv(squares[stage], source, group=self._team.control, tag=_FIRST_TAG + stage)
+        # stages are updated some versions apart, by less than twice the lag: none asks for one that is gone
         self._squares.pop(version - 2 * self._lag, None)
         return torch.cat([squares[stage] for stage in range(self._schedule.stages)]).sum().sqrt()
 

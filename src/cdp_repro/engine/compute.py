@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from cdp_repro.engine.binding import Binding
 from cdp_repro.engine.checkpointing import RefusingReentrant
-from cdp_repro.engine.first_forward import check_what_it_made, reaches_all
+from cdp_repro.engine.first_forward import HookWatch, check_what_it_made, reaches_all
 from cdp_repro.engine.loan import Loan
 from cdp_repro.engine.memory import ActivationMeter, storage_key
 from cdp_repro.engine.prefix import Prefix, causal_layers
@@ -105,6 +105,7 @@ class StageCompute:
         module: nn.Module,
         loss_fn: LossFn | None,
         autocast: Autocast = nullcontext,
+        splits_backward: bool = False,
     ) -> None:
         """The last stage computes the loss as part of its forward; the others have no `loss_fn`."""
         self._module = module
@@ -113,6 +114,12 @@ class StageCompute:
         self._loss_fn = loss_fn
         self._autocast = autocast
         self._has_run = False
+        self._hooks = HookWatch() if splits_backward else None
+
+    @property
+    def sets_hooks(self) -> bool:
+        """Whether the first forward has set hooks on gradients; looked for only if backwards are split."""
+        return self._hooks is not None and self._hooks.found
 
     def forward(
         self,
@@ -138,7 +145,8 @@ class StageCompute:
                 meter.hold(leaf)
         saving = nullcontext() if meter is None and loan is None else _saving(meter, loan, version, buffers)
         known = nullcontext() if prefix is None else prefix.known_to(self._causal)
-        with self._autocast(), saving, self._binding.bound(version.tensors, buffers), known:
+        watching = self._hooks if self._hooks is not None and not self._has_run else nullcontext()
+        with self._autocast(), saving, self._binding.bound(version.tensors, buffers), known, watching:
             output = self._output_of(inputs)
             if prefix is not None:
                 prefix.advance(self._causal, inputs[0].shape[1])
@@ -150,14 +158,17 @@ class StageCompute:
         if not self._has_run:
             self._has_run = True
             given = [*version.trainable.values(), *inputs, *(prefix.leaves if prefix else ())]
-            check_what_it_made(self._module, buffers_before, given, output)
+            check_what_it_made(self._module, buffers_before, buffers, given, output)
             if not reaches_all(version.trainable.values(), given, output):
                 with self._autocast(), self._binding.bound_again(version.tensors, buffers_before), RefusingReentrant():
                     self._module(*inputs)
         edge = get_gradient_edge(output) if output.requires_grad else None
+        output = output.detach()
+        if loan is not None:
+            output = loan.kept_apart(output)
         if meter is not None and self._loss_fn is None:
             meter.hold(output)
-        return output.detach(), SavedForward(version, leaves, edge, buffers_before, loan, prefix)
+        return output, SavedForward(version, leaves, edge, buffers_before, loan, prefix)
 
     def _output_of(self, inputs: Sequence[Tensor]) -> Tensor:
         """Return the output of the module with the tensors that are now in place."""
@@ -222,11 +233,11 @@ class Network:
     sources: Sources = ()
     """For each stage, the stages whose outputs it reads; () for a chain."""
 
-    def compute(self) -> list[StageCompute]:
+    def compute(self, splits_backward: bool = False) -> list[StageCompute]:
         """Return the compute of each stage; see `StageCompute`."""
         last = len(self.stages) - 1
         return [
-            StageCompute(stage, self.loss_fn if number == last else None, self.autocast)
+            StageCompute(stage, self.loss_fn if number == last else None, self.autocast, splits_backward)
             for number, stage in enumerate(self.stages)
         ]
 

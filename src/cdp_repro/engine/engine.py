@@ -141,7 +141,7 @@ class Engine:
         self._executor = Executor(
             RankProgram(program, self.rank, needs_batches(self.team.device)),
             self._holdings,
-            self._network.compute(),
+            self._network.compute(self.schedule.timeline.splits_backward),
             self._tracer,
             clips,
             self.team,
@@ -161,7 +161,8 @@ class Engine:
         finished, but after a `break` their losses are lost. All ranks end after the same step, the last that any rank
         has begun: a rank that has left continues with its batches until then. A later call continues where this one
         ended. How the steps are split into calls does not change any number. If `batches` raises, the pipeline drains
-        before the error is passed on.
+        before the error is passed on; if other ranks have begun more steps, the run fails on all of them, as after any
+        error.
 
         Raises:
             ValueError: a parameter was changed, or got a hook, outside the engine; two ranks that hold a stage have
@@ -340,6 +341,8 @@ class Engine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue, bitwise, from a result of `state_dict`, on any placement; nothing is traced from there on.
+
+        Settings of the optimizer, such as momentum, are then those of the state; learning rates stay as they are here.
 
         Raises:
             ValueError: `state` is of another model, mode or optimizer; the engine is left unchanged.

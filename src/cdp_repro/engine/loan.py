@@ -49,6 +49,10 @@ class Loan:
 
         return unpack
 
+    def kept_apart(self, output: Tensor) -> Tensor:
+        """Return the output of the forward; a copy if it is a view of a parameter, whose values will go or change."""
+        return output.clone() if storage_key(output) in self._names else output
+
     def give_back(self) -> None:
         """Let go of the parameters; free the memory of copies, even if something still refers to them."""
         if self._is_copy:

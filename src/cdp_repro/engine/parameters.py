@@ -272,6 +272,11 @@ def _made(optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.
     made = optimizer(list(parameters))
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"optimizer made a {type(made).__name__}, not an optimizer of torch: {_FACTORY}")
+    if any("lr" not in group for group in made.param_groups):
+        raise ValueError(
+            f"optimizer made a {type(made).__name__} without a learning rate, which learning_rate_factor scales: give "
+            "each of its groups an 'lr'"
+        )
     closure = inspect.signature(made.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(

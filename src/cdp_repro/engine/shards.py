@@ -16,6 +16,9 @@ from cdp_repro.engine.parameters import OptimizerFactory, check_same_tensors
 from cdp_repro.engine.transfers import Transfer
 from cdp_repro.schedule.parts import part_bytes
 
+_SCALARS = {"step", "mu_product", "eta", "mu"}
+"""What torch's optimizers keep once for each parameter, perhaps as a 0-d tensor: no value of a 0-d parameter."""
+
 State = dict[str, Any]
 Views = Callable[[Tensor], dict[str, Tensor]]
 """A function that finds named tensors in a buffer."""
@@ -201,7 +204,7 @@ def _converted(
     if optimizer["state"] is not None:
         entries = [state["optimizer"]["state"]["state"] for state in states]
         found = {index: dict(entry) for index, entry in entries[0].items()}
-        for key in {key: None for entry in found.values() for key in entry if key != "step"}:  # may be a 0-d tensor
+        for key in {key: None for entry in found.values() for key in entry if key not in _SCALARS}:
             kept = {name: i for i, name in enumerate(names) if _shape(found.get(i, {}).get(key)) == shapes[name]}
             converted = convert([{name: entry[i][key] for name, i in kept.items()} for entry in entries])
             for name, i in kept.items():

@@ -7,8 +7,11 @@ The graph of a stage is a path of operations from its input to its output; param
            weight 1  weight 2
 
 The first part only runs the operations on the way to the input. It keeps the incoming gradients of each operation with
-parameters at its side. The second part starts from there, so nothing is computed twice. A parameter that joins the way
-in more than one place has no single such operation; it gets its gradient in the first part.
+parameters at its side. The second part starts from there: each operation of torch computes in each part only what that
+part needs. One written in Python, by `autograd.Function` or activation checkpointing, runs in both.
+
+Some parameters get their gradients in the first part: one that joins the way in more than one place, as it has no
+single such operation, and all of a stage that sets hooks on gradients, as these would run in both parts.
 """
 
 from __future__ import annotations
@@ -73,12 +76,13 @@ def backward_input(
     uses = Counter(name for names in sides.values() for name in names)
     parameters = saved.version.trainable
     work = WeightWork(compute, saved, version)
+    late = set() if compute.sets_hooks else {name for name, count in uses.items() if count == 1}
     handles = [
         node.register_prehook(partial(work.keep, node, names))
         for node, joining in sides.items()
-        if (names := frozenset(name for name in joining if uses[name] == 1))
+        if (names := frozenset(joining & late))
     ]
-    wanted = {name: parameters[name] for name, count in uses.items() if count > 1}
+    wanted = {name: parameters[name] for name in uses if name not in late}
     with compute.restored(saved, version):
         inputs = [*saved.leaves, *wanted.values()]
         accumulate(wanted, work.early, [saved.edge], [grad_output], inputs, retain_graph=True)
