@@ -319,3 +319,30 @@ def test_data_parallelism_takes_any_number_of_stages(seen, name):
 def test_no_process_group_is_refused(name):
     with pytest.raises(ValueError, match="runs on 2 processes, not on 1: start 2"):
         baseline_class(name)(make_stages(2), F.cross_entropy, sgd, workers=2)
+
+
+def bfloat16():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def losses_in_bfloat16(name):
+    """Losses of two steps of a baseline, and, with another context, of the first step; rank 0 knows them all."""
+    found = []
+    for autocast in ({"autocast": bfloat16}, {}):
+        stages = [stage.float() for stage in make_stages(2)]
+        trained = baseline_class(name)(stages, F.cross_entropy, sgd, workers=2, seed=SEED, **autocast)
+        batches = [(inputs.float(), targets) for inputs, targets in make_batches(2)[:2]]
+        found.append([result.losses for result in trained.run(batches)])
+    return found
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_forwards_and_losses_are_computed_in_the_given_context(tmp_path, name):
+    inside, outside = run_ranks(losses_in_bfloat16, 2, name, folder=tmp_path)[0]
+    stages = [stage.float() for stage in make_stages(2)]
+    engine = Engine(stages, F.cross_entropy, sgd, "dp", workers=2, seed=SEED, autocast=bfloat16)
+    batches = [(inputs.float(), targets) for inputs, targets in make_batches(2)[:2]]
+    expected = [result.losses for result in engine.run(batches)]
+    assert inside[0] == expected[0], "nothing has been added up yet"
+    torch.testing.assert_close(inside, expected, rtol=1e-2, atol=0)
+    assert all(mine != other for mine, other in zip(inside[0], outside[0], strict=True))

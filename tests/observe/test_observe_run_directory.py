@@ -215,6 +215,26 @@ def test_a_file_system_without_locks_is_not_taken_for_another_process(
         pass
 
 
+@pytest.mark.parametrize("another_run_begins", [False, True])
+def test_nothing_is_written_where_the_run_is_no_longer(tmp_path: Path, another_run_begins: bool) -> None:
+    ours = RunDirectory.create(tmp_path / "run", {"seed": 0}, ["cdp-train"])
+    with ours.locked():
+        ours.write_summary({"status": "stopped"})
+        shutil.rmtree(ours.path)
+        if another_run_begins:
+            other = RunDirectory.create(tmp_path / "run", {"seed": 1}, ["cdp-train"])
+            with (
+                other.locked(),
+                pytest.raises(RunDirectoryError, match="was moved, removed or replaced while this run"),
+            ):
+                ours.write_summary({"status": "finished"})
+            assert other.summary() == {} and other.config() == {"seed": 1}
+        else:
+            with pytest.raises(RunDirectoryError, match="it gets no more files"):
+                ours.refuse_replaced()
+            assert not ours.path.exists()
+
+
 def test_a_new_run_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_directory, "replace_file", _full)
     with pytest.raises(RunDirectoryError, match="No space left on device"):

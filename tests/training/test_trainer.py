@@ -375,6 +375,24 @@ def test_one_process_at_a_time_trains_in_a_directory(tmp_path, tiny):
         resume(tmp_path / "run")
 
 
+def test_a_run_whose_directory_is_moved_ends_and_makes_no_other(tmp_path, tiny, monkeypatch):
+    honest = Trainer._batches
+
+    def batches(self, first, end, stop):
+        for step, batch in enumerate(honest(self, first, end, stop), start=first):
+            if step == 7:
+                (tmp_path / "run").rename(tmp_path / "moved")
+            yield batch
+
+    monkeypatch.setattr(Trainer, "_batches", batches)
+    with pytest.raises(RunDirectoryError, match="was moved, removed or replaced while this run trained in it"):
+        run(tmp_path / "run", *tiny, "checkpoint_every_steps=2")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "moved").rename(tmp_path / "run")
+    monkeypatch.setattr(Trainer, "_batches", honest)
+    assert resume(tmp_path / "run")["status"] == "finished"
+
+
 def test_a_resumed_run_is_cut_as_it_was(tmp_path, tiny, monkeypatch):
     """Measured times differ from run to run; the cut must not."""
     whole = run(tmp_path / "run", *tiny, "partition=time")

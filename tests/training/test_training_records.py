@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +30,23 @@ def test_the_log_has_the_traceback_of_what_ends_the_run_and_nothing_from_after_i
     assert "DEBUG before" in written and "written later" not in written
     assert written.endswith("KeyError: 'lost'\n")
     assert LOGGER.level == logging.WARNING
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.parametrize("error", [None, ValueError("its own error")])
+def test_a_log_on_a_full_disk_warns_once_and_ends_no_run(tmp_path, capsys, caplog, monkeypatch, error):
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    (tmp_path / "rank0.log").symlink_to("/dev/full")
+    try:
+        with log_file(tmp_path / "rank0.log"):
+            LOGGER.info("one")
+            LOGGER.info("two")
+            if error is not None:
+                raise error
+    except ValueError as raised:
+        assert raised is error
+    else:
+        assert error is None
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert told == [f"warning: cannot write to {tmp_path}/rank0.log, which lacks lines: No space left on device"]
+    assert "Logging error" not in capsys.readouterr().err

@@ -57,6 +57,8 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: IO[str] | None = None
+        """The file that this process has locked."""
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any], command: Sequence[str]) -> RunDirectory:
@@ -118,7 +120,7 @@ class RunDirectory:
         """
         with writing(self.path):
             (self.path / LOGS).mkdir(exist_ok=True)
-            file = (self.path / LOGS / ".lock").open("w")
+            file = self._lock_path.open("w")
         with file:
             try:
                 _lock(file)
@@ -130,7 +132,28 @@ class RunDirectory:
                 raise RunDirectoryError(
                     f"{self.path} cannot be locked: {error.strerror or error}. Pass a run_dir= that can be"
                 ) from error
-            yield self
+            self._lock = file
+            try:
+                yield self
+            finally:
+                self._lock = None
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.path / LOGS / ".lock"
+
+    def refuse_replaced(self) -> None:
+        """Raise RunDirectoryError if the directory that this process has locked is gone: another run may be there."""
+        if self._lock is None:
+            return
+        try:
+            is_there = os.path.samestat(os.fstat(self._lock.fileno()), self._lock_path.stat())
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise RunDirectoryError(
+                f"{self.path} was moved, removed or replaced while this run trained in it: it gets no more files"
+            )
 
     def add_command(self, command: Sequence[str]) -> None:
         """Append a command line, shell-quoted, to command.txt."""
@@ -210,6 +233,7 @@ class RunDirectory:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace summary.json at once; NaN and Infinity become strings."""
+        self.refuse_replaced()
         text = json.dumps(valid_json(summary), indent=2, allow_nan=False) + "\n"
         with writing(self.summary_path):
             replace_file(self.summary_path, text.encode())

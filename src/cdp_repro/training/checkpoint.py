@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,11 +51,13 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run: saves atomically, keeps the newest `keep`, reads only whole ones."""
 
-    def __init__(self, directory: Path, keep: int = 2) -> None:
+    def __init__(self, directory: Path, keep: int = 2, before_saving: Callable[[], None] = lambda: None) -> None:
+        """`before_saving` raises an error where nothing must be saved any more."""
         if keep < 1:
             raise CheckpointError(f"keep={keep} would delete every checkpoint; keep at least 1")
         self.directory = Path(directory)
         self.keep = keep
+        self._before_saving = before_saving
 
     def save(self, step: int, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> Path:
         """Write the checkpoint of `step` and return its path; an existing one of the same step is replaced.
@@ -66,13 +68,14 @@ class CheckpointStore:
         """
         if step < 0:
             raise CheckpointError(f"step {step} is negative; steps count from 0")
+        self._before_saving()
         _refuse_unloadable(tensors, "tensors")
         text = _encode(step, meta)
         final = self.path_of(step)
         new = self.directory / f".new-{final.name}"
         needed: dict[str, int] = {}
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(exist_ok=True)  # in a run directory that is gone, nothing is made anew
             self._clear_leftovers()
             new.mkdir()
             _write(new, dict(tensors), text, needed)

@@ -47,7 +47,7 @@ def learning_rate_factor(config: OptimConfig, steps_per_epoch: int, epochs: int)
     total_steps = steps_per_epoch * epochs
 
     def factor(step: int) -> float:
-        if step + 1 < warmup_steps:
+        if step + 1 <= warmup_steps:
             return (step + 1) / warmup_steps
         if config.schedule == "step":
             return float(config.gamma ** (step // steps_per_epoch // config.step_epochs))

@@ -93,7 +93,7 @@ def train(
         if team.rank == 0:
             for sentence in without_effect(config):
                 logger.warning("warning: %s", sentence)
-        return _Run(config, parts, earlier, RunDirectory(path), records, command).train(stop, resume)
+        return _Run(config, parts, earlier, directory or RunDirectory(path), records, command).train(stop, resume)
 
 
 @dataclass(frozen=True)
@@ -172,11 +172,14 @@ class _Run:
             self._engine,
             self._program.schedule,
             self._records.metrics if self._records else None,
-            CheckpointStore(self._directory.checkpoints_path, keep=self._config.keep_checkpoints),
-            CheckpointStore(self._directory.path / "diverged", keep=1),
+            self._store(self._directory.checkpoints_path, keep=self._config.keep_checkpoints),
+            self._store(self._directory.path / "diverged", keep=1),
             facts,
             self._write_trace,
         )
+
+    def _store(self, path: Path, keep: int) -> CheckpointStore:
+        return CheckpointStore(path, keep, self._directory.refuse_replaced)
 
     def train(self, stop: StopRequest, resume: bool) -> dict[str, Any]:
         config = self._config
