@@ -23,14 +23,15 @@ def empty_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "STUDIES", {study.name: study for study in (SCORES, RATES)})
 
 
-def write_run(status: str, name: str = "run", seed: int = 0, top1: float = 50) -> None:
+def write_run(status: str, name: str = "run", seed: int = 0, top1: float = 50, settings=None) -> None:
     """Write a run directory, of a run of one epoch that has ended so."""
-    config = replace(CELL.config, seed=seed)
+    config = replace(CELL.config, seed=seed, **settings or {})
     run = RunDirectory.create(Path(name), config.to_dict(), ["cdp-train", *CELL.overrides])
     described = dict.fromkeys(NEEDED, "said") | {"ledger/reads": 80, "step": 10, "staleness": [[1] * 4] * 4}
     numbers = {"eval/top1_percent": top1, "train/loss": 0.5, "ranks": 1, "workers": 4}
     run.write_summary({"status": status, **described, **numbers})
-    run.metrics_path.write_text('{"step": 1, "epoch": 1, "train/epoch_loss": 1.0}\n')
+    row = '{"step": 1, "epoch": 1, "train/epoch_loss": 1.0}\n'
+    run.metrics_path.write_text(row * config.epochs)
 
 
 @pytest.mark.parametrize(("status", "study"), [("finished", "scores"), ("diverged", "rates")])
@@ -93,7 +94,18 @@ def test_a_run_that_diverged_is_a_result_of_no_study_of_accuracy(monkeypatch, ca
     monkeypatch.setattr(report, "STUDIES", {"scores": SCORES})
     write_run("diverged")
     assert report.main(["collect", "run"]) == 2
-    assert "run is diverged" in capsys.readouterr().err and not Path("results").exists()
+    assert "run has diverged: its loss is not finite" in capsys.readouterr().err and not Path("results").exists()
+
+
+def test_runs_that_no_table_could_average_are_refused_before_they_are_in_a_study(capsys):
+    write_run("finished", "one")
+    assert report.main(["collect", "one", "--study=mine"]) == 0
+    write_run("finished", "longer", seed=1, settings={"epochs": 2})
+    assert report.main(["collect", "longer", "--study=mine"]) == 2
+    said = capsys.readouterr().err
+    assert "would be averaged, but differ in epochs" in said and "--study=NAME" in said
+    assert len(read_rows(Path("results/rows"))) == 1
+    assert report.main(["collect", "longer", "--study=longer"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from report_rows import row_of
 
 from cdp_repro.cli import report as command
 from cdp_repro.report.build import build, drawn, marked, stale, undrawn, write
+from cdp_repro.report.charts import _draw_accuracy
 from cdp_repro.report.contents import Report
+from cdp_repro.report.groups import Group
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.rows import RowError, write_row
 
@@ -108,7 +111,7 @@ def test_accuracy_is_compared_seed_by_seed_and_the_paper_column_is_read(results)
     assert rows["cdp_v2"][6] == "-1.00 (2)" and rows["cdp_v2"][-1] == ""
 
 
-@pytest.mark.parametrize("text", ["digits: high", "- 1", "{"])
+@pytest.mark.parametrize("text", ["digits: high", "- 1", "{", "cifar10/dp: 3", "cifar10/resnet18/cdp_v3: 3"])
 def test_paper_values_that_are_no_numbers_are_refused(results, text):
     (results / "paper_values.yaml").write_text(text)
     with pytest.raises(RowError, match=r"paper_values\.yaml"):
@@ -150,6 +153,28 @@ def test_what_is_not_drawn_is_compared_all_the_same(results):
     assert f"{results / 'figures' / 'accuracy.png'} differs from what the rows give" in stale(
         build(results, form=undrawn)
     )
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_a_picture_that_is_cut_short_is_told(results, kind):
+    write(build(results))
+    picture = results / "figures" / f"accuracy.{kind}"
+    picture.write_bytes(picture.read_bytes()[:1500])
+    assert re.search(rb"data [0-9a-f]{16}", picture.read_bytes()), "it says that its data are those of the rows"
+    assert stale(build(results, form=undrawn)) == [f"{picture} is not a whole picture"]
+
+
+def test_the_curve_of_a_run_has_its_numbers_at_the_epochs_that_were_evaluated(results):
+    row = row_of(DP, 0)
+    every_third = replace(
+        row,
+        config={**row.config, "epochs": 7, "evaluate_every_epochs": 3},
+        epochs={"epoch": [*range(7)], "eval/top1_percent": [10.0, 20.0, 30.0]},
+    )
+    axis = Figure().subplots()
+    _draw_accuracy(axis, "dp", Group((every_third,)), "eval/top1_percent", [])
+    (line,) = axis.lines
+    assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([3, 6, 7], [10.0, 20.0, 30.0])
 
 
 def test_a_study_of_ones_own_gets_lines(results):

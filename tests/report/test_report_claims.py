@@ -64,6 +64,8 @@ def test_the_chain_must_be_1_with_every_number_of_workers():
     longer = replace(lines[1], workers=8, executed={"chain": 2})
     claim = claims((), [*lines, longer], (), ())[1]
     assert claim.verdict == FAILS and "(not 1 with every N that ran)" in claim.because
+    derived = replace(lines[1], workers=8, closed={"chain": 2})
+    assert claims((), [*lines, derived], (), ())[1].verdict == FAILS
 
 
 @pytest.mark.parametrize(("ours", "more", "verdict"), [(10, 4096, HOLDS), (16, 3072, FAILS), (17, 1024, FAILS)])
@@ -133,6 +135,13 @@ def _untuned(dataset, *intervals, study="cifar10", model="resnet8", epochs=15):
 def test_without_tuning_the_claim_of_accuracy_follows_the_intervals(dataset, intervals, verdict):
     claim = claims((), (), _untuned(dataset, *intervals), ())[2]
     assert claim.verdict == verdict and f"cifar10 resnet8 cdp_v{2 if intervals[1] else 1}" in claim.because
+
+
+def test_a_single_seed_decides_nothing():
+    found = _untuned("cifar10", (0.1, 0.3), (0.2, 0.4))
+    for each in found:
+        each.difference = replace(each.difference, n=1)
+    assert claims((), (), found, ())[2].verdict == UNKNOWN
 
 
 def test_the_claim_names_each_network_and_what_was_run_of_it():

@@ -395,6 +395,17 @@ def test_a_mode_must_keep_the_accuracy_on_every_network(of_networks, verdict):
     assert tuned_verdict(judged) == verdict
 
 
+@pytest.mark.parametrize(("other", "verdict"), [("worse", FAILS), ("not settled", NOT_SETTLED), ("better", PARTLY)])
+def test_the_claim_fails_only_if_both_modes_are_worse(other, verdict):
+    judged = [
+        SimpleNamespace(
+            verdict=said, group=SimpleNamespace(mode=mode, config={"dataset.name": "cifar10", "model.name": "resnet8"})
+        )
+        for mode, said in (("cdp_v1", "worse"), ("cdp_v2", other))
+    ]
+    assert tuned_verdict(judged) == verdict
+
+
 def test_a_verdict_needs_one_device(world):
     found = world.judge(0, 0)
     assert {each.verdict for each in found} == {"equivalent"}

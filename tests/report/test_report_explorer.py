@@ -68,6 +68,13 @@ def test_bytes_of_a_single_device_are_those_of_the_paper():
     assert found["parameters"][0] == [30] and max(found["parameters"]) == [50]  # two stages with two versions
 
 
+@pytest.mark.parametrize("placement", ["zero", "replicated"])
+def test_the_menu_tells_collectives_from_messages(placement):
+    alike = [Schedule.build("dp", 2, placement=placement, collectives=each) for each in (False, True)]
+    page, _ = explorer("", [(schedule, StageCosts.equal(2, 100, 10)) for schedule in alike])
+    assert [found["name"] for found in held(page)] == [f"dp, {placement}", f"dp, {placement}, collectives"]
+
+
 def test_what_would_make_it_too_large_is_left_out_and_named(monkeypatch):
     whole, _ = explorer("", systems(3))
     monkeypatch.setattr(module, "MOST_BYTES", len(whole) - 1)

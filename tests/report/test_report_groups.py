@@ -8,7 +8,7 @@ import pytest
 from report_rows import row_of
 from scipy import stats
 
-from cdp_repro.report.accuracy import accuracy_table, chosen_rate, comparisons
+from cdp_repro.report.accuracy import _p_text, accuracy_table, chosen_rate, comparisons
 from cdp_repro.report.groups import Difference, Sample, compared, grouped
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.rows import RowError
@@ -123,3 +123,8 @@ def test_text_is_compared_by_its_loss_and_only_one_learning_rate_is_untuned():
     assert [row[5:7] for row in table.rows[:3]] == [
         ["1.5000 (1)", ""], ["2.5000 (1)", "+1.0000 (1)"], ["3.5000 (1)", "+2.0000 (1)"]
     ]  # fmt: skip
+
+
+def test_a_difference_that_rounds_to_zero_has_no_minus_and_a_small_p_is_not_rounded_to_less_than_it_is():
+    assert Difference(-0.001, -0.004, 0.2, 0.005, 3).text(2) == "+0.00 [+0.00, +0.20] (3)"
+    assert [_p_text(Difference(0, -1, 1, p, 3)) for p in (0.0009, 0.001, 0.005)] == ["< 0.001", "0.001", "0.005"]

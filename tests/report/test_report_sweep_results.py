@@ -42,9 +42,11 @@ def swept(*overrides: str, unfinished: str = "nothing", fixed=(*SETTINGS, "epoch
         if unfinished in cell.name:
             continue
         log = MetricsLog(run.metrics_path)
-        for epoch in range(2):
+        epochs = cell.config.epochs
+        for epoch in range(epochs):
             log.log(5 * epoch, {"train/loss": 9.0})
-            log.log(5 + 5 * epoch, {"train/epoch_loss": 1.0, "eval/top1_percent": top1(cell.config) / (2 - epoch)})
+            ends = {"train/epoch_loss": 1.0, "eval/top1_percent": top1(cell.config) / (epochs - epoch)}
+            log.log(5 + 5 * epoch, {"epoch": epoch, **ends})
         log.close()
         run.write_summary({"status": "finished", "eval/top1_percent": top1(cell.config), "version/code": "c"} | summary)
 
@@ -155,12 +157,21 @@ def test_runs_that_are_not_in_it_are_named(capsys):
     assert [row["runs"] for row in written("eval-top1_percent_by_mode.name")] == ["1", "2"]
 
 
+def test_what_tells_left_out_runs_from_the_others_is_shown(capsys):
+    swept("mode=dp,cdp_v2", "seed=0,1", unfinished="mode=dp")
+    told(capsys, "--x=epoch", "--y=eval/top1_percent")
+    assert [row["mode.name"] for row in written("eval-top1_percent_by_epoch")] == ["cdp_v2", "cdp_v2"]
+
+
 def test_a_damaged_run_is_named_and_hides_no_other(capsys):
-    swept("seed=0,1,2")
+    swept("seed=0,1,2,3")
     RunDirectory.open(ROOT / "seed=0").metrics_path.unlink()
     RunDirectory.open(ROOT / "seed=1").metrics_path.write_text("{\n{}\n")
+    lacking = RunDirectory.open(ROOT / "seed=3").metrics_path
+    lacking.write_text("".join(line for line in lacking.open() if '"epoch": 0' not in line))
     shown = told(capsys, "--x=mode", "--y=eval/top1_percent")
     assert "seed=0 (damaged (" in shown and "seed=1 (damaged (" in shown
+    assert "seed=3 (damaged (" in shown and "lacks the ends of epochs" in shown
     assert [row["runs"] for row in written("eval-top1_percent_by_mode.name")] == ["1"]
 
 

@@ -18,7 +18,7 @@ from cdp_repro.observe.text import table as text_table
 from cdp_repro.schedule.garbage import without_collection
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.collecting import collect
-from cdp_repro.studies.rows import DIVERGED, ROWS, Row, RowError, cell_hash, refuse_another, write_row
+from cdp_repro.studies.rows import DIVERGED, ROWS, Row, RowError, cell_hash, read_rows, refuse_another, write_row
 from cdp_repro.studies.status import status_text
 
 USAGE = f"""usage: cdp-report build   [--results=results] [--root=FOLDER]
@@ -32,7 +32,7 @@ Rebuild the paper's tables and figures from finished runs; show the results of a
   build    write tables (.md, .csv, .tex), figures (.svg, .png) and report.html from the rows in results/rows, and
            renew the marked parts of README.md and docs/ below --root, by default the folder around --results; trains
            nothing, takes seconds
-  check    exit 1 if one of these files differs from what the rows give
+  check    exit 1 if one of these files differs from what the rows give; a picture, if its data do
   collect  keep what the tables need of finished runs as rows in results/rows/STUDY; without --study the study whose
            runs they are. A study of your own (--study=mine) gets lines in the accuracy table
   status   show each run of the studies: state, progress, log
@@ -155,7 +155,7 @@ def _collect(options: dict[str, str], words: list[str]) -> int:
             rows.append(row)
         except (ConfigError, RunDirectoryError, RowError) as error:
             problems.append(str(error))
-    refuse([*problems, *_twice(rows)])  # before any row is written
+    refuse([*problems, *_twice(rows), *_mixed_with_others(rows, folder)])  # before any row is written
     for row in rows:
         write_out(f"{write_row(row, folder)}\n")
     return 0
@@ -171,6 +171,18 @@ def _twice(rows: Sequence[Row]) -> Iterator[str]:
                 f"{other.source} and {row.source} are runs of one cell and seed, for the study {row.study}, with other "
                 "numbers: give one of them"
             )
+
+
+def _mixed_with_others(rows: Sequence[Row], folder: Path) -> Iterator[str]:
+    """Yield a sentence for each study of the user's own whose runs, with these, could not be averaged."""
+    from cdp_repro.report.groups import grouped  # here: scipy takes a moment
+
+    for study in {row.study: None for row in rows if row.study not in STUDIES}:
+        alike = {row.file_name: row for row in (*read_rows(folder / study), *rows) if row.study == study}
+        try:
+            grouped(alike.values())
+        except RowError as error:
+            yield str(error)
 
 
 def _with_study(run_dir: Path, study: str | None) -> Row:

@@ -10,10 +10,12 @@ from typing import Any
 
 import yaml
 
+from cdp_repro.config.errors import nearest
 from cdp_repro.config.task import IMAGES, Task, task_of
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import OF_TWO_VERSIONS, Difference, Group, Sample, compared, data_parallel
 from cdp_repro.report.tables import Table
+from cdp_repro.schedule import MODES
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.rows import Row, RowError, label_of_mode
 from cdp_repro.studies.study import Cell, Study
@@ -201,4 +203,8 @@ def read_paper_values(path: Path) -> dict[str, float]:
     wrong = not isinstance(found, dict) or [k for k, v in found.items() if not isinstance(v, int | float)]
     if wrong:
         raise RowError(f"{path}: every line must be `dataset/model/mode: number`, as in cifar10/resnet18/dp: 12.3")
+    for key in found:
+        mode = str(key).rpartition("/")[2]
+        if str(key).count("/") != 2 or mode not in MODES:
+            raise RowError(f"{path}: {key} is no dataset/model/mode: there is no mode {mode!r}{nearest(mode, MODES)}")
     return {str(key): float(value) for key, value in found.items()}

@@ -109,15 +109,23 @@ def stale(files: Mapping[Path, bytes]) -> list[str]:
     """Return a sentence for each file that is missing or out of date.
 
     Texts are compared byte by byte, figures by the digest of their data, because versions of the drawing library draw
-    different bytes.
+    different bytes; a figure must also be a whole file.
     """
     found = []
     for path, content in files.items():
         if not path.exists():
             found.append(f"{path} is missing")
-        elif _essence(path, path.read_bytes()) != _essence(path, content):
+        elif _essence(path, present := path.read_bytes()) != _essence(path, content):
             found.append(f"{path} differs from what the rows give")
+        elif not _is_whole(path, present):
+            found.append(f"{path} is not a whole picture")
     return found
+
+
+def _is_whole(path: Path, content: bytes) -> bool:
+    """Whether a picture begins and ends as its kind does; True of other files."""
+    begin, end = {".svg": (b"<?xml", b"</svg>"), ".png": (b"\x89PNG", b"IEND\xaeB`\x82")}.get(path.suffix, (b"", b""))
+    return content.startswith(begin) and content.rstrip(b"\n").endswith(end)
 
 
 def _essence(path: Path, content: bytes) -> bytes:

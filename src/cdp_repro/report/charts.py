@@ -240,7 +240,9 @@ def _names(groups: Sequence[Group]) -> list[str]:
 
 def _draw_accuracy(axis: Axes, name: str, group: Group, metric: str, others: Sequence[str]) -> None:
     runs = [row.epochs[metric] for row in group.rows]
-    epochs = range(1, min(map(len, runs)) + 1)
+    last, every = group.config["epochs"], group.config.get("evaluate_every_epochs", 1)
+    evaluated = [epoch for epoch in range(1, last + 1) if epoch % every == 0 or epoch == last]
+    epochs = evaluated[: min(map(len, runs))]  # a run that has diverged has fewer
     columns = list(zip(*(run[: len(epochs)] for run in runs), strict=True))
     look = style(name, others)
     mean = [statistics.fmean(column) for column in columns]

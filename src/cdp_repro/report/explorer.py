@@ -91,7 +91,7 @@ def explorer_of_equal_layers(ranks: int) -> str:
 
 
 def _name(schedule: Schedule) -> str:
-    return f"{schedule.mode}, {schedule.spec.placement}"
+    return f"{schedule.mode}, {schedule.spec.placement}{', collectives' if schedule.spec.collectives else ''}"
 
 
 def _system(schedule: Schedule, costs: StageCosts) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,8 +41,8 @@ class Finished:
     settings: Mapping[str, Value]
     """By dotted key."""
     summary: Mapping[str, Any]
-    epochs: Sequence[Mapping[str, float]]
-    """What was logged at the end of each epoch."""
+    epochs: Mapping[Value, Mapping[str, float]]
+    """What was logged at the end of each epoch, counted from 1."""
 
     @cached_property
     def numbers(self) -> Mapping[str, float]:
@@ -56,7 +57,7 @@ class Finished:
     def numbers_at(self, x: str) -> dict[Value, Mapping[str, float]]:
         """Return the numbers by their place on the axis `x`."""
         if x == EPOCH:
-            return dict(enumerate(self.epochs, start=1))
+            return dict(self.epochs)
         return {self.settings[x]: self.numbers}
 
 
@@ -110,9 +111,10 @@ def sweep_results(root: Path, x: str | None, y: str | None, group: Sequence[str]
     """
     runs, left_out = _read(root)
     x, y, chosen = _asked_for(x, y, group or (), runs)
+    # of the runs that are left out, too: what is left needs to be told from them
+    keys = _telling_apart(runs, x, _settings_of(root, left_out)) if group is None else chosen
     left_out |= {run.name: f"has no {y}" for run in runs if not _has(run, x, y)}
     runs = [run for run in runs if run.name not in left_out]
-    keys = _telling_apart(runs, x) if group is None else chosen
     left_out |= _repeats(runs, x, y, keys)
     runs = [run for run in runs if run.name not in left_out]
     by_series: dict[tuple[Value, ...], list[Finished]] = {}
@@ -160,12 +162,24 @@ def _read(root: Path) -> tuple[list[Finished], dict[str, str]]:
 
 def _finished(directory: Path) -> Finished:
     run = RunDirectory.open(directory)
-    return Finished(
-        directory.name,
-        {key: _shown(value) for key, value in settings_of(run.config_at_end()).items()},
-        run.summary(),
-        [_numbers(row) for row in read_metrics(run.metrics_path) if "train/epoch_loss" in row],
-    )
+    ends = [_numbers(row) for row in read_metrics(run.metrics_path) if "train/epoch_loss" in row]
+    epochs: dict[Value, Mapping[str, float]] = {int(row.pop("epoch")) + 1: row for row in ends if "epoch" in row}
+    if [*epochs] != [*range(1, len(ends) + 1)] or len(ends) != run.config_at_end()["epochs"]:
+        raise RunDirectoryError(f"{run.metrics_path} lacks the ends of epochs")
+    return Finished(directory.name, _settings(run), run.summary(), epochs)
+
+
+def _settings(run: RunDirectory) -> dict[str, Value]:
+    return {key: _shown(value) for key, value in settings_of(run.config_at_end()).items()}
+
+
+def _settings_of(root: Path, names: Iterable[str]) -> list[Mapping[str, Value]]:
+    """Return the settings of runs that have begun, of those whose configuration can be read."""
+    found: list[Mapping[str, Value]] = []
+    for name in names:
+        with suppress(RunDirectoryError):
+            found.append(_settings(RunDirectory.open(root / name)))
+    return found
 
 
 def _shown(value: Any) -> Value:
@@ -209,24 +223,31 @@ def _has(run: Finished, x: str, y: str) -> bool:
 
 def _differing(runs: Sequence[Finished]) -> list[str]:
     """Return the settings in which runs differ, those that choose a group first."""
-    keys = [key for key in runs[0].settings if len({run.settings[key] for run in runs}) > 1 and key != "run_dir"]
+    return _differing_keys([run.settings for run in runs])
+
+
+def _differing_keys(found: Sequence[Mapping[str, Value]]) -> list[str]:
+    keys = [key for key in found[0] if len({each.get(key) for each in found}) > 1 and key != "run_dir"]
     return sorted(keys, key=lambda key: not key.endswith(".name"))  # stable
 
 
-def _telling_apart(runs: Sequence[Finished], x: str) -> list[str]:
+def _telling_apart(runs: Sequence[Finished], x: str, others: Sequence[Mapping[str, Value]] = ()) -> list[str]:
     """Return the fewest settings, in order, that tell runs apart beside `x` and those that change no number.
+
+    `others` are the settings of runs that have none of the numbers.
 
     A setting that follows from those before it is left out: `optim=sgd,adamw` differ in many settings, one suffices.
     One that follows from `x` is left out only if the choice of `x` sets it: where each mode has rates of its own, a
     line over the rates is still of one mode.
     """
     chosen: list[str] = []
-    for key in _differing(runs):
+    found = [*(run.settings for run in runs), *others]
+    for key in _differing_keys(found):
         if key in (x, *_may_differ(runs)):
             continue
         known = [x, *chosen] if _comes_with(key, x) else chosen
-        before = {tuple(run.settings[each] for each in known) for run in runs}
-        after = {tuple(run.settings[each] for each in (*known, key)) for run in runs}
+        before = {tuple(each.get(name) for name in known) for each in found}
+        after = {tuple(each.get(name) for name in (*known, key)) for each in found}
         if len(after) > len(before):
             chosen.append(key)
     return chosen

@@ -40,6 +40,11 @@ def _collected(run_dir: Path, study: str, diverged_too: bool) -> Row:
     diverged = diverged_too and summary.get("status") == DIVERGED
     if summary.get("status") != "finished" and not diverged:
         state = summary.get("status", "unfinished")
+        if state == DIVERGED:
+            raise RowError(
+                f"{run_dir} has {DIVERGED}: its loss is not finite, which is a result only in studies that count it; "
+                "train with other settings, such as a smaller optim.lr"
+            )
         raise RowError(f"{run_dir} is {state}: finish it by cdp-train resume={run_dir}, and collect it then")
     began, config = map(settings_of, (run.config(), run.config_at_end()))
     own = _own(summary) | ({DIVERGED: True} if diverged else {})

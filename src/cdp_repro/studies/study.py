@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +27,7 @@ class Cell:
 
     def command(self, seed: int) -> str:
         """Return the command line of one run."""
-        return " ".join(["cdp-train", *self.arguments(seed)])
+        return shlex.join(["cdp-train", *self.arguments(seed)])
 
     @property
     def config(self) -> RunConfig:
