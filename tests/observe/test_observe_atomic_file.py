@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -39,3 +40,15 @@ def test_a_pipe_or_a_device_is_written_to_and_stays_what_it_is(tmp_path):
 def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(IsADirectoryError):
         replace_file(Path(tmp_path), b"")
+
+
+def test_what_cannot_be_written_leaves_the_old_file_and_nothing_half_written(tmp_path, monkeypatch):
+    replace_file(tmp_path / "file", b"old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        replace_file(tmp_path / "file", b"new")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"old"}

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from offline_wandb import history, records, wandb_files
 from cdp_repro.observe import metrics, run_directory, trace_files
 from cdp_repro.observe.metrics import MetricsLog, read_metrics
 from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError
-from cdp_repro.observe.wandb_mirror import WandbMirror, _text
+from cdp_repro.observe.wandb_mirror import WandbMirror, _text, previous_run_id
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import Program, Schedule
@@ -213,6 +214,32 @@ def test_a_file_system_without_locks_is_not_taken_for_another_process(
     monkeypatch.setattr(run_directory.fcntl, "flock", no_locks)
     with pytest.raises(RunDirectoryError, match=r"run cannot be locked: No locks available\. Pass"), run.locked():
         pass
+
+
+def test_of_an_offline_and_an_online_part_the_newer_is_gone_on_with(tmp_path: Path) -> None:
+    for folder in ("offline-run-20260101_000000-aaaa", "run-20260102_000000-bbbb"):
+        (tmp_path / "wandb" / folder).mkdir(parents=True)
+        (tmp_path / "wandb" / folder / f"run-{folder[-4:]}.wandb").touch()
+    assert previous_run_id(tmp_path) == "bbbb"
+    newest = tmp_path / "wandb" / "offline-run-20260103_000000-cccc"
+    newest.mkdir()
+    (newest / "run-cccc.wandb").touch()
+    assert previous_run_id(tmp_path) == "cccc"
+
+
+def test_a_copy_that_is_being_replaced_is_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    assert run_directory.arguments_to_go_on(tmp_path) == [f"resume={tmp_path}", "restart=true"]
+    for name in ("step-000000004", ".replaced-step-000000008"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert run_directory.newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / ".replaced-step-000000008"
+    (tmp_path / "checkpoints" / "step-000000004").rmdir()
+    assert run_directory.arguments_to_go_on(tmp_path) == [f"resume={tmp_path}"]
+
+
+def test_a_command_line_that_is_no_text_comes_back_as_it_was(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", {"seed": 0}, ["cdp-train"])
+    run.add_command(["cdp-train", "dataset.root=\udcff"])
+    assert shlex.split(run.commands()[1]) == ["cdp-train", "dataset.root=\udcff"]
 
 
 @pytest.mark.parametrize("another_run_begins", [False, True])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 
+import pytest
+
 from cdp_repro.observe import versions as versions_module
-from cdp_repro.observe.versions import code_hash, git_commit, joined, short
+from cdp_repro.observe.versions import code_hash, git_commit, joined, short, versions, versions_since
 
 
 def test_the_code_hash_depends_on_names_and_contents_of_code(tmp_path, monkeypatch):
@@ -51,3 +54,20 @@ def test_a_short_commit_says_whether_the_tree_was_changed():
 
 def test_versions_of_several_runs_are_named_once_those_of_one_that_went_on_too():
     assert joined(["A", "A and B", "B", "C"]) == "A and B and C"
+
+
+@pytest.mark.parametrize("part", ["schedule", "engine", "baselines", "models", "data", "training"])
+def test_runs_of_another_code_for_training_are_of_another_version(tmp_path, monkeypatch, part):
+    shutil.copytree(versions_module.PACKAGE, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(versions_module, "PACKAGE", tmp_path / "copy")
+    before = versions()["version/code"]
+    (tmp_path / "copy" / "report" / "added.py").write_text("")
+    assert versions()["version/code"] == before
+    (tmp_path / "copy" / part / "added.py").write_text("")
+    assert versions()["version/code"] != before
+
+
+def test_a_version_whose_name_is_part_of_an_earlier_one_is_another(monkeypatch):
+    monkeypatch.setattr(versions_module, "versions", lambda: {"version/torch": "2.1"})
+    assert versions_since({"version/torch": "2.11"}) == {"version/torch": "2.11 and 2.1"}
+    assert versions_since({"version/torch": "2.11 and 2.1"}) == {"version/torch": "2.11 and 2.1"}

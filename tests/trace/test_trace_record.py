@@ -11,6 +11,7 @@ from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.schedule import Action, Op, Program, Schedule, Value
 from cdp_repro.schedule.actions import send
+from cdp_repro.schedule.branches import two_towers
 from cdp_repro.schedule.lanes import Lanes
 from cdp_repro.schedule.sizes import Sizes
 from cdp_repro.trace import Message, SlotRecord, Trace, TraceRecorder
@@ -182,3 +183,10 @@ def test_a_slot_has_the_actions_of_all_ranks(mode, placement):
 )  # fmt: skip
 def test_messages_are_named_by_what_they_carry_and_the_stage_that_made_it(value, name):
     assert message_name(Value.parse(value), 4, (1, 2, 3, -1)) == name
+
+
+def test_a_gradient_of_an_output_is_made_by_the_stage_that_reads_it_whatever_branch_it_is_on():
+    sizes = Schedule.build("cdp_v2", 6, sources=two_towers(6)).sizes
+    made = [message_name(Value("d", stage, 0), 6, sizes.readers) for stage in range(5)]
+    assert made == [("input_gradients", stage) for stage in (1, 4, 3, 4, 5)]
+    assert message_name(Value("x", 2, 0), 6, sizes.readers) == ("activations", 1)

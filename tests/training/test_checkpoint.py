@@ -399,6 +399,39 @@ def test_a_write_cut_short_by_a_limit_leaves_the_previous_checkpoints(tmp_path: 
     assert done.stdout.count("still " + str(tmp_path / "checkpoints" / "step-000000002")) == 2
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_is_in_sight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is renamed before it is synced may be empty after a power failure."""
+    store, done = CheckpointStore(tmp_path / "checkpoints"), list[str]()
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        done.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def renamed(self: Path, target: Path) -> Path:
+        done.append(f"-> {target.name}")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    store.save(3, {"x": torch.ones(1)}, {})
+    new, final = ".new-step-000000003", "step-000000003"
+    assert done == ["state.pt", "meta.json", "manifest.json", new, f"-> {final}", "checkpoints"]
+
+
+def test_old_checkpoints_that_cannot_be_deleted_do_not_undo_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, {"x": torch.ones(1)}, {})
+
+    def fixed(self: CheckpointStore, path: Path) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(CheckpointStore, "_remove", fixed)
+    assert store.save(2, {"x": torch.ones(1)}, {}) == store.latest()
+
+
 def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="there is no earlier checkpoint"):
