@@ -38,7 +38,7 @@ from cdp_repro.trace.rings import ring_bytes
 
 @dataclass(frozen=True)
 class StepResult:
-    """A training step whose updates are all done on this rank."""
+    """A training step whose updates this rank has run; of clipped ones, some may still wait for a norm."""
 
     step: int
     loss_tensor: Tensor

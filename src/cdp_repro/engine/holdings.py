@@ -193,10 +193,12 @@ class Holdings:
         different versions: if micro-batches take turns on them, each has the newest and those that later micro-batches
         read there. A shard of a version has only one holder.
         """
-        held = self._schedule.held_after(step)
-        return {
-            value: rank for rank in sorted(held, reverse=True) for value in held[rank] if value.kind == Kind.PARAMETERS
-        }
+        found: dict[Value, int] = {}
+        for rank, values in sorted(self._schedule.held_after(step).items()):
+            for value in values:
+                if value.kind == Kind.PARAMETERS:
+                    found.setdefault(value, rank)
+        return found
 
     def state_dict(self, step: int) -> list[dict[str, Any]]:
         """Return the state of each stage after `step` steps, on rank 0; the others get an empty list; collective."""

@@ -81,7 +81,10 @@ class Checker:
         self._first_micro_batch, self._first_version = schedule.ahead(first_step)
         held = schedule.held_after(first_step)
         self._live: list[dict[Value, int | None]] = [dict.fromkeys(held.get(r, ()), -1) for r in range(schedule.ranks)]
-        """By rank: each value on it, and the slot in which it was made; None if it is still on its way."""
+        """By rank: each value on it, and the slot in which it was made, on this rank or on the one that sent it.
+
+        -1: it is there from the start; None: it is still on its way.
+        """
         self._edges: dict[tuple[int, int], deque[_OpenEnd]] = defaultdict(deque)
         self._joined: dict[int, Action] = {}
         """By rank: its action in the one collective that has begun."""

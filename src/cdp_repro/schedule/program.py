@@ -234,8 +234,9 @@ class Program:
                 "repeated, it would keep more and more values"
             )
         # the state says which messages are open, not since when: one may be open for longer from one period to the next
-        # than from the fill to the first
-        self._checked_as_written(run, repeating + 2 + self.schedule.kept_slots // self.schedule.slots_per_step)
+        # than from the fill to the first, up to `kept_slots`
+        longest_open = 1 + self.schedule.kept_slots // self.schedule.slots_per_step
+        self._checked_as_written(run, repeating + 1 + longest_open)
 
     def _checked_as_written(self, run: Run, steps: int) -> Checker:
         """Check `steps` training steps of a run from a file; an error says in which piece its fault is."""
