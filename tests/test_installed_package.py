@@ -23,6 +23,7 @@ slow = my_package:Slow
 reversed = my_package:Reversed
 [cdp_repro.modes]
 slow = my_package:SLOW
+half = my_package:HALF
 broken = my_package:missing
 """
 
@@ -33,7 +34,7 @@ import torch
 from torch import nn
 
 from cdp_repro.data.in_memory import InMemoryDataset, Split
-from cdp_repro.schedule import Mode, Placement, UniformDelay
+from cdp_repro.schedule import Mode, Placement, Rule, UniformDelay
 from cdp_repro.schedule.timelines.cyclic import Cyclic
 
 
@@ -42,6 +43,14 @@ class Slow(Cyclic):
 
 
 SLOW = Mode("slow", UniformDelay)
+
+
+class HalfStale(Rule):
+    def staleness(self, i, j):
+        return 0.5
+
+
+HALF = Mode("slow", HalfStale)
 
 
 class Reversed(Placement):
@@ -144,6 +153,12 @@ def test_a_plan_names_what_is_missing_and_what_cannot_be_imported(site):
     assert "AttributeError" in broken.stderr and "Traceback" not in broken.stderr
     misspelt = run(site, "plan", "mode=slwo", "model=my_nett")
     assert misspelt.stderr.count("did you mean 'slow'?") == misspelt.stderr.count("did you mean 'my_net'?") == 1
+
+
+def test_a_rule_that_gives_no_numbers_is_told(site):
+    planned = run(site, "plan", *RUN, "mode=half")
+    assert planned.returncode == 2 and "Traceback" not in planned.stderr
+    assert "error: HalfStale: staleness(0, 0) is 0.5: give a whole number, at least 0" in planned.stderr
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,10 @@ class ChangesItsBuffer(nn.Linear):
         self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
 
     def forward(self, x):
-        self.seen = self.change(self.seen)
+        if self.change is None:
+            del self.seen
+        else:
+            self.seen = self.change(self.seen)
         return super().forward(x)
 
 
@@ -70,6 +73,7 @@ class ChangesItsBuffer(nn.Linear):
         (lambda seen: seen + 0.5, r"torch.float32 \[2\]"),
         (lambda seen: torch.cat([seen, seen]), r"torch.int64 \[4\]"),
         (lambda _: None, "None"),
+        (None, "None"),
     ],
 )
 def test_so_is_one_that_makes_another_kind_of_buffer_of_its_own(change, made):

@@ -395,10 +395,24 @@ def test_parameters_of_one_stage_that_share_their_memory():
     """An update in place would keep them alike, one that keeps the version before would not."""
     stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     stage[1].weight.data = stage[0].weight.data
-    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight of stage 1 share .* b\.weight = a\.weight"):
+    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight of stage 1 share memory.* b\.weight = a\.weight"):
         Engine([nn.Linear(4, 4), stage], F.cross_entropy, sgd)
     stage[1].weight = stage[0].weight
     Engine([nn.Linear(4, 4), stage], F.cross_entropy, sgd)
+    part = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    part[1].weight = nn.Parameter(part[0].weight.data.view(4, 8)[2:].view(-1)[:16].view(2, 8))  # another offset
+    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight of stage 1 share memory"):
+        Engine([nn.Linear(4, 4), part], F.cross_entropy, sgd)
+    frozen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    frozen[1].weight.data = frozen[0].weight.data
+    Engine([nn.Linear(4, 4), frozen], F.cross_entropy, sgd)  # nothing updates them
+
+
+def test_parameters_of_two_stages_that_share_memory_at_another_offset():
+    stages = [nn.Linear(4, 4), nn.Linear(4, 2)]
+    stages[1].weight = nn.Parameter(stages[0].weight.data[2:])
+    with pytest.raises(ValueError, match="stages 0 and 1 share the parameter weight"):
+        Engine(stages, F.cross_entropy, sgd)
 
 
 class Pair(nn.Module):

@@ -164,6 +164,20 @@ def test_values_of_another_type_than_the_parameters_stay_as_they_are():
     assert torch.equal(joined["weight"], moment["weight"])
 
 
+@pytest.mark.parametrize("name", ["mu", "eta", "momentum"])
+def test_what_an_optimizer_keeps_of_each_value_is_cut_whatever_its_name(name):
+    """Some of torch's optimizers keep numbers under the first two names."""
+    tensors = {"weight": parameter((5, 3), torch.float64, True), "scale": parameter((), torch.float64, True)}
+    kept = {0: {name: torch.randn(5, 3, dtype=torch.float64)}, 1: {name: torch.tensor(0.5, dtype=torch.float64)}}
+    optimizer = {"class": "Any", "state": {"state": kept, "param_groups": []}}
+    state = {"versions": {0: {each: p.detach() for each, p in tensors.items()}}, "optimizer": optimizer}
+    everywhere = [Shards(tensors, rank, 2, CPU) for rank in range(2)]
+    parts = [shards.cut_state(state, ["weight", "scale"]) for shards in everywhere]
+    assert parts[0]["optimizer"]["state"]["state"][0][name].shape[1:] == (1,)
+    joined = everywhere[0].join_states(parts, ["weight", "scale"])["optimizer"]["state"]["state"]
+    assert torch.equal(joined[0][name], kept[0][name]) and torch.equal(joined[1][name], kept[1][name])
+
+
 def test_a_state_of_another_model_is_refused():
     shards = Shards({"weight": parameter((4, 2), torch.float32, True)}, 0, 2, CPU)
     state = {"versions": {0: {"weight": torch.zeros(4, 3)}}, "optimizer": {"class": None, "state": None}}

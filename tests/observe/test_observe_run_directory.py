@@ -262,6 +262,14 @@ def test_nothing_is_written_where_the_run_is_no_longer(tmp_path: Path, another_r
             assert not ours.path.exists()
 
 
+def test_a_lock_file_that_is_deleted_ends_no_run(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", {"seed": 0}, ["cdp-train"])
+    with run.locked():
+        shutil.rmtree(run.path / "logs")
+        run.write_summary({"status": "finished"})
+    assert run.summary() == {"status": "finished"}
+
+
 def test_a_new_run_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_directory, "replace_file", _full)
     with pytest.raises(RunDirectoryError, match="No space left on device"):

@@ -23,9 +23,10 @@ from cdp_repro.launch import LaunchError, RankFailedError, StalledError
 from cdp_repro.observe.run_directory import RunDirectoryError
 from cdp_repro.schedule import ScheduleError
 from cdp_repro.schedule.by_name import EntryError
+from cdp_repro.schedule.foreign import ForeignError
 from cdp_repro.studies.rows import RowError
 
-_LIGHT_MISTAKES = (ConfigError, ScheduleError, EntryError, RunDirectoryError, LaunchError, RowError)
+_LIGHT_MISTAKES = (ConfigError, ScheduleError, ForeignError, EntryError, RunDirectoryError, LaunchError, RowError)
 """Errors for the user's mistakes whose modules do not import torch."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -52,19 +52,33 @@ def check_functions(**given: object) -> None:
 
 
 def refuse_shared_parameters(stages: Sequence[nn.Module]) -> None:
-    """Raise ValueError if two stages share a parameter, or two parameters share memory."""
-    owner: dict[int, tuple[int, str]] = {}
+    """Raise ValueError if stages share a parameter, or parameters share memory and one of them takes gradients."""
+    end, last = 0, (0, "", False)
+    for start, stop, number, name, trains in sorted(_memory_of_parameters(stages)):
+        if start < end and number != last[0]:
+            one, other = sorted((last[0], number))
+            raise ValueError(
+                f"stages {one} and {other} share the parameter {name}: "
+                "each stage has versions of its own, so put both uses into one stage"
+            )
+        if start < end and (trains or last[2]):
+            raise ValueError(
+                f"the parameters {last[1]} and {name} of stage {number} share memory, which versions of each would "
+                "not: make them one parameter, as in b.weight = a.weight"
+            )
+        if stop > end:
+            end, last = stop, (number, name, trains)
+
+
+def _memory_of_parameters(stages: Sequence[nn.Module]) -> Iterator[tuple[int, int, int, str, bool]]:
+    """Yield, for each parameter, where its values begin and end, its stage and name, and whether it takes gradients.
+
+    One that has several places in a stage is named once. Of one whose values do not lie end to end, only the first
+    counts.
+    """
     for number, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():  # one that has two places in a stage is named once
-            place = 0 if is_lazy(parameter) else parameter.data_ptr()  # 0: it has no values yet, or none at all
-            first = owner.setdefault(place, (number, name)) if place else (number, name)
-            if first[0] != number:
-                raise ValueError(
-                    f"stages {first[0]} and {number} share the parameter {name}: "
-                    "each stage has versions of its own, so put both uses into one stage"
-                )
-            if first[1] != name:
-                raise ValueError(
-                    f"the parameters {first[1]} and {name} of stage {number} share their memory, which versions of "
-                    "each would not: make them one parameter, as in b.weight = a.weight"
-                )
+        for name, parameter in stage.named_parameters():
+            start = 0 if is_lazy(parameter) else parameter.data_ptr()  # 0: it has no values yet, or none at all
+            if start:
+                size = parameter.nbytes if parameter.is_contiguous() else 1
+                yield start, start + size, number, name, parameter.requires_grad

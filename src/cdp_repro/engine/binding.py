@@ -42,7 +42,7 @@ class Binding:
             yield
         finally:
             for registry, key, name in self._buffers:
-                buffers[name] = registry[key]
+                buffers[name] = registry.get(key)  # type: ignore[assignment]  # None is refused after the first forward
             self._put_back(before)
 
     @contextmanager

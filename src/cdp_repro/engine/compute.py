@@ -114,7 +114,9 @@ class StageCompute:
         self._loss_fn = loss_fn
         self._autocast = autocast
         self._has_run = False
-        self._hooks = HookWatch() if splits_backward else None
+        # what torch.compile has made would be compiled once more, without the watch
+        is_compiled = any("_orig_mod" in part._modules for part in module.modules())
+        self._hooks = HookWatch() if splits_backward and not is_compiled else None
 
     @property
     def sets_hooks(self) -> bool:

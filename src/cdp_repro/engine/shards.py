@@ -17,7 +17,7 @@ from cdp_repro.engine.transfers import Transfer
 from cdp_repro.schedule.parts import part_bytes
 
 _SCALARS = {"step", "mu_product", "eta", "mu"}
-"""What torch's optimizers keep once for each parameter, perhaps as a 0-d tensor: no value of a 0-d parameter."""
+"""What torch's optimizers keep once for each parameter: as a 0-d tensor, it looks like a value of a 0-d parameter."""
 
 State = dict[str, Any]
 Views = Callable[[Tensor], dict[str, Tensor]]
@@ -204,8 +204,12 @@ def _converted(
     if optimizer["state"] is not None:
         entries = [state["optimizer"]["state"]["state"] for state in states]
         found = {index: dict(entry) for index, entry in entries[0].items()}
-        for key in {key: None for entry in found.values() for key in entry if key not in _SCALARS}:
-            kept = {name: i for i, name in enumerate(names) if _shape(found.get(i, {}).get(key)) == shapes[name]}
+        for key in {key: None for entry in found.values() for key in entry}:
+            kept = {
+                name: i
+                for i, name in enumerate(names)
+                if _shape(found.get(i, {}).get(key)) == shapes[name] and (shapes[name] or key not in _SCALARS)
+            }
             converted = convert([{name: entry[i][key] for name, i in kept.items()} for entry in entries])
             for name, i in kept.items():
                 found[i][key] = converted[name]

@@ -11,7 +11,8 @@ parameters at its side. The second part starts from there: each operation of tor
 part needs. One written in Python, by `autograd.Function` or activation checkpointing, runs in both.
 
 Some parameters get their gradients in the first part: one that joins the way in more than one place, as it has no
-single such operation, and all of a stage that sets hooks on gradients, as these would run in both parts.
+single such operation, and all of a stage that sets hooks on gradients, as these would run in both parts. Only hooks
+that the first forward sets on tensors are seen: not those on nodes of the graph, nor where `torch.compile` is used.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: IO[str] | None = None
-        """The file that this process has locked."""
+        self._locked: os.stat_result | None = None
+        """What tells the directory that this process has locked from any other."""
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any], command: Sequence[str]) -> RunDirectory:
@@ -120,7 +120,7 @@ class RunDirectory:
         """
         with writing(self.path):
             (self.path / LOGS).mkdir(exist_ok=True)
-            file = self._lock_path.open("w")
+            file = (self.path / LOGS / ".lock").open("w")
         with file:
             try:
                 _lock(file)
@@ -132,24 +132,22 @@ class RunDirectory:
                 raise RunDirectoryError(
                     f"{self.path} cannot be locked: {error.strerror or error}. Pass a run_dir= that can be"
                 ) from error
-            self._lock = file
+            self._locked = self.path.stat()
             try:
                 yield self
             finally:
-                self._lock = None
-
-    @property
-    def _lock_path(self) -> Path:
-        return self.path / LOGS / ".lock"
+                self._locked = None
 
     def refuse_replaced(self) -> None:
         """Raise RunDirectoryError if the directory that this process has locked is gone: another run may be there."""
-        if self._lock is None:
+        if self._locked is None:
             return
         try:
-            is_there = os.path.samestat(os.fstat(self._lock.fileno()), self._lock_path.stat())
-        except OSError:
+            is_there = os.path.samestat(self._locked, self.path.stat())
+        except (FileNotFoundError, NotADirectoryError):
             is_there = False
+        except OSError:
+            return  # whoever writes will tell
         if not is_there:
             raise RunDirectoryError(
                 f"{self.path} was moved, removed or replaced while this run trained in it: it gets no more files"

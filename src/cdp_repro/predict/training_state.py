@@ -117,6 +117,10 @@ def optimizer_states(config: RunConfig, cut: StageCut, schedule: Schedule) -> li
 
 def _values_kept(optim: OptimConfig, is_hidden: bool) -> int:
     """Return how many values the optimizer keeps for each value of a parameter, in or outside `hidden_matrices`."""
-    if optim.name == "sgd" or (optim.name == "muon" and is_hidden):
-        return int(optim.name == "muon" or optim.momentum > 0)
-    return 2
+    of_muon = {True: 1, False: 2}  # outside, AdamW's
+    return {
+        "sgd": int(optim.momentum > 0),
+        "adamw": 2,
+        "nadamw": 2,
+        "muon": of_muon[is_hidden],
+    }[optim.name]

@@ -26,7 +26,7 @@ from cdp_repro.schedule.check import ScheduleError
 from cdp_repro.schedule.modes import MODES, Mode, add_mode
 from cdp_repro.schedule.placements import PLACEMENTS, Placement, add_placement
 from cdp_repro.schedule.program import Program, RankProgram
-from cdp_repro.schedule.rules import Rule, UniformDelay
+from cdp_repro.schedule.rules import Fresh, Rule, UniformDelay
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.schedule_spec import (
     COLLECTIVE_PLACEMENTS,
@@ -47,6 +47,7 @@ __all__ = [
     "SLOT_ORDERS",
     "TIMELINES",
     "Action",
+    "Fresh",
     "Mode",
     "Op",
     "Placement",

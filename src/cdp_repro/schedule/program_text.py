@@ -213,12 +213,15 @@ def _schedule(header: dict[str, Any], actions: int) -> Schedule:
     sizes = header.pop(_GRADIENT_BYTES, [])
     spec = Spec(**header)
     try:
-        # before the schedule is made: its rule alone could take for ever; with faults, `from_spec` tells the first
-        least, has = 2 * max(spec.workers, spec.stages), "forwards and backwards, the file"
-        if least > actions:  # even to look for faults could take for ever
-            raise ValueError(f"a step of {spec} has at least {least:,} {has} {actions} actions")
-        if not spec.faults() and (computes := 2 * spec.sizes.micro_batches * spec.stages) > actions:
-            raise ValueError(f"a step of {spec} has {computes:,} {has} {actions} actions")
+        # before the schedule is made, and of a huge one even before faults are looked for: either could take for ever;
+        # each worker has a micro-batch, unless M is given; with faults, `from_spec` tells the first
+        computes = 2 * max(spec.micro_batches or spec.workers, spec.stages)
+        if computes <= actions and not spec.faults():
+            computes = 2 * spec.sizes.micro_batches * spec.stages
+        if computes > actions:
+            raise ValueError(
+                f"a step of {spec} has at least {computes:,} forwards and backwards, the file {actions} actions"
+            )
         return Schedule.from_spec(spec, sizes)
     except ValueError as error:
         raise ScheduleError(f"the header does not describe a schedule: {error}") from None

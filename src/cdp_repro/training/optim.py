@@ -34,7 +34,9 @@ def optimizer_factory(
         muon = {"lr": config.lr, "momentum": config.momentum, "weight_decay": decay, "adjust_lr_fn": "match_rms_adamw"}
         hidden = hidden_matrices(stages, sources)
         return lambda parameters: muon_with_adamw(parameters, hidden, muon, adamw)
-    return lambda parameters: torch.optim.AdamW(parameters, **adamw)
+    if config.name == "adamw":
+        return lambda parameters: torch.optim.AdamW(parameters, **adamw)
+    raise ValueError(f"optim.name={config.name!r}: no optimizer is made for this name")
 
 
 def learning_rate_factor(config: OptimConfig, steps_per_epoch: int, epochs: int) -> Callable[[int], float]:

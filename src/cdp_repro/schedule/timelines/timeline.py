@@ -45,7 +45,11 @@ class Timeline(ABC):
 
     @abstractmethod
     def backward(self, i: int, j: int) -> int:
-        """Return the slot of the backward, or of its first part if it has two."""
+        """Return the slot of the backward, or of its first part if it has two.
+
+        Gradients are added in the order of the micro-batches: on every stage, what gives those of the weights comes no
+        earlier for micro-batch i + 1 than for i.
+        """
 
     def backward_weights(self, i: int, j: int) -> int:
         """Return the slot of the part of the backward that gives the gradients of the weights."""
