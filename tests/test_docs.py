@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
@@ -156,6 +157,17 @@ def test_python_in_the_documents_runs():
     assert write_program(written["program"]) == written["text"]
     changed = names["coming-from-a-training-loop.md"]["engine"]
     assert changed.step == 10 and changed.model()[0][0].weight.abs().max() <= 0.5
+
+
+def test_the_data_set_of_the_documents_is_one(tmp_path):
+    names = {}
+    ((_, _, lines),) = (block for block in blocks("python") if block[0] == "extending.md" and "def load" in str(block))
+    exec("\n".join(lines), names)
+    for split, size in (("train", 8), ("test", 4)):
+        images = np.arange(size * 2 * 9).reshape(size, 2, 3, 3).astype(np.uint8)
+        np.savez(tmp_path / split, images=images, labels=np.arange(size) % 4)
+    data = names["load"](tmp_path)
+    assert (data.train_size, data.description) == (8, "my data")
 
 
 def of_torchrun():

@@ -329,7 +329,7 @@ def losses_in_bfloat16(name):
     """Losses of two steps of a baseline, and, with another context, of the first step; rank 0 knows them all."""
     found = []
     for autocast in ({"autocast": bfloat16}, {}):
-        stages = [stage.float() for stage in make_stages(2)]
+        stages = [stage.float().eval() for stage in make_stages(2)]  # training puts them into training mode
         trained = baseline_class(name)(stages, F.cross_entropy, sgd, workers=2, seed=SEED, **autocast)
         batches = [(inputs.float(), targets) for inputs, targets in make_batches(2)[:2]]
         found.append([result.losses for result in trained.run(batches)])

@@ -129,3 +129,8 @@ def test_a_factor_on_the_learning_rate_is_any_number(factor):
     first = state.newest(0)
     changed = state.update(first, ones(), factor).tensors["weight"] - first.tensors["weight"]
     assert torch.allclose(changed, torch.tensor(-0.5 * float(factor)))
+
+
+def test_sets_of_a_buffer_that_have_grown_apart_are_refused_by_its_name():
+    with pytest.raises(ValueError, match=r"buffer mask have the shapes \(2,\), \(4,\): .* keep \(2,\) from the start"):
+        average([{"mask": torch.ones(2)}, {"mask": torch.ones(4)}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from statistics import fmean
 
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("name", STUDIES)
 def test_settings_are_what_hydra_composes(name):
     for cell in (STUDIES[name].cells[0], STUDIES[name].cells[-1]):
-        arguments = cell.command(0).split()[1:]
+        arguments = shlex.split(cell.command(0))[1:]
         assert cell.settings == settings_of(compose_config(arguments, check_device=False).to_dict())
 
 

@@ -205,7 +205,16 @@ def average(sets: Sequence[Mapping[str, Tensor]]) -> Buffers:
     """Return the buffers of a stage: the mean over all sets; from set 0, those that are whole numbers or alike.
 
     A mean of equal numbers may differ from them: by a rounding, or as their sum overflows.
+
+    Raises:
+        ValueError: a forward has changed the shape of a buffer, other than the first, which is looked at.
     """
+    for name, first in sets[0].items():
+        if len(shapes := {tuple(buffers[name].shape) for buffers in sets}) > 1:
+            raise ValueError(
+                f"the sets of the buffer {name} have the shapes {', '.join(map(str, sorted(shapes)))}: a stage changes "
+                f"that of one in a forward; keep {tuple(first.shape)} from the start"
+            )
     return {name: _mean([buffers[name] for buffers in sets]) for name in sets[0]}
 
 

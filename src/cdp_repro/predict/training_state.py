@@ -117,10 +117,5 @@ def optimizer_states(config: RunConfig, cut: StageCut, schedule: Schedule) -> li
 
 def _values_kept(optim: OptimConfig, is_hidden: bool) -> int:
     """Return how many values the optimizer keeps for each value of a parameter, in or outside `hidden_matrices`."""
-    of_muon = {True: 1, False: 2}  # outside, AdamW's
-    return {
-        "sgd": int(optim.momentum > 0),
-        "adamw": 2,
-        "nadamw": 2,
-        "muon": of_muon[is_hidden],
-    }[optim.name]
+    kept = {"sgd": int(optim.momentum > 0), "adamw": 2, "nadamw": 2, "muon": 1 if is_hidden else 2}  # outside, AdamW's
+    return kept[optim.name]

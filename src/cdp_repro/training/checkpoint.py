@@ -75,7 +75,7 @@ class CheckpointStore:
         new = self.directory / f".new-{final.name}"
         needed: dict[str, int] = {}
         try:
-            self.directory.mkdir(exist_ok=True)  # in a run directory that is gone, nothing is made anew
+            self.directory.mkdir(parents=True, exist_ok=True)
             self._clear_leftovers()
             new.mkdir()
             _write(new, dict(tensors), text, needed)
