@@ -53,8 +53,8 @@ class Seal:
                 raise ValueError(
                     f"the parameter {name} {tuple(parameter.shape)} was changed outside the engine, which keeps "
                     "several versions of it: change them all in the dict that engine.state_dict() returns, and give it "
-                    "to engine.load_state_dict(); or change the stage before it is given to Engine(). If it is a view of what "
-                    "another stage has a view of, too, give it memory of its own: nn.Parameter(view.clone())"
+                    "to engine.load_state_dict(); or change the stage before it is given to Engine(). If it is a view "
+                    "of what another stage has a view of, too, give it memory of its own: nn.Parameter(view.clone())"
                 )
 
     def _refuse_hooks(self) -> None:
