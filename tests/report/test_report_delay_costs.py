@@ -374,6 +374,11 @@ def test_the_claim_of_accuracy_rests_on_the_verdicts(world, lost, verdict):
     assert ("cdp_v1 with sgd + prediction equivalent" in claim.because) == (lost[0] == 0)
 
 
+def _judged(mode, dataset, verdict):
+    config = {"dataset.name": dataset, "model.name": "resnet8"}
+    return SimpleNamespace(verdict=verdict, group=SimpleNamespace(mode=mode, config=config))
+
+
 @pytest.mark.parametrize(
     ("of_networks", "verdict"),
     [
@@ -385,24 +390,13 @@ def test_the_claim_of_accuracy_rests_on_the_verdicts(world, lost, verdict):
     ],
 )
 def test_a_mode_must_keep_the_accuracy_on_every_network(of_networks, verdict):
-    judged = [
-        SimpleNamespace(
-            verdict=said, group=SimpleNamespace(mode=mode, config={"dataset.name": data, "model.name": "resnet8"})
-        )
-        for data, said in of_networks
-        for mode in ("cdp_v1", "cdp_v2")
-    ]
+    judged = [_judged(mode, data, said) for data, said in of_networks for mode in ("cdp_v1", "cdp_v2")]
     assert tuned_verdict(judged) == verdict
 
 
 @pytest.mark.parametrize(("other", "verdict"), [("worse", FAILS), ("not settled", NOT_SETTLED), ("better", PARTLY)])
 def test_the_claim_fails_only_if_both_modes_are_worse(other, verdict):
-    judged = [
-        SimpleNamespace(
-            verdict=said, group=SimpleNamespace(mode=mode, config={"dataset.name": "cifar10", "model.name": "resnet8"})
-        )
-        for mode, said in (("cdp_v1", "worse"), ("cdp_v2", other))
-    ]
+    judged = [_judged("cdp_v1", "cifar10", "worse"), _judged("cdp_v2", "cifar10", other)]
     assert tuned_verdict(judged) == verdict
 
 

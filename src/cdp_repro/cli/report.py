@@ -178,8 +178,8 @@ def _mixed_with_others(rows: Sequence[Row], folder: Path) -> Iterator[str]:
     from cdp_repro.report.groups import grouped  # here: scipy takes a moment
 
     for study in {row.study: None for row in rows if row.study not in STUDIES}:
-        alike = {row.file_name: row for row in (*read_rows(folder / study), *rows) if row.study == study}
         try:
+            alike = {row.file_name: row for row in (*read_rows(folder / study), *rows) if row.study == study}
             grouped(alike.values())
         except RowError as error:
             yield str(error)

@@ -172,6 +172,11 @@ class ClusterConfig:
     """Measure forwards, backwards and the links within a host on this machine, in place of their values above."""
 
 
+def is_evaluated(epoch: int, every: int, epochs: int) -> bool:
+    """Whether a run evaluates after an epoch, counted from 1: after each `every`-th, and after the last."""
+    return epoch % every == 0 or epoch == epochs
+
+
 @dataclass
 class RunConfig:
     """The configuration of one run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -53,32 +54,38 @@ def check_functions(**given: object) -> None:
 
 def refuse_shared_parameters(stages: Sequence[nn.Module]) -> None:
     """Raise ValueError if stages share a parameter, or parameters share memory and one of them takes gradients."""
-    end, last = 0, (0, "", False)
-    for start, stop, number, name, trains in sorted(_memory_of_parameters(stages)):
-        if start < end and number != last[0]:
-            one, other = sorted((last[0], number))
+    last = _Memory(0, 0, 0, "", is_trained=False)
+    """Of those before, the one that ends last."""
+    for each in sorted(_memory_of_parameters(stages)):
+        if each.begin < last.end and each.stage != last.stage:
+            one, other = sorted((last.stage, each.stage))
             raise ValueError(
-                f"stages {one} and {other} share the parameter {name}: "
+                f"stages {one} and {other} share the parameter {each.name}: "
                 "each stage has versions of its own, so put both uses into one stage"
             )
-        if start < end and (trains or last[2]):
+        if each.begin < last.end and (each.is_trained or last.is_trained):
             raise ValueError(
-                f"the parameters {last[1]} and {name} of stage {number} share memory, which versions of each would "
-                "not: make them one parameter, as in b.weight = a.weight"
+                f"the parameters {last.name} and {each.name} of stage {each.stage} share memory, which versions of "
+                "each would not: make them one parameter, as in b.weight = a.weight"
             )
-        if stop > end:
-            end, last = stop, (number, name, trains)
+        last = max(last, each, key=lambda memory: memory.end)
 
 
-def _memory_of_parameters(stages: Sequence[nn.Module]) -> Iterator[tuple[int, int, int, str, bool]]:
-    """Yield, for each parameter, where its values begin and end, its stage and name, and whether it takes gradients.
+class _Memory(NamedTuple):
+    """Where the values of a parameter lie; of those that do not lie end to end, only the first counts."""
 
-    One that has several places in a stage is named once. Of one whose values do not lie end to end, only the first
-    counts.
-    """
+    begin: int
+    end: int
+    stage: int
+    name: str
+    is_trained: bool
+
+
+def _memory_of_parameters(stages: Sequence[nn.Module]) -> Iterator[_Memory]:
+    """Yield the memory of each parameter; one that has several places in a stage is named once."""
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
-            start = 0 if is_lazy(parameter) else parameter.data_ptr()  # 0: it has no values yet, or none at all
-            if start:
+            begin = 0 if is_lazy(parameter) else parameter.data_ptr()  # 0: it has no values yet, or none at all
+            if begin:
                 size = parameter.nbytes if parameter.is_contiguous() else 1
-                yield start, start + size, number, name, parameter.requires_grad
+                yield _Memory(begin, begin + size, number, name, parameter.requires_grad)

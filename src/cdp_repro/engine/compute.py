@@ -107,7 +107,10 @@ class StageCompute:
         autocast: Autocast = nullcontext,
         splits_backward: bool = False,
     ) -> None:
-        """The last stage computes the loss as part of its forward; the others have no `loss_fn`."""
+        """The last stage computes the loss as part of its forward; the others have no `loss_fn`.
+
+        `splits_backward`: `backward_input` needs to know whether the stage sets hooks.
+        """
         self._module = module
         self._binding = Binding(module)
         self._causal = causal_layers(module)
@@ -115,8 +118,8 @@ class StageCompute:
         self._autocast = autocast
         self._has_run = False
         # what torch.compile has made would be compiled once more, without the watch
-        is_compiled = any("_orig_mod" in part._modules for part in module.modules())
-        self._hooks = HookWatch() if splits_backward and not is_compiled else None
+        is_watched = splits_backward and not any("_orig_mod" in part._modules for part in module.modules())
+        self._hooks = HookWatch() if is_watched else None
 
     @property
     def sets_hooks(self) -> bool:

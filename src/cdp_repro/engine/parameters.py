@@ -207,7 +207,7 @@ def average(sets: Sequence[Mapping[str, Tensor]]) -> Buffers:
     A mean of equal numbers may differ from them: by a rounding, or as their sum overflows.
 
     Raises:
-        ValueError: a forward has changed the shape of a buffer, other than the first, which is looked at.
+        ValueError: two sets have a buffer of other shapes: a forward after the first has changed one of them.
     """
     for name, first in sets[0].items():
         if len(shapes := {tuple(buffers[name].shape) for buffers in sets}) > 1:

@@ -200,11 +200,13 @@ def read_paper_values(path: Path) -> dict[str, float]:
         found = yaml.safe_load(path.read_text()) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RowError(f"{path} cannot be read: {error}") from error
-    wrong = not isinstance(found, dict) or [k for k, v in found.items() if not isinstance(v, int | float)]
+    wrong = not isinstance(found, dict) or [
+        key for key, value in found.items() if not isinstance(value, int | float) or str(key).count("/") != 2
+    ]
     if wrong:
         raise RowError(f"{path}: every line must be `dataset/model/mode: number`, as in cifar10/resnet18/dp: 12.3")
     for key in found:
-        mode = str(key).rpartition("/")[2]
-        if str(key).count("/") != 2 or mode not in MODES:
-            raise RowError(f"{path}: {key} is no dataset/model/mode: there is no mode {mode!r}{nearest(mode, MODES)}")
+        _, _, mode = key.split("/")
+        if mode not in MODES:
+            raise RowError(f"{path}: {key}: there is no mode {mode!r}{nearest(mode, MODES)}")
     return {str(key): float(value) for key, value in found.items()}

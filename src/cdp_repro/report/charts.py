@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from cdp_repro.config.schema import is_evaluated
 from cdp_repro.config.task import IMAGES
 from cdp_repro.observe.figures import timeline_figure
 from cdp_repro.observe.text import byte_unit
@@ -241,7 +242,7 @@ def _names(groups: Sequence[Group]) -> list[str]:
 def _draw_accuracy(axis: Axes, name: str, group: Group, metric: str, others: Sequence[str]) -> None:
     runs = [row.epochs[metric] for row in group.rows]
     last, every = group.config["epochs"], group.config.get("evaluate_every_epochs", 1)
-    evaluated = [epoch for epoch in range(1, last + 1) if epoch % every == 0 or epoch == last]
+    evaluated = [epoch for epoch in range(1, last + 1) if is_evaluated(epoch, every, last)]
     epochs = evaluated[: min(map(len, runs))]  # a run that has diverged has fewer
     columns = list(zip(*(run[: len(epochs)] for run in runs), strict=True))
     look = style(name, others)

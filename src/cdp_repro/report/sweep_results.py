@@ -164,9 +164,10 @@ def _finished(directory: Path) -> Finished:
     run = RunDirectory.open(directory)
     ends = [_numbers(row) for row in read_metrics(run.metrics_path) if "train/epoch_loss" in row]
     epochs: dict[Value, Mapping[str, float]] = {int(row.pop("epoch")) + 1: row for row in ends if "epoch" in row}
-    if [*epochs] != [*range(1, len(ends) + 1)] or len(ends) != run.config_at_end()["epochs"]:
+    settings = _settings(run)
+    if [*epochs] != [*range(1, len(ends) + 1)] or len(ends) != settings["epochs"]:
         raise RunDirectoryError(f"{run.metrics_path} lacks the ends of epochs")
-    return Finished(directory.name, _settings(run), run.summary(), epochs)
+    return Finished(directory.name, settings, run.summary(), epochs)
 
 
 def _settings(run: RunDirectory) -> dict[str, Value]:
@@ -227,14 +228,15 @@ def _differing(runs: Sequence[Finished]) -> list[str]:
 
 
 def _differing_keys(found: Sequence[Mapping[str, Value]]) -> list[str]:
+    """Return the same, given the settings of each run."""
     keys = [key for key in found[0] if len({each.get(key) for each in found}) > 1 and key != "run_dir"]
     return sorted(keys, key=lambda key: not key.endswith(".name"))  # stable
 
 
-def _telling_apart(runs: Sequence[Finished], x: str, others: Sequence[Mapping[str, Value]] = ()) -> list[str]:
+def _telling_apart(runs: Sequence[Finished], x: str, others: Sequence[Mapping[str, Value]]) -> list[str]:
     """Return the fewest settings, in order, that tell runs apart beside `x` and those that change no number.
 
-    `others` are the settings of runs that have none of the numbers.
+    `others` are the settings of runs that have not finished.
 
     A setting that follows from those before it is left out: `optim=sgd,adamw` differ in many settings, one suffices.
     One that follows from `x` is left out only if the choice of `x` sets it: where each mode has rates of its own, a

@@ -18,6 +18,7 @@ import torch
 
 from cdp_repro.config import RunConfig
 from cdp_repro.config.numerics import parameter_dtype
+from cdp_repro.config.schema import is_evaluated
 from cdp_repro.data import Dataset, DatasetError, MiniBatch, steps_per_epoch
 from cdp_repro.engine.engine import Engine
 from cdp_repro.engine.executor import StepResult
@@ -297,7 +298,7 @@ class Trainer:
         self.position.epoch_loss = self.position.loss_sum / self.position.loss_steps
         values = {_EPOCH_LOSS: self.position.epoch_loss}
         self.position.loss_sum, self.position.loss_steps = 0.0, 0
-        if epoch % self._config.evaluate_every_epochs == 0 or epoch == self._config.epochs:
+        if is_evaluated(epoch, self._config.evaluate_every_epochs, self._config.epochs):
             size = self._config.evaluation_batch_size
             batches = partial(
                 self._dataset.test_batches,
