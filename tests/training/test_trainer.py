@@ -31,6 +31,7 @@ from cdp_repro.observe import run_directory
 from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import SUMMARY, RunDirectory, RunDirectoryError, arguments_to_go_on
+from cdp_repro.predict.forecast import make_plan
 from cdp_repro.schedule import Action
 from cdp_repro.training.checkpoint import CheckpointError, CheckpointStore
 from cdp_repro.training.divergence import DivergedError
@@ -90,6 +91,8 @@ def test_a_run_writes_every_file_and_they_agree(tmp_path, tiny):
     assert max(int(row["activation_bytes"]) for row in memory) == summary["memory/activation_peak_bytes_total"]
     assert summary["memory/activation_peak_bytes_total"] == summary["memory/activation_peak_bytes_simulated"]
     assert summary["memory/activation_peak_bytes_total"] < summary["memory/activation_peak_bytes_simulated_dp"]
+    planned = make_plan(compose_config([*tiny, "mode=cdp_v2"])).chosen.memory
+    assert summary["memory/bytes_per_device_simulated"] == planned.together
     events = json.loads(directory.trace_path.read_text())["traceEvents"]
     forwards = [Action.parse(f"{event['name']}: ->") for event in events if event.get("cat") == "forward"]
     assert len(forwards) >= 3 * 4 * 4 - 10 and all(action.version >= 0 for action in forwards)

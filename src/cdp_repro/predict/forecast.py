@@ -11,10 +11,11 @@ from cdp_repro.config import RunConfig
 from cdp_repro.config.program_file import program_of
 from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.costs import StageCosts
+from cdp_repro.predict.device_memory import DeviceMemory, device_memory
 from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.simulate import SlotTotals, simulate_slots, simulate_totals, version_bytes
 from cdp_repro.predict.stage_cut import StageCut
-from cdp_repro.predict.training_state import predicted_parameter_bytes, training_state
+from cdp_repro.predict.training_state import optimizer_states
 from cdp_repro.schedule import SLOT_ORDERS, Program, Schedule, Slot
 from cdp_repro.schedule.grid import text_grid
 from cdp_repro.trace import Trace, write_actions_csv, write_comms_csv, write_memory_csv, write_perfetto
@@ -37,6 +38,8 @@ class Forecast:
     """Trace of the same slots."""
     totals: Sequence[SlotTotals]
     """Totals of a complete run: fill, steps that repeat, and drain."""
+    memory: DeviceMemory
+    """The most that a device needs in such a run."""
 
     @property
     def activation_peak_bytes(self) -> int:
@@ -54,11 +57,6 @@ class Forecast:
         """`versions_kept`, and how many there are in a drain, at the end of an epoch or for a checkpoint, if more."""
         most = max(total.versions_kept for total in self.totals)
         return f"{self.versions_kept}" + (f" ({most} in a drain)" if most > self.versions_kept else "")
-
-    @property
-    def version_bytes(self) -> int:
-        """Largest number of bytes of all parameter versions that are alive on one rank, drains included."""
-        return max(total.state_bytes_per_device for total in self.totals)
 
     @property
     def messages_per_step(self) -> int:
@@ -99,18 +97,20 @@ def make_plan(config: RunConfig) -> Plan:
     label = chosen.mode if config.program is None else "program"
     forecasts: dict[str, Forecast] = {}
     if label != "dp":
-        forecasts["dp"] = _forecast(program.data_parallel(), stage_cut(config.reading_whole()))
-    forecasts[label] = _forecast(program, cut)
+        whole = config.reading_whole()
+        forecasts["dp"] = _forecast(whole, program.data_parallel(), stage_cut(whole))
+    forecasts[label] = _forecast(config, program, cut)
     (other,) = set(SLOT_ORDERS) - {config.slot_order}
     in_other_order = Schedule.from_spec(replace(chosen.spec, slot_order=other), chosen.gradient_bytes)
-    return Plan(config, cut, forecasts, _forecast(Program(in_other_order), cut))
+    return Plan(config, cut, forecasts, _forecast(config, Program(in_other_order), cut))
 
 
-def _forecast(program: Program, cut: StageCut) -> Forecast:
-    schedule = program.schedule
+def _forecast(config: RunConfig, program: Program, cut: StageCut) -> Forecast:
+    schedule, beside = program.schedule, optimizer_states(config, cut, program.schedule)
     slots = program.slots(STEPS * -(-schedule.sizes.lanes // schedule.micro_batches))
-    totals = [*simulate_totals(schedule, cut.costs, program.complete_run)]
-    return Forecast(program, slots, simulate_slots(schedule, cut.costs, slots), totals)
+    totals = [*simulate_totals(schedule, cut.costs, program.complete_run, beside)]
+    trace = simulate_slots(schedule, cut.costs, slots)
+    return Forecast(program, slots, trace, totals, device_memory(config, cut, program, totals))
 
 
 def plan_text(plan: Plan, width: int) -> str:
@@ -131,7 +131,7 @@ def plan_text(plan: Plan, width: int) -> str:
         parts.append(_memory_table(plan))
     else:
         parts.append(f"timelines and memory per slot of {config.workers} workers are too large for text: --out=FOLDER")
-    return "\n\n".join([*parts, _comparison(plan)]) + "\n"
+    return "\n\n".join([*parts, _comparison(plan), _device_table(plan)]) + "\n"
 
 
 def _parts_of_mini_batch(config: RunConfig) -> str:
@@ -183,8 +183,8 @@ def _memory_table(plan: Plan) -> str:
 def _comparison(plan: Plan) -> str:
     """Return the deciding table: the peak of each forecast, as a share of data parallelism's."""
     baseline = plan.forecasts["dp"].activation_peak_bytes
-    rows = [("mode", "slot order", "activation peak", "/ dp", "versions kept", "their bytes", "messages a step")]
-    for name, forecast in [*plan.forecasts.items(), (plan.other_order.program.schedule.mode, plan.other_order)]:
+    rows = [("mode", "slot order", "activation peak", "/ dp", "versions kept", "messages a step")]
+    for name, forecast in _compared(plan):
         schedule, peak = forecast.program.schedule, forecast.activation_peak_bytes
         rows.append(
             (
@@ -193,11 +193,10 @@ def _comparison(plan: Plan) -> str:
                 format_bytes(peak),
                 f"{peak / baseline:.3f}",
                 forecast.versions_text,
-                format_bytes(forecast.version_bytes),
                 str(forecast.messages_per_step),
             )
         )
-    shown, state = table(rows), _state(plan)
+    shown = table(rows)
     programs = [forecast.program for forecast in (plan.forecasts["dp"], plan.chosen)]
     parallel, chosen = (program.schedule for program in programs)
     if parallel.sizes.pipeline_ranks > chosen.sizes.pipeline_ranks:
@@ -206,10 +205,15 @@ def _comparison(plan: Plan) -> str:
         shown += f"\ndp is on {parallel.spec.placement}: it cannot run on placement={chosen.spec.placement}"
     if chosen.sizes.sample_parts != parallel.sizes.sample_parts:
         more = f"a step of dp has {parallel.micro_batches} such micro-batches, one of {chosen.mode} "
-        return f"{shown}\n{more}{chosen.micro_batches}\n{state}"
+        return f"{shown}\n{more}{chosen.micro_batches}"
     if chosen.timeline.name != "cyclic":
-        return f"{shown}\n{state}"
-    return f"{shown}\nequal stages would give {_of_equal_stages(*programs)}\n{state}"
+        return shown
+    return f"{shown}\nequal stages would give {_of_equal_stages(*programs)}"
+
+
+def _compared(plan: Plan) -> list[tuple[str, Forecast]]:
+    """Return what the tables compare: data parallelism, the chosen mode, and the same in the other slot order."""
+    return [*plan.forecasts.items(), (plan.other_order.program.schedule.mode, plan.other_order)]
 
 
 def _of_equal_stages(parallel: Program, chosen: Program) -> str:
@@ -226,15 +230,18 @@ def _peak(totals: Iterable[SlotTotals]) -> int:
     return max(total.activation_bytes for total in totals)
 
 
-def _state(plan: Plan) -> str:
-    """Return the line on what a device keeps beside versions."""
-    config, schedule = plan.config, plan.chosen.program.schedule
-    optimizer, delay = training_state(config, plan.cut, schedule).most_on_a_rank(schedule)
-    found = f"beside them optim={config.optim.name} keeps {format_bytes(optimizer)} on the device with most"
-    if config.delay.name != "none":
-        found += f", delay={config.delay.name} {format_bytes(delay)}"
-    copies = predicted_parameter_bytes(config, plan.cut, plan.chosen.program)
-    return found + (f" and copies for stale reads of at most {format_bytes(copies)}" if copies else "")
+def _device_table(plan: Plan) -> str:
+    """Return what a device needs memory for, on the device with most of each."""
+    optim, delay = plan.config.optim.name, plan.config.delay.name
+    columns = {"activations": "activations", "parameters": "parameters", "gradients": "gradients"}
+    columns["optimizer"] = f"optim={optim}"
+    columns |= {} if delay == "none" else {"delay": f"delay={delay}", "copies": "copies for stale reads"}
+    columns["together"] = "together"
+    rows = [("mode", "slot order", *columns.values())]
+    for name, forecast in _compared(plan):
+        sizes = (format_bytes(getattr(forecast.memory, column)) for column in columns)
+        rows.append((name, forecast.program.schedule.spec.slot_order, *sizes))
+    return f"a device needs at most (not counted: mini-batches, messages on their way)\n\n{table(rows)}"
 
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:

@@ -10,16 +10,13 @@ from cdp_repro.predict.costs import StageCosts
 from cdp_repro.schedule.actions import Action, Op, Slot
 from cdp_repro.schedule.program import Program
 from cdp_repro.schedule.schedule import Schedule
-from cdp_repro.schedule.values import Kind, parameters
+from cdp_repro.schedule.values import LENT, Kind, Value, parameters
 from cdp_repro.trace import Trace, TraceRecorder, longest_chain
 from cdp_repro.trace.rings import ring_bytes
 
 
 class Devices:
-    """The live activation bytes, parameter versions and optimizer state of each rank.
-
-    `activation_bytes` and `state_bytes` have one entry per rank; `versions` counts the versions of a stage on a rank.
-    """
+    """What is alive on each rank, in bytes by rank, and the number of versions of each stage there."""
 
     def __init__(self, schedule: Schedule, costs: StageCosts, optimizer_states: Sequence[float] = ()) -> None:
         """`optimizer_states`: by stage, how many values are kept beside each value of a parameter; () for none.
@@ -33,16 +30,22 @@ class Devices:
         self._ranks, self._sizes = schedule.ranks, schedule.sizes
         self._received: set[tuple[int, int]] = set()
         """(micro-batch m, number j) of each input `x_j.m` that came from another rank."""
-        self.activation_bytes = [0] * schedule.ranks
-        self.state_bytes = [0] * schedule.ranks
+        self.activation_bytes, self.parameter_bytes, self.gradient_bytes, self._lent_bytes, self._beside_bytes = (
+            [0] * schedule.ranks for _ in range(5)
+        )
+        """Parameters: of all versions. Gradients: of sums. Beside: what is kept beside values of parameters."""
+        self._by_kind = {
+            Kind.PARAMETERS: self.parameter_bytes,
+            Kind.GRADIENTS: self.gradient_bytes,
+            **dict.fromkeys(LENT, self._lent_bytes),
+        }
         self.versions: Counter[tuple[int, int]] = Counter()
         """By rank and stage."""
         for rank, values in schedule.held_after(0).items():
             for value in values:
-                if value.kind == Kind.PARAMETERS:
-                    beside = optimizer_states[value.stage] if optimizer_states else 0
-                    self.state_bytes[rank] += round((1 + beside) * costs.bytes_of(value))
-                    self.versions[rank, value.stage] += 1
+                self._hold(rank, value, 1)
+                if value.kind == Kind.PARAMETERS and optimizer_states:
+                    self._beside_bytes[rank] += round(optimizer_states[value.stage] * costs.bytes_of(value))
 
     def run(self, action: Action) -> int:
         """Run an action; return the bytes that it sends, as a message or as its part in a collective."""
@@ -59,12 +62,29 @@ class Devices:
             self.activation_bytes[rank] -= costs.released_by_sending(stage - 1)
         elif op is Op.RECEIVE and action.value is not None and action.value.kind == Kind.INPUT:
             self._received.add((action.value.number, stage))
-        for change, values in ((1, action.writes), (-1, action.frees)):
-            for value in values:
-                if value.kind == Kind.PARAMETERS:
-                    self.versions[rank, stage] += change
-                    self.state_bytes[rank] += change * costs.bytes_of(value)
+        for value in action.writes:
+            self._hold(rank, value, 1)
+        for value in action.frees:
+            self._hold(rank, value, -1)
         return self.sent_bytes(action)
+
+    def _hold(self, rank: int, value: Value, change: int) -> None:
+        """Count a value that a rank holds from now on, or with `change` -1 no longer."""
+        held = self._by_kind.get(value.kind)
+        if held is not None:
+            held[rank] += change * self._costs.bytes_of(value)
+            if value.kind == Kind.PARAMETERS:
+                self.versions[rank, value.stage] += change
+
+    def state_bytes(self, rank: int) -> int:
+        """Return the bytes of all versions of parameters and of what is kept beside them."""
+        return self.parameter_bytes[rank] + self._beside_bytes[rank]
+
+    def bytes_alive(self, action: Action) -> int:
+        """Return all bytes on the rank of an action that has just run, with the parameters that were lent for it."""
+        rank, lent = action.rank, sum(self._costs.bytes_of(value) for value in action.frees if value.kind in LENT)
+        held = self.activation_bytes[rank] + self.gradient_bytes[rank] + self._lent_bytes[rank]
+        return held + lent + self.state_bytes(rank)
 
     def _inputs(self, action: Action) -> list[tuple[int, int]]:
         """Return the inputs of a stage, as in `_received`."""
@@ -127,9 +147,13 @@ class SlotTotals:
     """Sum over ranks of each rank's peak of live activation bytes during the slot."""
     activation_bytes_per_device: int
     """The largest of these peaks among ranks that act in the slot."""
-    state_bytes_per_device: int
-    """Largest number of bytes of optimizer state, and of parameter versions that are alive at the end of the slot, on a
-    rank that acts in it."""
+    parameter_bytes_per_device: int
+    """Largest number of bytes of parameter versions that are alive at the end of the slot on a rank that acts in it."""
+    gradient_bytes_per_device: int
+    """Largest number of bytes of sums of gradients at one time in the slot on a rank that acts in it."""
+    bytes_per_device: int
+    """Largest number of bytes of all this, of lent parameters and of optimizer state, at one time in the slot on a rank
+    that acts in it. What is gone when an action ends counts until then only if it is lent."""
     versions_kept: int
     """Largest number of versions of one stage that are alive at the end of the slot on a rank that acts in it."""
     messages: int
@@ -158,7 +182,7 @@ def simulate_totals(
     for slot in slots:
         before: dict[int, int] = {}
         peaks: dict[int, int] = {}
-        messages, sent = 0, dict[int, int]()
+        messages, gradients, most, sent = 0, 0, 0, dict[int, int]()
         for action in slot.actions:
             rank = action.rank
             before.setdefault(rank, devices.activation_bytes[rank])
@@ -166,12 +190,15 @@ def simulate_totals(
                 messages += 1
                 sent[rank] = sent.get(rank, 0) + size
             peaks[rank] = max(peaks.get(rank, before[rank]), devices.activation_bytes[rank])
+            gradients = max(gradients, devices.gradient_bytes[rank])
+            most = max(most, devices.bytes_alive(action))
         started = sum(before.values())
         peak = held + sum(peaks.values()) - started
         held += sum(devices.activation_bytes[rank] for rank in before) - started
         yield SlotTotals(
             slot.number, peak, max(peaks.values(), default=0),
-            max((devices.state_bytes[rank] for rank in before), default=0),
+            max((devices.parameter_bytes[rank] for rank in before), default=0),
+            gradients, most,
             max((devices.versions[a.rank, a.stage] for a in slot.actions), default=0),
             messages,
             longest_chain(slot.actions, lambda a: devices.sent_bytes(a) > 0, schedule.ranks) if messages else 0,

@@ -12,7 +12,7 @@ from cdp_repro.schedule import Program
 _PEAKS = {
     "activation_bytes_per_device": "activation_bytes_per_device",
     "activation_bytes_total": "activation_bytes",
-    "parameter_bytes_per_device": "state_bytes_per_device",
+    "parameter_bytes_per_device": "parameter_bytes_per_device",
     "versions_kept": "versions_kept",
     "messages_per_slot": "messages",
     "chain": "chain",

@@ -20,9 +20,10 @@ from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.pricing import Cluster, price
 from cdp_repro.predict.pricing.quote import cluster_of
 from cdp_repro.predict.remembered_cuts import stage_cut
-from cdp_repro.predict.simulate import simulate_slots, version_bytes
+from cdp_repro.predict.simulate import simulate_totals
 from cdp_repro.predict.stage_cut import StageCut
 from cdp_repro.predict.system_specs import CHUNKS, ON_OTHER_RANKS, SYSTEMS, CommonSizes, is_compared
+from cdp_repro.predict.training_state import optimizer_states
 from cdp_repro.schedule import Program, Schedule, Slot, Spec
 from cdp_repro.schedule.schedule_spec import fault_in
 from cdp_repro.schedule.sizes import check_divisible
@@ -42,6 +43,10 @@ class System:
     """Peak on the rank with most."""
     parameter_bytes: int
     """Peak on the rank with most, including all versions."""
+    gradient_bytes: int
+    """Peak of sums of gradients on the rank with most."""
+    bytes_together: int
+    """Peak of all these, of lent parameters and of optimizer state on the rank with most."""
     versions: int
     """Largest number of versions of one stage on one rank."""
     messages: float
@@ -190,28 +195,29 @@ def explored(config: RunConfig) -> Iterator[tuple[Schedule, StageCosts]]:
         yield from ((schedule, cut.costs) for schedule, cut in systems_of(alike) if schedule.spec not in own)
 
 
-def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int) -> System:
-    """Return the cost of a mini-batch of `micro_batches` on one system, without seconds."""
+def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int, beside: Sequence[float] = ()) -> System:
+    """Return the cost of a mini-batch of `micro_batches` on one system, without seconds.
+
+    `beside`: by stage, how many values are kept beside each value of a parameter; () for none.
+    """
     updates = micro_batches // schedule.sizes.sample_parts
     program = Program(schedule)
-    trace = simulate_slots(schedule, costs, program.until_it_repeats(updates), is_cut=True, fill=program.steady_step)
-    size = version_bytes(schedule, costs)
-    first = program.steady_step * schedule.slots_per_step
-    last = range(first, first + updates * schedule.slots_per_step)
+    totals = [*simulate_totals(schedule, costs, program.until_it_repeats(updates), beside)]
+    length, first = updates * schedule.slots_per_step, program.steady_step * schedule.slots_per_step
+    steady = [total for total in totals if first <= total.slot < first + length]
     return System(
         schedule.mode,
         schedule.spec.placement,
         schedule.stages,
         schedule.ranks,
-        trace.idle_share(schedule.slots_per_step),
-        trace.activation_peak_bytes_per_device,
-        max(
-            sum(number * size(record.rank, stage) for stage, number in enumerate(record.versions))
-            for record in trace.records
-        ),
-        trace.versions_kept,
-        sum(message.slot in last for message in trace.messages),
-        sum(message.bytes for message in trace.messages if message.slot in last) / schedule.ranks,
+        1 - sum(total.computing_ranks for total in steady) / (schedule.ranks * length),
+        max(total.activation_bytes_per_device for total in totals),
+        max(total.parameter_bytes_per_device for total in totals),
+        max(total.gradient_bytes_per_device for total in totals),
+        max(total.bytes_per_device for total in totals),
+        max(total.versions_kept for total in totals),
+        sum(total.messages for total in steady),
+        sum(sum(total.bytes_sent.values()) for total in steady) / schedule.ranks,
         schedule.rule.mean,
         max(schedule.rule.largest_by_stage),
         None,
@@ -221,7 +227,7 @@ def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int) 
 
 def _system(schedule: Schedule, cut: StageCut, config: RunConfig, cluster: Cluster | None) -> System:
     micro_batches = config.workers * config.accumulate
-    found = simulated_system(schedule, cut.costs, micro_batches)
+    found = simulated_system(schedule, cut.costs, micro_batches, optimizer_states(config, cut, schedule))
     if cluster is None:
         return found
     step_seconds = price(Program(schedule), cut.costs, cluster).step_seconds
@@ -241,14 +247,17 @@ def _cluster(schedule: Schedule, cut: StageCut, config: RunConfig) -> Cluster | 
 
 def systems_text(systems: Sequence[System], config: RunConfig) -> str:
     """Return the comparison as a table."""
-    columns = ["mode", "placement", "idle", "activations", "parameters", "versions", "messages", "sent", "staleness"]
+    columns = [
+        "mode", "placement", "idle", "activations", "parameters", "gradients", "together", "versions", "messages",
+        "sent", "staleness",
+    ]  # fmt: skip
     rows = [tuple(columns + (["seconds"] if config.price else []))]
     for each in systems:
         staleness = f"{each.mean_staleness:.2f}, at most {each.largest_staleness}" if each.largest_staleness else "0"
         row = [
             each.mode, each.placement, f"{each.idle_share:.3f}", format_bytes(each.activation_bytes),
-            format_bytes(each.parameter_bytes), str(each.versions), f"{each.messages:g}",
-            format_bytes(each.bytes_sent), staleness,
+            format_bytes(each.parameter_bytes), format_bytes(each.gradient_bytes), format_bytes(each.bytes_together),
+            str(each.versions), f"{each.messages:g}", format_bytes(each.bytes_sent), staleness,
         ]  # fmt: skip
         seconds = ["-" if each.seconds is None else f"{each.seconds:.4g}"]
         rows.append(tuple(row + (seconds if config.price else [])))
@@ -256,7 +265,8 @@ def systems_text(systems: Sequence[System], config: RunConfig) -> str:
     notes = (
         f"{config.model.name} on {ranks} ranks, a mini-batch of {micro_batches} micro-batches of "
         f"{config.batch_size // micro_batches} samples\n"
-        "idle: share of the slots of all ranks; activations, parameters (all versions): the rank that has most;\n"
+        "idle: share of the slots of all ranks; activations, parameters (all versions), gradients (sums): the rank\n"
+        f"with most; together: these, lent parameters and what optim={config.optim.name} keeps, at one time;\n"
         "messages: of all ranks; sent: by a rank; staleness: updates that a forward misses, mean over all\n"
     )
     if any(each.mode == "interleaved" for each in systems):

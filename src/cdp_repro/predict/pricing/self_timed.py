@@ -327,7 +327,7 @@ def price_on_each(
         for action in slot.actions:
             devices.run(action)
             activation_bytes = max(activation_bytes, devices.activation_bytes[action.rank])
-        state_bytes = max([state_bytes, *(devices.state_bytes[action.rank] for action in slot.actions)])
+        state_bytes = max([state_bytes, *(devices.state_bytes(action.rank) for action in slot.actions)])
     full, steps = range(reader.starts[settled], reader.starts[-1]), len(reader.starts) - 1 - settled
     computed: dict[tuple[Op, int], float] = defaultdict(float)
     for place in full:
