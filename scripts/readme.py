@@ -15,8 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench import tables
-
+from benches.tables import tables
 from cdp_repro.cli.console import only_folder, run_script
 from cdp_repro.config import ConfigError
 from cdp_repro.observe.atomic_file import replace_file

@@ -20,8 +20,8 @@ from cdp_repro.schedule.modes import MODES
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import bench  # noqa: E402 - found by the path above
-import readme  # noqa: E402
+import readme  # noqa: E402 - found by the path above
+from benches.tables import RESULTS, tables  # noqa: E402
 
 TEXT = (ROOT / "README.md").read_text()
 COMMANDS = [block for path in readme.WITH_COMMANDS for block in readme.blocks(path.read_text())]
@@ -96,11 +96,11 @@ def test_the_python_example_runs(folder):
 
 
 def test_the_tables_are_the_committed_results():
-    assert f"<!-- bench -->\n{bench.tables()}\n<!-- /bench -->" in readme.WITH_TABLES.read_text()
+    assert f"<!-- bench -->\n{tables()}\n<!-- /bench -->" in readme.WITH_TABLES.read_text()
 
 
 def test_the_benches_were_run_on_commits_without_other_changes():
-    results = {path.name: json.loads(path.read_text()) for path in bench.RESULTS.glob("*.json")}
+    results = {path.name: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
     assert len(results) > 5
     assert not [name for name, result in results.items() if result["version/git_commit"].endswith("-dirty")]
 

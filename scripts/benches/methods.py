@@ -1,4 +1,4 @@
-"""What each method against delay takes of the time of a training step: the bench `methods` of bench.py.
+"""What each method against delay takes of the time of a training step: the bench `methods`.
 
 The settings are those that the studies of delay compare, on their networks; the report puts the ratios beside the
 accuracy.
@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from bench_timing import Batch, alternating_rounds, ratio_spread, steady_step_seconds
 
+from benches.timing import Batch, alternating_rounds, ratio_spread, steady_step_seconds
 from cdp_repro import Engine
 from cdp_repro.config import RunConfig
 from cdp_repro.config.keys import settings_of

@@ -1,4 +1,4 @@
-"""Pipelines beside torch's, for one mini-batch: the bench `pipelines` of bench.py, which writes its results.
+"""Pipelines beside torch's, for one mini-batch: the bench `pipelines`.
 
 Each schedule of torch first finds the number of micro-batches at which it is fastest. Then all run beside each other,
 ours with the number of micro-batches of the schedule that it is compared with, `cdp_v2` with each.
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench_timing import Batch, alternating_rounds, fastest_of, ratio_spread, sgd, steady_step_seconds
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -28,6 +27,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from benches.timing import Batch, alternating_rounds, fastest_of, ratio_spread, sgd, steady_step_seconds
 from cdp_repro import Engine
 from cdp_repro.config import RunConfig
 from cdp_repro.config.schema import DatasetConfig, ModelConfig

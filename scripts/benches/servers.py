@@ -1,4 +1,4 @@
-"""Training steps over parameter servers on limited links: the bench `servers` of bench.py, which writes its results.
+"""Training steps over parameter servers on limited links: the bench `servers`.
 
 Every rank is a host of its own, with a cable to one switch. More servers share the bytes of the same stages.
 """
@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_timing import spread, steady_step_seconds
 from torch import nn
-from two_hosts import Host, star
 
+from benches.on_hosts import run_on_hosts
+from benches.timing import spread, steady_step_seconds
 from cdp_repro import Engine
 from cdp_repro.engine.compute import Network
 from cdp_repro.launch.allocator import keep_freed_memory
@@ -27,6 +25,7 @@ from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.pricing import Cluster, Link, price
 from cdp_repro.predict.profiling import profile_stages
 from cdp_repro.schedule import Program, Schedule
+from two_hosts import star
 
 MODES = ("dp", "cdp_v1", "cdp_v2")
 WORKERS, STAGES, SERVERS = 2, 4, (1, 2, 4)
@@ -76,23 +75,9 @@ def _engine(mode: str, placement: str, number: int | None) -> Engine:
 
 def _measured(number: int) -> dict[str, float]:
     """Return the seconds of a training step of each mode with so many servers."""
-    ranks = WORKERS + number
-    with star(ranks, RATE_MBIT) as hosts, TemporaryDirectory() as folder:
-        path = f"{folder}/seconds.json"
-        processes = [_start(host, rank, hosts, [str(number), path]) for rank, host in enumerate(hosts)]
-        codes = [process.wait() for process in processes]
-        if any(codes):
-            raise RuntimeError(f"a rank failed with {number} servers; its error stands above")
-        found: dict[str, float] = json.loads(Path(path).read_text())
+    with star(WORKERS + number, RATE_MBIT) as hosts:
+        found: dict[str, float] = run_on_hosts(hosts, "benches.servers", [str(number)])
         return found
-
-
-def _start(host: Host, rank: int, hosts: tuple[Host, ...], arguments: list[str]) -> subprocess.Popen[bytes]:
-    meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500", "WORLD_SIZE": str(len(hosts))}
-    return subprocess.Popen(
-        host.command(sys.executable, str(Path(__file__).resolve()), *arguments),
-        env={**os.environ, **meeting, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-    )
 
 
 def _rank(number: int, path: Path) -> None:
