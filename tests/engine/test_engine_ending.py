@@ -6,9 +6,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ranks import run_ranks
-from small_runs import check_same, make_batches, make_engine, outcome, ranks_of, train
+from small_runs import check_same, make_batches, make_engine, mixed_stages, outcome, ranks_of, train
+
+from cdp_repro import Engine
 
 STEPS = 7
 LEAVES = [
@@ -182,3 +186,44 @@ def test_an_engine_whose_ranks_could_not_connect_has_failed(tmp_path):
     """What a batch looks like is asked before the first slot; a rank that fails there has not just begun late."""
     for told in run_ranks(fail_while_ranks_connect, 2, folder=tmp_path, patience=60):
         assert "it failed in step 0: OSError('the disk is gone'); load a checkpoint into a new engine" in told
+
+
+def train_after_a_failure(placement):
+    """An optimizer fails on all ranks; a new engine would take messages of that run for its own."""
+
+    def failing(parameters):
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.register_step_pre_hook(fail)
+        return optimizer
+
+    def fail(*_):
+        raise OverflowError("too large")
+
+    engine = Engine(mixed_stages(2), F.cross_entropy, failing, "cdp_v2", placement, workers=2)
+    with pytest.raises((OverflowError, RuntimeError)):
+        list(engine.run(make_batches(3, 2)))
+    with pytest.raises(RuntimeError, match="load a checkpoint into a new engine in new processes"):
+        engine.state_dict()
+    with pytest.raises(RuntimeError) as refused:
+        make_engine("cdp_v2", placement, 2, 2)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("placement", ["replicated", "pipeline"])
+def test_processes_in_which_a_run_has_failed_take_no_new_engine(tmp_path, placement):
+    for said in run_ranks(train_after_a_failure, 2, placement, folder=tmp_path):
+        assert "its messages may still be under way" in said and "start new processes" in said
+
+
+def fail_then_meet_anew():
+    """The way that the refusal names: another process group."""
+    assert "start new processes" in train_after_a_failure("replicated")
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("anew", store), rank=rank, world_size=2)
+    engine = make_engine("dp", "replicated", 2, 2)
+    return outcome(engine, [result.losses for result in engine.run(make_batches(3, 2))])
+
+
+def test_a_new_process_group_does(tmp_path):
+    check_same(run_ranks(fail_then_meet_anew, 2, folder=tmp_path), train("dp", "single_device", 2, 2, pieces=(3,)))

@@ -1,13 +1,20 @@
-"""Ranks that hold the same stage begin with the same parameters."""
+"""Ranks hold the same from the start, in the same engine, and go on from a state as if they had not been stopped."""
 
 from __future__ import annotations
+
+import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ranks import run_ranks
 from small_runs import make_batches, make_engine
 from torch import nn
+
+from cdp_repro import Engine
+from cdp_repro.engine.delay import ErrorFeedback, Prediction
 
 KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
 
@@ -56,3 +63,144 @@ def test_ranks_with_the_same_parameters_train(tmp_path, kind):
 
 def test_parameters_that_only_one_rank_holds_may_differ_before_the_others_drop_them(tmp_path):
     run_ranks(train, 2, "pipeline", torch.float32, raise_a_last_bit, folder=tmp_path)
+
+
+def train_with(placement, own):
+    """On rank 1, with settings of its own."""
+    settings = {"mode": "cdp_v2", "lr": 0.1, "seed": 0, "clip_norm": None} | (own if dist.get_rank() else {})
+    torch.manual_seed(0)
+    stages = [nn.Linear(5, 5, dtype=torch.float64) for _ in range(2)]
+    mode, rate = settings.pop("mode"), settings.pop("lr")
+    make = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[settings.pop("kind", "sgd")]
+    engine = Engine(stages, F.cross_entropy, lambda p: make(p, lr=rate), mode, placement, **settings)
+    return [result.losses for result in engine.run(make_batches(3, engine.schedule.micro_batches))]
+
+
+@pytest.mark.parametrize(
+    ("own", "refusal"),
+    [
+        ({"mode": "cdp_v1"}, "rank 1 has made an engine with mode=cdp_v1, rank 0 with mode=cdp_v2: make the same"),
+        (
+            {"mode": [[1, 1], [1, 0]]},
+            r"rank 1 has made an engine with mode=\(\(1, 1\), \(1, 0\)\), rank 0 with mode=",
+        ),
+        ({"seed": 1}, "rank 1 has made an engine with seed=1, rank 0 with seed=0"),
+        ({"clip_norm": 2.0}, "rank 1 has made an engine with clip_norm=2.0, rank 0 with clip_norm=None"),
+        ({"lr": 0.2}, r"rank 1 has for stage 0 the optimizer SGD .*'lr': 0.2.*, rank 0 SGD .*'lr': 0.1"),
+        ({"kind": "adagrad"}, "rank 1 has for stage 0 the optimizer Adagrad"),
+    ],
+    ids=str,
+)
+def test_ranks_that_make_other_engines_are_refused(tmp_path, own, refusal):
+    with pytest.raises(AssertionError, match=refusal):
+        run_ranks(train_with, 2, "replicated", own, folder=tmp_path)
+
+
+def test_stages_that_only_one_rank_holds_may_have_another_rate(tmp_path):
+    run_ranks(train_with, 2, "pipeline", {"lr": 0.2}, folder=tmp_path)
+
+
+def refusal_of(optimizer, choices):
+    with pytest.raises(ValueError) as refused:
+        Engine([nn.Linear(4, 4), nn.Linear(4, 4)], F.cross_entropy, optimizer, workers=2, **choices)
+    return str(refused.value)
+
+
+def test_a_method_that_a_schedule_cannot_serve_is_refused_by_ranks_that_hold_no_stage_too(tmp_path):
+    choices = {"mode": "async", "placement": "parameter_server", "delay": ErrorFeedback}
+    said = run_ranks(refusal_of, 3, sgd, choices, folder=tmp_path)
+    assert len({*said}) == 1 and "delay=error_feedback counts training steps, but mode=async" in said[0]
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
+def test_an_optimizer_of_matrices_cannot_have_shards(tmp_path, kind):
+    choices = {"mode": "dp", "placement": "zero", "collectives": True}
+    for said in run_ranks(refusal_of, 2, partial(of_weights, kind), choices, folder=tmp_path):
+        assert said.startswith(f"{kind} computes with whole matrices, of which a rank that holds shards has pieces")
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def of_weights(kind, parameters):
+    """Muon takes matrices only, so biases go to nobody: it is refused before that is."""
+    return getattr(torch.optim, kind)([each for each in parameters if each.ndim == 2], lr=0.1)
+
+
+class Transposed(nn.Module):
+    """Its matrix lies in memory column by column."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size, size).t())
+
+    def forward(self, inputs):
+        return torch.tanh(inputs @ self.weight)
+
+
+def stages_in_other_layouts(kind):
+    torch.manual_seed(0)
+    if kind == "transposed":
+        return [nn.Linear(4, 4).double(), Transposed(4).double()]
+    filters = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, padding=1, groups=4)
+    stages = (
+        nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (1, 2, 2))),
+        nn.Sequential(*filters, nn.Flatten(), nn.Linear(16, 4)),
+    )
+    return [stage.double().to(memory_format=torch.channels_last) for stage in stages]
+
+
+def engine_in_other_layouts(kind, placement, **choices):
+    def adamw(parameters):
+        return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+    stages = stages_in_other_layouts(kind)
+    return Engine(stages, F.cross_entropy, adamw, "cdp_v1", placement, workers=2, **choices)
+
+
+def batches_of_vectors(count):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(6, 4, generator=generator, dtype=torch.float64), torch.randint(4, (6,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def strides_and_state(engine):
+    strides = [parameter.stride() for parameter in engine.model().parameters()]
+    return strides, [tensor.clone() for tensor in engine.model().state_dict().values()]
+
+
+def cut_in_other_layouts(kind):
+    """Twenty steps at once; and three, the state on rank 0, and seventeen more in a new engine."""
+    whole, first, rest = (engine_in_other_layouts(kind, "pipeline") for _ in range(3))
+    list(whole.run(batches_of_vectors(20)))
+    list(first.run(batches_of_vectors(3)))
+    state = [copy.deepcopy(first.state_dict())]
+    dist.broadcast_object_list(state, 0)
+    rest.load_state_dict(state[0])
+    list(rest.run(batches_of_vectors(20)[3:]))
+    return strides_and_state(whole), strides_and_state(rest)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "conv"])
+def test_a_state_of_several_ranks_is_loaded_as_parameters_lie_in_memory(tmp_path, kind):
+    """Between ranks it loses how tensors lie; in another layout, kernels add in another order."""
+    for (strides, tensors), (theirs, loaded) in run_ranks(cut_in_other_layouts, 2, kind, folder=tmp_path):
+        assert theirs == strides
+        assert all(map(torch.equal, tensors, loaded))
+
+
+def predict_in_other_layouts(placement):
+    engine = engine_in_other_layouts("conv", placement, delay=Prediction)
+    list(engine.run(batches_of_vectors(20)))
+    return strides_and_state(engine)
+
+
+@pytest.mark.parametrize("placement", ["zero", "replicated"])
+def test_predicted_parameters_lie_in_memory_as_parameters_do(tmp_path, placement):
+    strides, tensors = predict_in_other_layouts("single_device")
+    for theirs, others in run_ranks(predict_in_other_layouts, 2, placement, folder=tmp_path):
+        assert theirs == strides
+        assert all(map(torch.equal, tensors, others))

@@ -9,9 +9,12 @@ import pytest
 from cdp_repro.cli.plan import main
 from cdp_repro.config.compose import compose_config
 from cdp_repro.observe.text import format_bytes
+from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.predict.forecast import make_plan
-from cdp_repro.predict.training_state import copied_bytes, training_state
+from cdp_repro.predict.simulate import simulate_totals
+from cdp_repro.predict.training_state import copied_bytes, optimizer_states, training_state
+from cdp_repro.schedule import Program, Schedule
 
 SMALL = ("model=mlp", "model.depth=3", "workers=2", "stages=4", "batch_size=16")
 
@@ -43,6 +46,40 @@ def test_all_at_one_time_is_between_what_never_goes_and_the_sum_of_the_peaks(mod
     memory, lent = plan.chosen.memory, sum(plan.cut.costs.parameter_bytes) * (placement in ("zero", "parameter_server"))
     peaks = memory.activations + memory.parameters + memory.gradients + memory.optimizer
     assert max(memory.activations, memory.parameters, memory.gradients) < memory.together <= peaks + lent
+
+
+def test_a_sum_is_there_until_its_update_is_done_and_a_version_until_its_last_backward():
+    """Stage 0 of a pipeline of two: two versions, momentum, the sum from which the second is made, a micro-batch."""
+    schedule, costs = Schedule.build("cdp_v2", 2, placement="pipeline"), StageCosts.equal(2, 100, 1000)
+    slots = Program(schedule).complete_run
+    plain, clipped = (
+        max(total.bytes_per_device for total in simulate_totals(schedule, costs, slots, [1, 1], clips=clips))
+        for clips in (False, True)
+    )
+    assert plain == 2000 + 1000 + 1000 + 100
+    assert clipped == plain + 1000, "a clipped copy of the sum, by the norm of the stage"
+
+
+def test_clipping_by_the_norm_over_all_stages_keeps_all_sums_until_updates_are_read():
+    _, plan = planned("mode=dp", "optim.clip_norm=1")
+    _, without = planned("mode=dp")
+    costs, memory = plan.cut.costs, plan.chosen.memory
+    parameters = sum(costs.parameter_bytes)
+    assert memory.gradients == parameters > without.chosen.memory.gradients
+    # the update of stage 0 comes first, with a clipped copy of its sum, and all others still wait
+    assert memory.together >= parameters + parameters + parameters + costs.gradient_bytes[0]
+
+
+def test_what_a_run_needs_after_a_drain_counts():
+    """Where workers keep their own copies, the versions that a drain leaves meet the sums of the next step."""
+    config = compose_config(
+        ["model=mlp", "model.depth=3", "workers=4", "mode=cdp_v2", "placement=replicated"], check_device=False
+    )
+    plan = make_plan(config)
+    program, cut = plan.chosen.program, plan.cut
+    beside = optimizer_states(config, cut, program.schedule)
+    first = simulate_totals(program.schedule, cut.costs, program.complete_run, beside)
+    assert plan.chosen.memory.together > max(total.bytes_per_device for total in first)
 
 
 def test_methods_against_delay_count():

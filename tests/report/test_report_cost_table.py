@@ -66,6 +66,17 @@ def test_every_closed_form_is_what_simulation_gives(setting, costs, states):
 
 
 @pytest.mark.parametrize("setting", OURS, ids=simulation_key)
+def test_closed_forms_hold_of_stages_whose_outputs_only_the_next_needs(setting):
+    """Of Linear, Tanh, Linear: the last layer keeps its input. What then depends on the sizes has no form."""
+    sizes = {"forward_bytes": (90, 120, 70, 40), "backward_bytes": (70, 120, 70, 60), "output_bytes": (20, 20, 20, 0)}
+    kept = replace(StageCosts.equal(4, 20, 100), **sizes)
+    costs = replace(kept, output_kept=(False, False, False, True), input_kept=(True,) * 4)
+    closed, found = (get(setting, 4, costs, 1) for get in (closed_form, simulated))
+    assert {k: v for k, v in found.items() if k in closed} == pytest.approx(closed)
+    assert "versions_kept" in closed
+
+
+@pytest.mark.parametrize("setting", OURS, ids=simulation_key)
 def test_closed_forms_hold_where_gradients_leave_in_parts(setting):
     sizes = (2**20, 40 * 2**20)
     costs = replace(StageCosts.equal(2, 100), parameter_bytes=sizes, gradient_bytes=sizes)

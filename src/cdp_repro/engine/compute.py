@@ -66,7 +66,9 @@ class Version:
         tensor = self.tensors[name]
         if name not in self.step:
             return tensor
-        return tensor.detach().sub(self.step[name], alpha=steps).requires_grad_(tensor.requires_grad)
+        moved = torch.empty_like(tensor, requires_grad=False)  # torch may choose other strides than the parameter's
+        torch.sub(tensor.detach(), self.step[name], alpha=steps, out=moved)
+        return moved.requires_grad_(tensor.requires_grad)
 
 
 class SavedForward(NamedTuple):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Unpack
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -148,6 +149,9 @@ class Engine:
             seed,
             learning_rate_factor,
         )
+        matrix = crc32(repr(self.schedule.rule.matrix).encode())
+        self._settings = {**vars(self.schedule.spec), "seed": seed, "clip_norm": clip_norm, "staleness": f"{matrix:x}"}
+        """What must be the same on all ranks, and does not show in messages."""
         self._runs = 0
         self._undrained: str | None = None
         self.step = 0
@@ -194,7 +198,7 @@ class Engine:
     def _connect(self, feed: Feed) -> None:
         """Derive the layouts of messages from the first batch; then drop parameters that this rank does not hold."""
         if self._executor.mailbox is None:
-            self._holdings.tell_parameters()
+            self._holdings.tell_others(self._settings)
             if (first := feed.first()) is None:
                 return
             # an earlier run without a step may have closed them, and fake copies also read gradients
@@ -202,7 +206,7 @@ class Engine:
             layouts = layouts_of(self._network, first.inputs(0), first.targets(0))
             shards = self._holdings.shards
             with self.team.positions.noting("connecting"):
-                self._holdings.check_parameters()
+                self._holdings.check_alike()
                 self._executor.mailbox = Mailbox(layouts, shards, self._executor.program, self.team.device)
         self._holdings.drop_others()
 
@@ -223,8 +227,9 @@ class Engine:
                 self.step = result.step + 1
                 yield result
         except (Exception, KeyboardInterrupt) as error:
-            self._undrained = f"it failed in step {self.step}: {error!r}; load a checkpoint into a new engine"
-            self.team.positions.give_up(error)
+            where = " in new processes" if self.team.size > 1 else ""
+            self._undrained = f"it failed in step {self.step}: {error!r}; load a checkpoint into a new engine{where}"
+            self.team.give_up(error)
             raise
         self.step = first_step + feed.begun
         self._undrained = None

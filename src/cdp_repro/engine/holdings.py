@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cdp_repro.engine.compute import Version
 from cdp_repro.engine.delay import DelayFactory, Uncorrected
 from cdp_repro.engine.messages import Layout, broadcast
-from cdp_repro.engine.parameters import Buffers, OptimizerFactory, StageState, average, check_buffers
+from cdp_repro.engine.parameters import Buffers, OptimizerFactory, StageState, average, check_buffers, copied_like
 from cdp_repro.engine.seal import Seal, StageSeal, differing
 from cdp_repro.engine.shards import Shards
 from cdp_repro.launch.team import Team
@@ -44,8 +44,9 @@ class Holdings:
             Shards(dict(stage.named_parameters()), team.rank, team.size, team.device) for stage in stages if is_sharded
         ]
         """Of each stage; empty if stages are held whole."""
+        delays = [self._delay_of(number) for number in range(len(stages))]  # all, so that all ranks refuse the same
         self.states = {
-            number: self._state_of(number)
+            number: self._state_of(number, delays[number])
             for number in range(len(stages))
             if team.rank in schedule.placement.holders(number)
         }
@@ -58,12 +59,16 @@ class Holdings:
         first = {number: {0: state.newest(0)} for number, state in self.states.items()}
         self._set(0, first, [[dict(stage.named_buffers())] * schedule.sizes.statistics for stage in stages])
 
-    def _state_of(self, number: int) -> StageState:
-        """Return this rank's state of a stage: of the whole stage, or of its pieces of the parameters."""
-        whole = dict(self._stages[number].named_parameters())
+    def _delay_of(self, number: int) -> Uncorrected:
+        """Return the method against delay of a stage; raise ValueError if the schedule does not give what it needs."""
         delay = self._delay([row[number] for row in self._schedule.rule.matrix])
         if delay.name != Uncorrected.name and (why := last_steps.refusal(self._schedule, delay.name)):
             raise ValueError(why)
+        return delay
+
+    def _state_of(self, number: int, delay: Uncorrected) -> StageState:
+        """Return this rank's state of a stage: of the whole stage, or of its pieces of the parameters."""
+        whole = dict(self._stages[number].named_parameters())
         if not self.shards:
             return StageState(whole, self._optimizer, delay)
         shards, trainable = self.shards[number], [p for p in whole.values() if p.requires_grad]
@@ -88,28 +93,43 @@ class Holdings:
             else:
                 theirs = sets_of_buffers[value.stage][value.number]
                 like = self._stages[value.stage].named_buffers()
-                self.values[value] = {name: theirs[name].detach().to(buffer, copy=True) for name, buffer in like}
+                self.values[value] = {name: copied_like(buffer, theirs[name]) for name, buffer in like}
 
-    def tell_parameters(self) -> None:
-        """Tell other ranks what the parameters of this rank's stages are, by a number for each."""
-        sums = {number: _sums_of_bits(dict(self._stages[number].named_parameters())) for number in self.states}
-        self._team.store.set(f"parameters/{self._team.rank}", json.dumps(sums))
-
-    def check_parameters(self) -> None:
-        """Raise ValueError if this rank and the first holder of a stage have other parameters of it.
-
-        They would stay different, as ranks exchange only gradients. Waits until that rank has told its own.
-        """
-        firsts = {number: self._schedule.placement.holders(number)[0] for number in self.states}
-        told = {
-            rank: json.loads(self._team.store.get(f"parameters/{rank}")) for rank in {*firsts.values(), self._team.rank}
+    def tell_others(self, settings: Mapping[str, object]) -> None:
+        """Tell other ranks the settings of this one's engine, its optimizers, and a number for each parameter."""
+        stages = {
+            number: (state.optimizer_text, _sums_of_bits(dict(self._stages[number].named_parameters())))
+            for number, state in self.states.items()
         }
+        told = {"settings": {name: str(value) for name, value in settings.items()}, "stages": stages}
+        self._team.store.set(f"engine/{self._team.rank}", json.dumps(told))
+
+    def check_alike(self) -> None:
+        """Raise ValueError if this rank has other settings than rank 0, or has a stage otherwise than its first holder.
+
+        Copies of a stage would stay different, as ranks exchange only gradients. Waits until those ranks have told
+        theirs.
+        """
+        mine, firsts = self._team.rank, {number: self._schedule.placement.holders(number)[0] for number in self.states}
+        told = {rank: json.loads(self._team.store.get(f"engine/{rank}")) for rank in {0, mine, *firsts.values()}}
+        theirs, own = told[0]["settings"], told[mine]["settings"]
+        if others := differing(theirs, own):
+            raise ValueError(
+                f"rank {mine} has made an engine with {others[0]}={own[others[0]]}, rank 0 with "
+                f"{others[0]}={theirs[others[0]]}: make the same engine on all ranks"
+            )
         for number, first in firsts.items():
-            if others := differing(told[first][str(number)], told[self._team.rank][str(number)]):
+            (theirs, their_sums), (own, own_sums) = (told[rank]["stages"][str(number)] for rank in (first, mine))
+            if theirs != own:
                 raise ValueError(
-                    f"rank {self._team.rank} has other parameters of stage {number} than rank {first}, such as "
-                    f"{others[0]}, and ranks do not exchange them at the start: call torch.manual_seed with the same "
-                    "number on all ranks before the stages are made, or load the same weights"
+                    f"rank {mine} has for stage {number} the optimizer {own}, rank {first} {theirs}: give the same to "
+                    "all that hold the stage"
+                )
+            if others := differing(their_sums, own_sums):
+                raise ValueError(
+                    f"rank {mine} has other parameters of stage {number} than rank {first}, such as {others[0]}, and "
+                    "ranks do not exchange them at the start: call torch.manual_seed with the same number on all ranks "
+                    "before the stages are made, or load the same weights"
                 )
 
     def check_seals(self) -> None:

@@ -128,6 +128,15 @@ class StageState:
             )
 
     @property
+    def optimizer_text(self) -> str:
+        """The optimizer, and those of its options that are numbers or words, of each group."""
+        options = [
+            {name: value for name, value in group.items() if isinstance(value, (bool, Real, str, tuple))}
+            for group in ({**group, "lr": float(group["lr"])} for group in self._groups)
+        ]
+        return f"{self._optimizer_class} {options}"
+
+    @property
     def optimized(self) -> list[str]:
         """Names of the optimizer's parameters, in the optimizer's order."""
         names = {parameter: name for name, parameter in self._parameters.items()}
@@ -184,7 +193,7 @@ class StageState:
         newest, found = max(state["versions"]), {}
         for number in sorted(state["versions"]):
             for name, parameter in self._parameters.items():
-                parameter.data = state["versions"][number][name].detach().to(parameter, copy=True)
+                parameter.data = copied_like(parameter, state["versions"][number][name])
             found[number] = self.newest(number, newest - number)
         self._rates = self._rates_now()
         self.seal.open()
@@ -261,19 +270,31 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of an optimizer, with scalars in the type in which they were saved.
+    """Load the state of an optimizer, with scalars in the type in which they were saved, others as parameters lie.
 
     torch gives all tensors but `step` the type of their parameter: NAdam's `mu_product`, a fp32 product over all steps,
-    would be rounded otherwise from there on.
+    would be rounded otherwise from there on. It leaves them as they lie in memory, by which fused kernels pair values.
     """
     optimizer.load_state_dict(state)
     saved = (state["state"].get(index, {}) for group in state["param_groups"] for index in group["params"])
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for parameter, entry in zip(parameters, saved, strict=True):
         for name, value in entry.items():
-            if isinstance(value, Tensor) and not value.ndim:
-                kept = optimizer.state[parameter]  # not before: asking for it makes one
+            if not isinstance(value, Tensor):
+                continue
+            kept = optimizer.state[parameter]  # not before: asking for it makes one
+            if not value.ndim:
                 kept[name] = value.to(kept[name].device)
+            elif value.shape == parameter.shape and value.stride() != parameter.stride():
+                kept[name] = copied_like(parameter, kept[name])
+
+
+def copied_like(like: Tensor, tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor on the device of another, which lies in memory as that does.
+
+    Where it lies otherwise, kernels may add in another order. Messages between ranks do not keep how tensors lie.
+    """
+    return torch.empty_like(like, dtype=tensor.dtype, requires_grad=False).copy_(tensor.detach())
 
 
 def _made(optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -19,6 +19,9 @@ from cdp_repro.schedule.parts import part_bytes
 _SCALARS = {"step", "mu_product", "eta", "mu"}
 """What torch's optimizers keep once for each parameter: as a 0-d tensor, it looks like a value of a 0-d parameter."""
 
+_OF_MATRICES = {"Muon", "Adafactor"}
+"""Classes of torch's optimizers whose steps depend on the shape of a parameter."""
+
 State = dict[str, Any]
 Views = Callable[[Tensor], dict[str, Tensor]]
 """A function that finds named tensors in a buffer."""
@@ -75,6 +78,11 @@ class Shards:
 
         def make_of_pieces(pieces: list[nn.Parameter]) -> torch.optim.Optimizer:
             optimizer = make([*parameters])
+            if found := {kind.__name__ for kind in type(optimizer).__mro__} & _OF_MATRICES:
+                raise ValueError(
+                    f"{found.pop()} computes with whole matrices, of which a rank that holds shards has pieces: use "
+                    "collectives=False, or an optimizer that treats each value by itself, as SGD and Adam do"
+                )
             if optimizer.state:
                 raise ValueError(
                     f"{type(optimizer).__name__} keeps values of its parameters before its first step, which cannot be "

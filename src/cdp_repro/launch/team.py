@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 from typing import TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ T = TypeVar("T")
 _CLOCK_TAG = 2
 _ONE_AT_A_TIME = Lock()
 """Held by the team of several ranks in whose run this process is."""
+_FAILED: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Process groups in which a run of this process has failed."""
 
 
 class Team:
@@ -35,6 +38,7 @@ class Team:
 
     Raises:
         ValueError: the number of processes is not `size`.
+        RuntimeError: a run in these processes has failed.
     """
 
     def __init__(self, size: int, device: torch.device, wanted_by: str) -> None:
@@ -45,6 +49,11 @@ class Team:
             raise ValueError(
                 f"{wanted_by} runs on {size} processes, not on {present}: start {size}, e.g. by "
                 f"torchrun --nproc-per-node={size}, and call init_process_group in each"
+            )
+        if self.size > 1 and dist.group.WORLD in _FAILED:
+            raise RuntimeError(
+                "a run of this process group has failed, and its messages may still be under way, which a new engine "
+                "would take for its own: start new processes, or call destroy_process_group and init_process_group"
             )
         self.rank = dist.get_rank() if self.size > 1 else 0
         self.control = self._control_group() if self.size > 1 else None
@@ -133,6 +142,13 @@ class Team:
             yield
         finally:
             _ONE_AT_A_TIME.release()
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell other ranks why this one does not go on; from now on, no new team may use the group."""
+        self.positions.give_up(error)
+        if self.size > 1:
+            assert dist.group.WORLD is not None
+            _FAILED.add(dist.group.WORLD)
 
     @contextmanager
     def naming_stalled(self) -> Iterator[None]:

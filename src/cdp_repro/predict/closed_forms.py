@@ -52,8 +52,9 @@ def closed_form(setting: Setting, workers: int, costs: StageCosts, optimizer_sta
     - Activations. In the cyclic timeline, stage j keeps a micro-batch from slot 2m+j to 2m+2N-1-j, and one starts every
       second slot: N-j are alive in every slot. The sum over workers is sum (N-j) a_j: (N+1)/2 A for equal stages,
       against N A in data parallelism. A worker's own peak is A; device j of a pipeline holds (N-j) a_j, and a device of
-      a model-parallel group a_j. If micro-batches move, outputs about to be sent add e_j on the stages that run a
-      forward, which is every second stage.
+      a model-parallel group a_j. If micro-batches do not move, this is of stages whose backwards release what their
+      forwards leave; others have no closed form. If they move, outputs about to be sent add e_j on the stages that run
+      a forward, which is every second stage.
     - Versions. A stale stage has two, each for part of the time, on the ranks that all workers read from. A worker's
       own copy has one at a time. CDP-v2's last stage is always fresh.
     - Messages. Replicated, both modes: N-1 partial sums and N-1 relayed totals of each stage. ZeRO: one parameter
@@ -104,6 +105,12 @@ def _activations(setting: Setting, n: int, costs: StageCosts) -> Values:
     values: Values = {"activation_bytes_per_device": per_device, "activation_bytes_total": total}
     if any(leaving):  # how many outputs are about to be sent at once depends on the sizes
         del values["activation_bytes_total"]
+    elif staggered and not moves and costs.forward_bytes != costs.backward_bytes:
+        # an output that only the next stage needs is gone one backward earlier; which of them are there at the peak
+        # depends on the sizes
+        del values["activation_bytes_total"]
+        if setting.placement == "single_device":
+            del values["activation_bytes_per_device"]
     return values
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from cdp_repro.config import RunConfig
 from cdp_repro.config.program_file import program_of
 from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.costs import StageCosts
-from cdp_repro.predict.device_memory import DeviceMemory, device_memory
+from cdp_repro.predict.device_memory import DeviceMemory, device_memory, totals_of
 from cdp_repro.predict.remembered_cuts import stage_cut
 from cdp_repro.predict.simulate import SlotTotals, simulate_slots, simulate_totals, version_bytes
 from cdp_repro.predict.stage_cut import StageCut
-from cdp_repro.predict.training_state import optimizer_states
 from cdp_repro.schedule import SLOT_ORDERS, Program, Schedule, Slot
 from cdp_repro.schedule.grid import text_grid
 from cdp_repro.trace import Trace, write_actions_csv, write_comms_csv, write_memory_csv, write_perfetto
@@ -32,14 +31,22 @@ class Forecast:
     """One mode in one slot order, simulated."""
 
     program: Program
-    slots: Sequence[Slot]
-    """Slots of the first training steps, which are drawn, and of the drain."""
-    trace: Trace
-    """Trace of the same slots."""
+    costs: StageCosts
     totals: Sequence[SlotTotals]
-    """Totals of a complete run: fill, steps that repeat, and drain."""
+    """See `totals_of`."""
     memory: DeviceMemory
-    """The most that a device needs in such a run."""
+    """The most that a device needs."""
+
+    @cached_property
+    def slots(self) -> Sequence[Slot]:
+        """Slots of the first training steps, which are drawn, and of the drain."""
+        sizes = self.program.schedule.sizes
+        return self.program.slots(STEPS * -(-sizes.lanes // sizes.micro_batches))
+
+    @cached_property
+    def trace(self) -> Trace:
+        """Trace of the same slots."""
+        return simulate_slots(self.program.schedule, self.costs, self.slots)
 
     @property
     def activation_peak_bytes(self) -> int:
@@ -106,11 +113,8 @@ def make_plan(config: RunConfig) -> Plan:
 
 
 def _forecast(config: RunConfig, program: Program, cut: StageCut) -> Forecast:
-    schedule, beside = program.schedule, optimizer_states(config, cut, program.schedule)
-    slots = program.slots(STEPS * -(-schedule.sizes.lanes // schedule.micro_batches))
-    totals = [*simulate_totals(schedule, cut.costs, program.complete_run, beside)]
-    trace = simulate_slots(schedule, cut.costs, slots)
-    return Forecast(program, slots, trace, totals, device_memory(config, cut, program, totals))
+    totals = totals_of(config, cut, program)
+    return Forecast(program, cut.costs, totals, device_memory(config, cut, program, totals))
 
 
 def plan_text(plan: Plan, width: int) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.schedule.actions import Action, Op, Slot
+from cdp_repro.schedule.norms import clips_globally
 from cdp_repro.schedule.program import Program
 from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.values import LENT, Kind, Value, parameters
@@ -18,8 +19,12 @@ from cdp_repro.trace.rings import ring_bytes
 class Devices:
     """What is alive on each rank, in bytes by rank, and the number of versions of each stage there."""
 
-    def __init__(self, schedule: Schedule, costs: StageCosts, optimizer_states: Sequence[float] = ()) -> None:
+    def __init__(
+        self, schedule: Schedule, costs: StageCosts, optimizer_states: Sequence[float] = (), clips: bool = False
+    ) -> None:
         """`optimizer_states`: by stage, how many values are kept beside each value of a parameter; () for none.
+
+        `clips`: gradients are clipped. If by the norm over all stages, an update waits until its version is first read.
 
         Raises:
             ValueError: `costs` has another number of stages than the schedule.
@@ -27,6 +32,11 @@ class Devices:
         if costs.stages != schedule.stages:
             raise ValueError(f"the schedule has {schedule.stages} stages but the costs are of {costs.stages}")
         self._costs = costs
+        self._clips, self._updates_wait = clips, clips and clips_globally(schedule)
+        self._waiting: dict[tuple[int, Value], Value] = {}
+        """By rank and version that an update makes, the sum that waits for it."""
+        self._peak_before = 0
+        """Most bytes while updates ran that an action has waited for."""
         self._ranks, self._sizes = schedule.ranks, schedule.sizes
         self._received: set[tuple[int, int]] = set()
         """(micro-batch m, number j) of each input `x_j.m` that came from another rank."""
@@ -50,6 +60,7 @@ class Devices:
     def run(self, action: Action) -> int:
         """Run an action; return the bytes that it sends, as a message or as its part in a collective."""
         op, rank, stage, costs = action.op, action.rank, action.stage, self._costs
+        self._peak_before = max((self._made(rank, value) for value in action.reads), default=0) if self._waiting else 0
         if op is Op.FORWARD:
             received = sum(costs.received_bytes(j)[0] for m, j in self._inputs(action) if (m, j) in self._received)
             self.activation_bytes[rank] += costs.forward_bytes[stage] + received + self._of_prefix(action)
@@ -65,8 +76,20 @@ class Devices:
         for value in action.writes:
             self._hold(rank, value, 1)
         for value in action.frees:
-            self._hold(rank, value, -1)
+            if op is Op.UPDATE and self._updates_wait and value.kind == Kind.GRADIENTS:
+                self._waiting[rank, action.writes[0]] = value
+            else:
+                self._hold(rank, value, -1)
         return self.sent_bytes(action)
+
+    def _made(self, rank: int, version: Value) -> int:
+        """Run the update that makes a version, if it has waited; return the rank's bytes while it ran, else 0."""
+        total = self._waiting.pop((rank, version), None)
+        if total is None:
+            return 0
+        most = self._bytes_of(rank) + self._costs.bytes_of(total)  # with the clipped copy
+        self._hold(rank, total, -1)
+        return most
 
     def _hold(self, rank: int, value: Value, change: int) -> None:
         """Count a value that a rank holds from now on, or with `change` -1 no longer."""
@@ -80,11 +103,23 @@ class Devices:
         """Return the bytes of all versions of parameters and of what is kept beside them."""
         return self.parameter_bytes[rank] + self._beside_bytes[rank]
 
-    def bytes_alive(self, action: Action) -> int:
-        """Return all bytes on the rank of an action that has just run, with the parameters that were lent for it."""
-        rank, lent = action.rank, sum(self._costs.bytes_of(value) for value in action.frees if value.kind in LENT)
+    def most_bytes(self, action: Action) -> int:
+        """Return the most bytes on the rank of an action that has just run, at one time while it ran.
+
+        What it has freed was there beside what it has written, unless it was written over: the sum beside the new
+        version of an update, with a clipped copy if there is one; the parameters beside what a forward leaves, or
+        beside the gradients of a backward.
+        """
+        beside: list[Value] = []
+        if action.op is Op.UPDATE and not self._updates_wait:
+            beside = [value for value in action.frees if value.kind == Kind.GRADIENTS] * (1 + self._clips)
+        elif action.op.is_compute:
+            beside = [value for value in action.frees if value.kind in (Kind.PARAMETERS, *LENT)]
+        return max(self._peak_before, self._bytes_of(action.rank) + sum(map(self._costs.bytes_of, beside)))
+
+    def _bytes_of(self, rank: int) -> int:
         held = self.activation_bytes[rank] + self.gradient_bytes[rank] + self._lent_bytes[rank]
-        return held + lent + self.state_bytes(rank)
+        return held + self.state_bytes(rank)
 
     def _inputs(self, action: Action) -> list[tuple[int, int]]:
         """Return the inputs of a stage, as in `_received`."""
@@ -153,7 +188,7 @@ class SlotTotals:
     """Largest number of bytes of sums of gradients at one time in the slot on a rank that acts in it."""
     bytes_per_device: int
     """Largest number of bytes of all this, of lent parameters and of optimizer state, at one time in the slot on a rank
-    that acts in it. What is gone when an action ends counts until then only if it is lent."""
+    that acts in it."""
     versions_kept: int
     """Largest number of versions of one stage that are alive at the end of the slot on a rank that acts in it."""
     messages: int
@@ -167,17 +202,21 @@ class SlotTotals:
 
 
 def simulate_totals(
-    schedule: Schedule, costs: StageCosts, slots: Iterable[Slot], optimizer_states: Sequence[float] = ()
+    schedule: Schedule,
+    costs: StageCosts,
+    slots: Iterable[Slot],
+    optimizer_states: Sequence[float] = (),
+    clips: bool = False,
 ) -> Iterator[SlotTotals]:
     """Run the first slots of a program, as `simulate_slots` does, and yield the totals of each, without a trace.
 
     Of past slots it only keeps what is still alive, so that it can run programs of a million ranks.
-    `optimizer_states` are those of `Devices`.
+    `optimizer_states` and `clips` are those of `Devices`.
 
     Raises:
         ValueError: `costs` has another number of stages than the schedule.
     """
-    devices = Devices(schedule, costs, optimizer_states)
+    devices = Devices(schedule, costs, optimizer_states, clips)
     held = 0
     for slot in slots:
         before: dict[int, int] = {}
@@ -191,7 +230,7 @@ def simulate_totals(
                 sent[rank] = sent.get(rank, 0) + size
             peaks[rank] = max(peaks.get(rank, before[rank]), devices.activation_bytes[rank])
             gradients = max(gradients, devices.gradient_bytes[rank])
-            most = max(most, devices.bytes_alive(action))
+            most = max(most, devices.most_bytes(action))
         started = sum(before.values())
         peak = held + sum(peaks.values()) - started
         held += sum(devices.activation_bytes[rank] for rank in before) - started

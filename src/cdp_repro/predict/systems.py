@@ -195,22 +195,26 @@ def explored(config: RunConfig) -> Iterator[tuple[Schedule, StageCosts]]:
         yield from ((schedule, cut.costs) for schedule, cut in systems_of(alike) if schedule.spec not in own)
 
 
-def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int, beside: Sequence[float] = ()) -> System:
+def simulated_system(
+    schedule: Schedule, costs: StageCosts, micro_batches: int, beside: Sequence[float] = (), clips: bool = False
+) -> System:
     """Return the cost of a mini-batch of `micro_batches` on one system, without seconds.
 
-    `beside`: by stage, how many values are kept beside each value of a parameter; () for none.
+    `beside` and `clips` are those of `Devices`.
     """
     updates = micro_batches // schedule.sizes.sample_parts
     program = Program(schedule)
-    totals = [*simulate_totals(schedule, costs, program.until_it_repeats(updates), beside)]
+    slots = program.until_it_repeats(updates)
+    totals = [*simulate_totals(schedule, costs, slots, beside, clips)]
     length, first = updates * schedule.slots_per_step, program.steady_step * schedule.slots_per_step
-    steady = [total for total in totals if first <= total.slot < first + length]
+    window = range(first, first + length)
+    steady = [total for total in totals if total.slot in window]
     return System(
         schedule.mode,
         schedule.spec.placement,
         schedule.stages,
         schedule.ranks,
-        1 - sum(total.computing_ranks for total in steady) / (schedule.ranks * length),
+        1 - _busy_slots(schedule, slots, window) / (schedule.ranks * length),
         max(total.activation_bytes_per_device for total in totals),
         max(total.parameter_bytes_per_device for total in totals),
         max(total.gradient_bytes_per_device for total in totals),
@@ -225,9 +229,17 @@ def simulated_system(schedule: Schedule, costs: StageCosts, micro_batches: int, 
     )
 
 
+def _busy_slots(schedule: Schedule, slots: Sequence[Slot], window: range) -> int:
+    """Return in how many slots of a window ranks compute, over all ranks; a slow worker takes several for a compute."""
+    busy = schedule.timeline.lanes.busy
+    computes = ((slot.number, action) for slot in slots for action in slot.actions if action.op.is_compute)
+    return len({(a.rank, taken) for number, a in computes for taken in busy(number, a) if taken in window})
+
+
 def _system(schedule: Schedule, cut: StageCut, config: RunConfig, cluster: Cluster | None) -> System:
     micro_batches = config.workers * config.accumulate
-    found = simulated_system(schedule, cut.costs, micro_batches, optimizer_states(config, cut, schedule))
+    beside, clips = optimizer_states(config, cut, schedule), config.optim.clip_norm is not None
+    found = simulated_system(schedule, cut.costs, micro_batches, beside, clips)
     if cluster is None:
         return found
     step_seconds = price(Program(schedule), cut.costs, cluster).step_seconds
@@ -266,8 +278,9 @@ def systems_text(systems: Sequence[System], config: RunConfig) -> str:
         f"{config.model.name} on {ranks} ranks, a mini-batch of {micro_batches} micro-batches of "
         f"{config.batch_size // micro_batches} samples\n"
         "idle: share of the slots of all ranks; activations, parameters (all versions), gradients (sums): the rank\n"
-        f"with most; together: these, lent parameters and what optim={config.optim.name} keeps, at one time;\n"
-        "messages: of all ranks; sent: by a rank; staleness: updates that a forward misses, mean over all\n"
+        "with most, while steps follow one another; together: at one time, with lent parameters and what\n"
+        f"optim={config.optim.name} keeps; messages: of all ranks; sent: by a rank; staleness: updates that a forward\n"
+        "misses, mean over all\n"
     )
     if any(each.mode == "interleaved" for each in systems):
         notes += f"interleaved has {CHUNKS} stages a rank, all others one\n"

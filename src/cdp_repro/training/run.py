@@ -28,9 +28,9 @@ from cdp_repro.observe.trace_files import mirror_trace, remove_trace_files, writ
 from cdp_repro.observe.versions import code_hash, short, versions_since
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.cutting import CutModel, measure_cut
-from cdp_repro.predict.device_memory import device_memory
+from cdp_repro.predict.device_memory import device_memory, totals_of
 from cdp_repro.predict.simulate import simulate_totals, version_bytes
-from cdp_repro.predict.training_state import optimizer_states, predicted_parameter_bytes
+from cdp_repro.predict.training_state import predicted_parameter_bytes
 from cdp_repro.schedule import Program
 from cdp_repro.trace import Trace
 from cdp_repro.training.assembly import build_engine, load_data, same_cut, team_of
@@ -244,8 +244,7 @@ class _Run:
             "memory/activation_peak_bytes_simulated_dp": _simulated_peak(program.data_parallel(), costs_of_dp),
         }
         if self._config.baseline is None:  # the schedule of a baseline is the library's
-            beside = optimizer_states(self._config, self._cut, program.schedule)
-            totals = [*simulate_totals(program.schedule, self._cut.costs, program.complete_run, beside)]
+            totals = totals_of(self._config, self._cut, program)
             memory = device_memory(self._config, self._cut, program, totals)
             summary["memory/activation_peak_bytes_simulated"] = max(total.activation_bytes for total in totals)
             summary["memory/bytes_per_device_simulated"] = memory.together
