@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -78,3 +79,35 @@ def test_a_profiler_shows_what_it_has_seen(tmp_path):
     command = [sys.executable, "-m", "cProfile", "-m", "cdp_repro.cli.plan", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "cumtime" in done.stdout
+
+
+INTERRUPTING = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == os.environ["AT"] and not vars(Interrupting).get("done"):
+            Interrupting.done = True
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+"""
+"""A sitecustomize.py: Ctrl-C at the import of a module."""
+
+
+@pytest.mark.parametrize("module", ["numpy._core._exceptions", "torch._utils_internal", "cdp_repro.training.trainer"])
+def test_ctrl_c_in_an_import_ends_a_command_quietly(tmp_path, module):
+    """torch imports numpy from C, which takes the exception for a missing numpy and goes on with half of it."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTING)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", "from cdp_repro.cli import entry; entry.train()", "model=mlp", "wandb=disabled"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path, "AT": module}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr, done.stdout) == (130, "interrupted\n", "")
+
+
+def test_little_is_imported_before_a_command_can_tell_that_it_was_interrupted():
+    script = "import sys, cdp_repro.cli.entry; print(*(name for name in sys.modules if 'cdp_repro' in name))"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert {name.split(".")[1] for name in found if "." in name} == {"cli", "launch"} and len(found) < 12

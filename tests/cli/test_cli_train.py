@@ -285,6 +285,19 @@ def test_the_own_folder_is_found(tiny, capsys, monkeypatch, tmp_path, cells_here
     assert command.main([f"resume=~/a b/{cell.name}"]) == 0
 
 
+def test_a_run_goes_on_without_its_program_file(tiny, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    overrides = [*tiny, "mode=cdp_v2", "workers=2", "stages=2"]
+    assert plan_command.main([*overrides, "--program=program.txt"]) == 0
+    assert command.main([*overrides, "program=program.txt", "run_dir=run"]) == 0
+    Path("program.txt").unlink()
+    for none in ("program=null", "program="):
+        shutil.rmtree("run/checkpoints")  # as of a run that was stopped early
+        Path("run/summary.json").unlink()
+        assert "program.txt cannot be read" in refused(capsys, "resume=run", "restart=true")
+        assert command.main(["resume=run", "restart=true", none]) == 0
+
+
 def test_a_value_beside_resume_that_cannot_be_read(tiny, capsys):
     assert command.main([*tiny, "epochs=1", "run_dir=mine"]) == 0
     capsys.readouterr()

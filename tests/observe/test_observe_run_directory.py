@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,16 @@ def test_of_two_runs_that_start_at_once_one_is_refused(tmp_path: Path) -> None:
         Late.create(tmp_path / "run", {"second": 2}, COMMAND)
     assert RunDirectory.open(tmp_path / "run").config() == {"first": 1}
     assert ".claim" not in names(tmp_path / "run")
+
+
+def test_where_a_process_trains_no_way_to_go_on_is_named(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", CONFIG, COMMAND)
+    for is_trained, said in (
+        (False, r"or go on with that run by resume=\S+ restart=true"),
+        (True, "another process is"),
+    ):
+        with run.locked() if is_trained else nullcontext(), pytest.raises(RunDirectoryError, match=said):
+            RunDirectory.create(run.path, CONFIG, COMMAND)
 
 
 KILLED = """
@@ -571,7 +581,7 @@ for step in (10, 20):
 mirror.log_table("memory", ["slot", "bytes"], [[0, 100], [1, "NaN"]]); look("log_table")
 mirror.log_figure("timeline", picture); look("log_figure")
 (run / "trace.json").write_text("[1, 2, 3]")
-mirror.log_artifact("trace of experiment=paper/x", "trace", [run / "trace.json"]); look("log_artifact")
+mirror.log_artifact("trace of experiment=paper/é", "trace", [run / "trace.json"]); look("log_artifact")
 mirror.log_artifact("x" * 200, "of a long name", [run / "trace.json"])
 first = mirror._run.id
 in_temporary = [path.name for path in temporary.iterdir()]
@@ -698,7 +708,7 @@ def test_the_mirror_holds_table_picture_artifact_and_summary(seen: Seen) -> None
     artifacts += [record.artifact for record in records(file) if record.HasField("artifact")]
     assert {len(artifact.name) for artifact in artifacts if artifact.type == "of a long name"} == {128}
     (trace,) = [artifact for artifact in artifacts if artifact.type == "trace"]
-    assert trace.name == "trace-of-experiment-paper-x"
+    assert trace.name == "trace-of-experiment-paper-"
     (content,) = trace.manifest.contents
     assert content.path == "trace.json" and Path(content.local_path).read_text() == "[1, 2, 3]"
     assert seen.base / "runs" / "run" / "wandb" in Path(content.local_path).parents

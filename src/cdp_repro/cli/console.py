@@ -75,8 +75,11 @@ def _told(text: str, error: BaseException) -> str:
 def _code_of(error: Exception) -> int | None:
     """Report an error with which a run or a model ends; return its exit code, None for a defect.
 
-    To import the error classes is to import torch, which takes seconds unless the command has done so already.
+    To import the error classes is to import torch, which the command has done if any of them is raised. Where it is
+    half imported, as after Ctrl-C, it cannot be imported again.
     """
+    if "torch" not in sys.modules:
+        return None
     import torch
 
     from cdp_repro.data import DatasetError

@@ -1,9 +1,10 @@
-"""The console commands. They import what they need only when they run, so that Ctrl-C meanwhile ends them quietly."""
+"""The console commands. They import what they need only when they run, so that Ctrl-C ends them quietly meanwhile."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from types import FrameType
 from typing import NoReturn
 
 from cdp_repro.cli.streams import write_error
+
+_INTERRUPTED = "interrupted\n"
 
 
 def train() -> NoReturn:
@@ -73,8 +76,24 @@ def _run(module: str) -> NoReturn:
 
 
 def _code_of(module: str) -> int:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as under nohup
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         return int(import_module(module).main())
     except KeyboardInterrupt:
-        write_error("interrupted\n")
+        write_error(_INTERRUPTED)
         return 130
+
+
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt; in the middle of an import, end at once.
+
+    Code in C that imports a module, as torch's imports numpy, may take the exception for a module that is missing, and
+    go on with half of it.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            write_error(_INTERRUPTED)
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt

@@ -21,7 +21,7 @@ from cdp_repro.config import ConfigError, RunConfig, load_config
 from cdp_repro.config.compose import compose_config, output_folder
 from cdp_repro.config.errors import collecting, refuse
 from cdp_repro.config.keys import RESUME_KEYS
-from cdp_repro.config.paths import PATH_KEYS, typed_path
+from cdp_repro.config.paths import PATH_KEYS, typed_path, typed_path_or_none
 from cdp_repro.config.program_file import with_absolute_program
 from cdp_repro.config.source import Source
 from cdp_repro.config.sweep_launcher import LAUNCHERS, Launcher, LocalLauncher, SlurmLauncher, launcher_of, of_runs
@@ -186,7 +186,7 @@ def _resumed_config(run: RunDirectory, overrides: Sequence[str]) -> RunConfig:
         key, _, value = text.partition("=")
         try:
             if key in PATH_KEYS:
-                OmegaConf.update(config, key, typed_path(value))  # as it is, not as YAML
+                OmegaConf.update(config, key, typed_path_or_none(value))  # as it is, not as YAML
             else:
                 config.merge_with_dotlist([f"{key.replace('placement', 'placement.name')}={value}"])
         except (OmegaConfBaseException, YAMLError) as error:

@@ -19,6 +19,8 @@ _LONGEST_PATH = 4095
 """Bytes; the longest path that Linux accepts in a call."""
 PATH_KEYS = ("run_dir", "dataset.root", "program", "model.weights")
 """Settings whose values are paths."""
+_NONE = ("", "null")
+"""How people type that a setting has no path."""
 
 
 def typed_path(text: str) -> str:
@@ -36,6 +38,15 @@ def typed_path(text: str) -> str:
             path = str(Path(path).expanduser())
     refuse_long_names(path)
     return path
+
+
+def typed_path_or_none(text: str) -> str | None:
+    """Return the path that the value of a setting stands for; None if it says that there is none.
+
+    Raises:
+        ConfigError: see `typed_path`.
+    """
+    return None if text in _NONE else typed_path(text)
 
 
 def refuse_long_names(path: str) -> None:
@@ -61,7 +72,7 @@ def quoted_for_hydra(override: str) -> str:
     A comma is part of the path. So a sweep over several paths is written with Hydra's function `choice(a,b)`.
     """
     key, _, text = override.partition("=")
-    if key not in PATH_KEYS or text in ("", "null") or re.fullmatch(r"choice\(.*\)", text):
+    if key not in PATH_KEYS or text in _NONE or re.fullmatch(r"choice\(.*\)", text):
         return override
     escaped = re.sub(r"(\\*)('|$)", lambda end: end[1] * 2 + (end[2] and "\\'"), typed_path(text))
     return f"{key}='{escaped}'"

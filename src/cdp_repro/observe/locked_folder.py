@@ -1,4 +1,4 @@
-"""A folder in which one process at a time does something."""
+"""Locks on folders and files, by which processes tell that they are at work there."""
 
 from __future__ import annotations
 
@@ -24,3 +24,15 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(number)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock of a file, without keeping it or making the file."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # it is not there, or a folder is in its place
+        return False
+    return False

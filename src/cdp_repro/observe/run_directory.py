@@ -30,6 +30,7 @@ from yaml import YAMLError
 
 from cdp_repro.observe.atomic_file import replace_file, unfinished
 from cdp_repro.observe.json_values import from_json, valid_json
+from cdp_repro.observe.locked_folder import is_locked
 from cdp_repro.observe.text import several
 
 CONFIG, COMMAND, METRICS, SUMMARY = "config.yaml", "command.txt", "metrics.jsonl", "summary.json"
@@ -43,6 +44,8 @@ _UNBEGUN = {_CLAIM, COMMAND, *(unfinished(Path(name)).name for name in (COMMAND,
 """Files that a run may have before its configuration; the claim is always among them."""
 SAVED = (f"{CHECKPOINTS}/step-*", f"{CHECKPOINTS}/.replaced-step-*")
 """Where checkpoints are; the second is the old copy of a step that is being saved again."""
+_LOCK = ".lock"
+"""In the folder of logs; locked by the process that trains."""
 _LOOK_SECONDS = 1.0
 """More than a process takes that looks whether a run is being trained, for which it locks the run for a moment."""
 _WITHOUT_IT = "Delete it: the run then goes on from its newest checkpoint"
@@ -120,7 +123,7 @@ class RunDirectory:
         """
         with writing(self.path):
             (self.path / LOGS).mkdir(exist_ok=True)
-            file = (self.path / LOGS / ".lock").open("w")
+            file = (self.path / LOGS / _LOCK).open("w")
         with file:
             try:
                 _lock(file)
@@ -307,6 +310,8 @@ def _refuse_occupied(path: Path) -> None:
     if (path / CONFIG).exists() or (path / METRICS).exists():
         holds = "already holds another run"
         ways = f"pass another run_dir=, or go on with that run by {shlex.join(arguments_to_go_on(path))}"
+        if is_locked(path / LOGS / _LOCK):
+            ways = "pass another run_dir=: another process is training in this one"
     else:
         holds, ways = "is taken", "pass another run_dir=, or resume=<the directory of an earlier run>"
     raise RunDirectoryError(f"{path} {holds}: it {_contents(path)}. Nothing was changed; {ways}")

@@ -94,7 +94,7 @@ class WandbMirror:
         def artifact() -> None:
             import wandb
 
-            files = wandb.Artifact(re.sub(r"[^\w.-]+", "-", name)[:_LONGEST_NAME], type)
+            files = wandb.Artifact(re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII)[:_LONGEST_NAME], type)
             for path in paths:
                 if not path.is_file():
                     raise FileNotFoundError(f"{path} is not a file")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from cdp_repro.observe.locked_folder import is_locked
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import CONFIG, RunDirectory, RunDirectoryError
 from cdp_repro.observe.text import table
@@ -51,24 +51,12 @@ def run_state(directory: Path, row: Row | None, outputs: Iterable[Path] = ()) ->
         return "done"
     log = log_path(directory)
     # The log first: while a sweep trains, the run's own lock stays untouched, as a run waits for it only for a moment.
-    if _is_locked(log) or _is_locked(directory / "logs" / ".lock"):
+    if is_locked(log) or is_locked(directory / "logs" / ".lock"):
         return "running"
     if not (directory / CONFIG).exists():
         said = any(path.is_dir() or (path.exists() and path.stat().st_size) for path in (log, *outputs))
         return "failed" if said else "missing"  # before it had a run directory
     return str(_summary(directory).get("status", "stopped"))
-
-
-def _is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock of a file, without keeping it or making the file."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # it is not there, or a folder is in its place
-        return False
-    return False
 
 
 def _summary(directory: Path) -> dict[str, Any]:
