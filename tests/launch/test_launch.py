@@ -227,7 +227,9 @@ def wait_for_the_server(folder: Path) -> None:
     wait_until(lambda: any(path.read_text() for path in folder.glob("importing-server")))
 
 
-@pytest.mark.parametrize(("number", "send"), [(signal.SIGINT, os.killpg), (signal.SIGTERM, os.kill)])
+@pytest.mark.parametrize(
+    ("number", "send"), [(signal.SIGINT, os.killpg), (signal.SIGTERM, os.kill), (signal.SIGHUP, os.killpg)]
+)
 def test_a_signal_lets_the_ranks_finish(tmp_path, command, number, send):
     process = command("finish_when_asked", "0.5")
     wait_for_both(tmp_path)
@@ -245,6 +247,19 @@ def test_ctrl_c_after_a_signal_ends_them(tmp_path, command, first):
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(LONG) == -signal.SIGINT
     wait_until(lambda: not any(map(is_running, pids(tmp_path))))
+
+
+def test_a_closed_terminal_leaves_those_alone_that_ignore_it():
+    for before in (signal.SIG_IGN, signal.SIG_DFL):
+        was = signal.signal(signal.SIGHUP, before)
+        try:
+            with StopRequest() as stop:
+                assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) is (before == signal.SIG_IGN)
+                signal.raise_signal(signal.SIGHUP)
+                assert stop.signal == (None if before == signal.SIG_IGN else signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == before
+        finally:
+            signal.signal(signal.SIGHUP, was)
 
 
 def test_ranks_finish_that_get_sigterm_both_themselves_and_from_the_launching_process(tmp_path, command):

@@ -181,7 +181,7 @@ def _be_rank(target: Callable[..., None], number: int, arguments: Sequence[Any],
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Block SIGINT and SIGTERM in the body, and in the processes that it starts until they unblock them."""
+    """Block `STOP_SIGNALS` in the body, and in the processes that it starts until they unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

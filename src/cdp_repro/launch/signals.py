@@ -6,14 +6,15 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM only sets `signal`; after that, SIGINT acts as usual.
+    """While entered, the first SIGINT, SIGTERM or SIGHUP only sets `signal`; after that, SIGINT acts as usual.
 
     Further SIGTERMs repeat the same request: SLURM and others send one to every process of a job, and a process that
-    passes it on makes a second one. A sender that insists on an end sends SIGKILL next.
+    passes it on makes a second one. A sender that insists on an end sends SIGKILL next. A terminal that is closed sends
+    SIGHUP, unless it is ignored, as under nohup.
 
     Outside the main thread, where Python allows no handlers, signals act as usual from the start.
     """
@@ -24,8 +25,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-            for number in STOP_SIGNALS:  # only now: a signal may come between the two
+            before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+            self._previous = {n: b for n, b in before.items() if n != signal.SIGHUP or b != signal.SIG_IGN}
+            for number in self._previous:  # only now: a signal may come between the two
                 signal.signal(number, self._handle)
         return self
 

@@ -183,7 +183,7 @@ class Trainer:
         """Train to the end.
 
         Raises:
-            Interrupted: on SIGINT or SIGTERM, after a checkpoint.
+            Interrupted: on SIGINT, SIGTERM or SIGHUP, after a checkpoint.
             DivergedError: a loss, a parameter or the last evaluation is not finite. With the first two, the state is
                 saved away from the checkpoints to resume from.
             DatasetError: a damaged image, after a checkpoint.
