@@ -95,6 +95,31 @@ def time(**methods):
         ({"forward": lambda _, i, j: None}, r"Own: forward\(0, 0\) is None: give a whole number, at least 0"),
         ({"backward": lambda _, i, j: 1.5}, r"Own: backward\(0, 0\) is 1\.5"),
         ({"forward": lambda _, i: 0}, r"Own: TypeError: "),
+        (
+            {"forward": lambda _, i, j: 4 * i + 1 - j},
+            r"Own: forward\(0, 1\) is 0, before forward\(0, 0\), 1: it makes its input",
+        ),
+        (
+            {"backward": lambda _, i, j: 4 * i + 2 + j},
+            r"Own: backward\(0, 0\) is 2, before backward\(0, 1\), 3: it makes its gradient",
+        ),
+        (
+            {"backward": lambda _, i, j: 4 * i + 1 - j},
+            r"Own: backward\(0, 1\) is 0, before forward\(0, 1\), 1: it saves what it needs",
+        ),
+        (
+            {"backward_weights": lambda _, i, j: 4 * i},
+            r"Own: backward_weights\(0, 0\) is 0, before backward\(0, 0\), 3: it makes what it needs",
+        ),
+        (
+            {"forward": lambda _, i, j: 4 - 4 * i + j, "backward": lambda _, i, j: 7 - 4 * i - j},
+            r"Own: backward_weights\(1, 0\) is 3, before backward_weights\(0, 0\), 7: gradients are added in the order",
+        ),
+        (
+            {"period": 3},
+            r"Own: backward_weights\(1, 0\) is 7, after backward_weights\(0, 0\) of the next training step, 6: "
+            "give a period of at least 4",
+        ),
     ],
 )
 def test_timelines(methods, told):

@@ -21,8 +21,8 @@ class MiniBatch(Protocol):
         """Return the inputs of micro-batch i of the step, [B/M, ...], in their own storage."""
         ...
 
-    def targets(self, micro_batch: int) -> Tensor:
-        """Return the targets of micro-batch i of the step, [B/M, ...], in their own storage."""
+    def targets(self, micro_batch: int) -> Any:
+        """Return what the loss takes beside the output: [B/M, ...] in its own storage, or such in dicts and lists."""
         ...
 
 
@@ -101,8 +101,18 @@ def tensors_of(batch: Any) -> tuple[Tensor, Tensor]:
     found = (f"a tensor {[*part.shape]}" if isinstance(part, Tensor) else f"a {type(part).__name__}" for part in parts)
     raise ValueError(
         f"a mini-batch is two tensors, (inputs [B, ...], targets [B, ...]), not ({', '.join(found)}); what needs more "
-        "is an object with the methods inputs(micro_batch) and targets(micro_batch)"
+        "is an object with the methods inputs(micro_batch), which returns one tensor, and targets(micro_batch)"
     )
+
+
+def one_tensor(inputs: object) -> Tensor:
+    """Return the inputs of a micro-batch; raise ValueError unless they are one tensor, as between stages."""
+    if not isinstance(inputs, Tensor):
+        raise ValueError(
+            f"inputs(micro_batch) gave a {type(inputs).__name__}, not one tensor [B/M, ...]: put together what belongs "
+            "together, as by torch.cat, and take it apart in the first stage"
+        )
+    return inputs
 
 
 class Feed:

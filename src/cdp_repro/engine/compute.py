@@ -25,7 +25,8 @@ from cdp_repro.engine.memory import ActivationMeter, storage_key
 from cdp_repro.engine.prefix import Prefix, causal_layers
 from cdp_repro.schedule.branches import Sources
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
+LossFn = Callable[[Tensor, Any], Tensor]
+"""(output of the last stage, targets) -> loss."""
 Autocast = Callable[[], AbstractContextManager[object]]
 Gradients = dict[str, Tensor]
 """Gradients, or sums of them, by the name of their parameter, whose shape they have."""
@@ -133,7 +134,7 @@ class StageCompute:
         version: Version,
         buffers: MutableMapping[str, Tensor],
         inputs: Sequence[Tensor],
-        targets: Tensor | None,
+        targets: Any,
         meter: ActivationMeter | None,
         loan: Loan | None = None,
         prefix: Prefix | None = None,
@@ -158,7 +159,6 @@ class StageCompute:
             if prefix is not None:
                 prefix.advance(self._causal, inputs[0].shape[1])
             if self._loss_fn is not None:
-                assert targets is not None
                 output = _loss_of(self._loss_fn, output, targets)
         if writes != [tensor._version for tensor in version.tensors.values()]:
             raise _changed_parameter(version, writes)
@@ -282,7 +282,7 @@ def _changed_parameter(version: Version, writes: Sequence[int]) -> ValueError:
     )
 
 
-def _loss_of(loss_fn: LossFn, output: Tensor, targets: Tensor) -> Tensor:
+def _loss_of(loss_fn: LossFn, output: Tensor, targets: Any) -> Tensor:
     """Return the loss of a micro-batch: a scalar that depends on the output."""
     loss = loss_fn(output, targets)
     if not isinstance(loss, Tensor) or loss.ndim:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cdp_repro.engine.arguments import check_functions, check_stages, refuse_shared_parameters
-from cdp_repro.engine.batches import Feed, MiniBatch, SlicedMiniBatch, TensorMiniBatch, tensors_of
+from cdp_repro.engine.batches import Feed, MiniBatch, SlicedMiniBatch, TensorMiniBatch, one_tensor, tensors_of
 from cdp_repro.engine.clipping import clipping
 from cdp_repro.engine.compute import Autocast, LossFn, Network
 from cdp_repro.engine.delay import DelayFactory, Uncorrected
@@ -203,7 +203,7 @@ class Engine:
                 return
             # an earlier run without a step may have closed them, and fake copies also read gradients
             self._holdings.open_seals()
-            layouts = layouts_of(self._network, first.inputs(0), first.targets(0))
+            layouts = layouts_of(self._network, one_tensor(first.inputs(0)), first.targets(0))
             shards = self._holdings.shards
             with self.team.positions.noting("connecting"):
                 self._holdings.check_alike()

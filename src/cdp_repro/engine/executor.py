@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from cdp_repro.engine.batches import Feed
+from cdp_repro.engine.batches import Feed, one_tensor
 from cdp_repro.engine.clipping import Clipping
 from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version
 from cdp_repro.engine.holdings import Holdings
@@ -197,7 +197,7 @@ class Executor:
     def _forward(self, action: Action, read: Contents) -> Contents:
         stage, (step, i) = action.stage, divmod(action.micro_batch, self._sizes.micro_batches)
         batch, is_last = self._feed[step], stage == self._last_stage
-        inputs, (buffers,) = read[Kind.INPUT] or [batch.inputs(i)], read[Kind.BUFFERS]
+        inputs, (buffers,) = read[Kind.INPUT] or [one_tensor(batch.inputs(i))], read[Kind.BUFFERS]
         (prefix,) = read[Kind.PREFIX] or [Prefix() if self._sizes.slices > 1 else None]
         version, is_lent = self._parameters(action, read), bool(read[Kind.LENT_FORWARD])
         # else the graph would keep parameters that the backward brings, or reads in another version

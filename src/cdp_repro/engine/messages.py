@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from cdp_repro.engine.compute import Network
 from cdp_repro.engine.rehearsal import Rehearsal, fake_tensors
@@ -58,7 +60,11 @@ class Layout:
         """Raise ValueError if `tensors` are not those of the layout."""
         if tensors.keys() != self.tensors.keys():
             differing = sorted(tensors.keys() ^ self.tensors.keys())
-            raise ValueError(f"a micro-batch differs from the first in what takes a gradient: {differing[:3]}")
+            raise ValueError(
+                f"a micro-batch differs from the first in what takes a gradient: {differing[:3]}. Ranks agree once on "
+                "what messages hold: use every parameter in every micro-batch, if need be times 0, or "
+                "placement=single_device"
+            )
         for name, layout in self.tensors.items():
             if tensors[name].shape != layout.shape:
                 raise ValueError(
@@ -110,18 +116,38 @@ def numbered(parameters: Mapping[str, Tensor], version: int) -> dict[str, Tensor
     return {**parameters, **number}
 
 
-def layouts_of(network: Network, inputs: Tensor, targets: Tensor) -> Layouts:
-    """Return the layouts of each stage's values, for micro-batches like (inputs [B/M, ...], targets [B/M, ...])."""
+_REHEARSED = (
+    "in the forward that finds the shapes of messages: copies of all stages, and loss_fn, run once on tensors without "
+    "values. loss_fn may use its arguments only, not what a forward has left in a stage"
+)
+
+
+def layouts_of(network: Network, inputs: Tensor, targets: Any) -> Layouts:
+    """Return the layouts of each stage's values, for micro-batches like (inputs [B/M, ...], targets).
+
+    Raises:
+        ValueError: a stage reads a value, or has gradients that are not dense.
+    """
     found: list[Mapping[str, Layout]] = []
     stages = network.stages
     with fake_tensors() as convert:
         rehearsal = Rehearsal(network, convert)
-        rehearsal.begin(convert(inputs), convert(targets))
-        outputs = [rehearsal.forward(stage) for stage in range(len(stages))]
+        rehearsal.begin(convert(inputs), tree_map_only(Tensor, convert, targets))
+        try:
+            outputs = [rehearsal.forward(stage) for stage in range(len(stages))]
+        except Exception as error:
+            error.add_note(_REHEARSED)
+            raise
         for number, module in reversed([*enumerate(stages)]):
             made = {VALUE: outputs[number]} if number < len(stages) - 1 else {}
             of_output, gradients = rehearsal.backward()
             parameters = dict(module.named_parameters())
+            for name, gradient in gradients.items():
+                if gradient.layout is not torch.strided:
+                    raise ValueError(
+                        f"the gradient of {name} of stage {number} is {gradient.layout}, and messages are of dense "
+                        "tensors: leave sparse=True out, or use placement=single_device"
+                    )
             found.append(
                 {
                     Kind.INPUT: Layout.like(made),

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,8 +64,8 @@ class Rehearsal:
         self.outputs: dict[int, Tensor] = {}
         """By stage: its output, until another stage reads it."""
 
-    def begin(self, inputs: Tensor, targets: Tensor) -> None:
-        """Start a micro-batch, [B/M, ...] each."""
+    def begin(self, inputs: Tensor, targets: Any) -> None:
+        """Start a micro-batch: inputs [B/M, ...], and what the loss takes."""
         self._targets = targets
         first = [stage for stage, read in enumerate(self.sources) if not read]
         self._data = {stage: inputs if stage == first[-1] else inputs.clone() for stage in first}

@@ -22,8 +22,8 @@ def launch(
     """Run `function(*arguments)` in every one of `processes` ranks.
 
     Under torchrun or srun this process is one of the ranks and runs the function itself, as it does if it is the only
-    rank. Otherwise the ranks are started here. SIGINT, SIGTERM and SIGHUP are then passed on to them once, and they end in
-    their own way; a second SIGINT ends them. On Linux no rank outlives this process.
+    rank. Otherwise the ranks are started here. SIGINT, SIGTERM and SIGHUP are then passed on to them once, and they end
+    in their own way; a second SIGINT ends them. On Linux no rank outlives this process.
 
     Args:
         function: Must be defined at the top level of a module.

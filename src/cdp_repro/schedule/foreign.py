@@ -39,8 +39,40 @@ def check_foreign(timeline: Timeline, rule: Rule, placement: Placement) -> None:
 
 
 def _check_timeline(timeline: Timeline) -> None:
-    _number(timeline, "period", timeline.period, least=1)
+    period = _number(timeline, "period", timeline.period, least=1)
     _check_numbers(timeline, ("forward", "backward", "backward_weights"))
+    sizes = timeline.sizes
+    for i in range(sizes.turns):
+        for j, sources in enumerate(sizes.sources):
+            for source in sources:
+                _in_order(timeline, ("forward", i, source), ("forward", i, j), "it makes its input")
+                _in_order(timeline, ("backward", i, j), ("backward", i, source), "it makes its gradient")
+            _in_order(timeline, ("forward", i, j), ("backward", i, j), "it saves what it needs")
+            _in_order(timeline, ("backward", i, j), ("backward_weights", i, j), "it makes what it needs")
+            if i + 1 < sizes.turns:
+                why = "gradients are added in the order of the micro-batches"
+                _in_order(timeline, ("backward_weights", i, j), ("backward_weights", i + 1, j), why)
+    for j in range(sizes.stages):
+        last, first = timeline.backward_weights(sizes.turns - 1, j), timeline.backward_weights(0, j) + period
+        if last > first:
+            raise ForeignError(
+                f"{_named(timeline)}: backward_weights({sizes.turns - 1}, {j}) is {last}, after "
+                f"backward_weights(0, {j}) of the next training step, {first}: give a period of at least "
+                f"{period + last - first}"
+            )
+
+
+_Compute = tuple[str, int, int]
+"""A function of a timeline, and its arguments: micro-batch i and stage j."""
+
+
+def _in_order(timeline: Timeline, one: _Compute, other: _Compute, why: str) -> None:
+    (name, i, j), (later, k, stage) = one, other
+    begins, needs = getattr(timeline, name)(i, j), getattr(timeline, later)(k, stage)
+    if needs < begins:
+        raise ForeignError(
+            f"{_named(timeline)}: {later}({k}, {stage}) is {needs}, before {name}({i}, {j}), {begins}: {why}"
+        )
 
 
 def _check_numbers(part: Timeline | Rule, functions: Sequence[str]) -> None:
