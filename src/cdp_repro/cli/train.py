@@ -323,7 +323,7 @@ def _queue(root: Path, cells: Sequence[Cell], missing: Sequence[Cell], launcher:
 
 def _status(line: CommandLine) -> int:
     if line.overrides or line.flags:
-        raise ConfigError([f"--status=SWEEP_DIR stands alone: drop {shlex.join([*line.overrides, *line.flags])}"])
+        raise ConfigError([f"--status=SWEEP_DIRECTORY stands alone: drop {shlex.join([*line.overrides, *line.flags])}"])
     write_out(sweep_text(Path(typed_path(line.options["status"]))))
     return 0
 
