@@ -60,6 +60,13 @@ def test_a_sum_is_there_until_its_update_is_done_and_a_version_until_its_last_ba
     assert clipped == plain + 1000, "a clipped copy of the sum, by the norm of the stage"
 
 
+def test_a_version_is_there_beside_the_gradients_of_the_last_backward_that_reads_it():
+    """On one device, cdp_v2: three versions, as many sums as stages, momentum, and two stages' activations."""
+    schedule, costs = Schedule.build("cdp_v2", 2), StageCosts.equal(2, 100, 1000)
+    totals = simulate_totals(schedule, costs, Program(schedule).complete_run, [1, 1])
+    assert max(total.bytes_per_device for total in totals) == 3000 + 2000 + 2000 + 200
+
+
 def test_clipping_by_the_norm_over_all_stages_keeps_all_sums_until_updates_are_read():
     _, plan = planned("mode=dp", "optim.clip_norm=1")
     _, without = planned("mode=dp")

@@ -8,9 +8,20 @@ import pytest
 
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
+from cdp_repro.predict.costs import StageCosts
+from cdp_repro.predict.remembered_cuts import stage_cut
+from cdp_repro.predict.simulate import simulate_slots
 from cdp_repro.predict.system_specs import SYSTEMS
-from cdp_repro.predict.systems import _cluster, compare_systems, explored, left_out, systems_text, write_systems
-from cdp_repro.schedule import Schedule
+from cdp_repro.predict.systems import (
+    _cluster,
+    compare_systems,
+    explored,
+    left_out,
+    simulated_system,
+    systems_text,
+    write_systems,
+)
+from cdp_repro.schedule import Program, Schedule
 
 SIZES = ["model=mlp", "model.depth=7", "model.hidden=16", "batch_size=64"]
 
@@ -118,6 +129,30 @@ def test_ranks_that_branches_cannot_share_are_refused():
     config = compose_config(TWO_TOWERS, check_device=False)
     with pytest.raises(ConfigError, match=r"a stage for each rank, workers=2: stages=2 is not a multiple of 3"):
         compare_systems(config)
+
+
+def test_together_counts_what_the_optimizer_keeps_and_clipped_copies():
+    large = "workers=2", "model.hidden=256"
+    config, plain = compared(*large, "optim.momentum=0")
+    sizes = stage_cut(config).costs.parameter_bytes
+    of_one = {}
+    for name, overrides in {"sgd": (), "adamw": ("optim=adamw",), "clipped": ("optim.clip_norm=1",)}.items():
+        _, found = compared(*large, *overrides)
+        of_one[name] = found["cdp_v2", "pipeline"].bytes_together
+    base, size = plain["cdp_v2", "pipeline"].bytes_together, sizes[0]  # the first stage is read late: two versions
+    assert (of_one["sgd"], of_one["adamw"]) == (base + size, base + 2 * size)
+    assert of_one["sgd"] < of_one["clipped"] <= of_one["sgd"] + size
+
+
+def test_slow_workers_are_busy_for_several_slots():
+    schedule = Schedule.build("async", 4, placement="parameter_server", speeds=(1, 1, 1, 2))
+    costs, program = StageCosts.equal(4), Program(schedule)
+    updates = schedule.sizes.updates
+    slots = program.until_it_repeats(schedule.micro_batches)
+    trace = simulate_slots(schedule, costs, slots, is_cut=True, fill=program.steady_step)
+    found = simulated_system(schedule, costs, schedule.micro_batches)
+    assert found.idle_share == pytest.approx(trace.idle_share(schedule.slots_per_step)) == pytest.approx(1 / 5)
+    assert updates == 5
 
 
 def test_a_cluster_gives_seconds():
