@@ -81,6 +81,7 @@ def test_a_profiler_shows_what_it_has_seen(tmp_path):
     assert done.returncode == 0 and "cumtime" in done.stdout
 
 
+IGNORING = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
 INTERRUPTING = """
 import os, signal, sys
 
@@ -105,6 +106,28 @@ def test_ctrl_c_in_an_import_ends_a_command_quietly(tmp_path, module):
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": path, "AT": module}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr, done.stdout) == (130, "interrupted\n", "")
+
+
+def test_an_interrupt_that_is_ignored_stays_ignored(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(IGNORING + INTERRUPTING)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", "from cdp_repro.cli import entry; entry.plan()", "--help"], capture_output=True,
+        env={**os.environ, "PYTHONPATH": path, "AT": "cdp_repro.cli.plan"}, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: cdp-plan")
+
+
+def test_memory_that_is_missing_is_told_where_torch_is_not_imported():
+    script = """
+import sys
+from cdp_repro.cli.console import exit_code_of
+with exit_code_of() as result:
+    raise MemoryError("of a plan")
+print(result.code, "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "1 False\n" and done.stderr.startswith("error: not enough memory: of a plan\n")
 
 
 def test_little_is_imported_before_a_command_can_tell_that_it_was_interrupted():

@@ -215,6 +215,22 @@ def test_processes_in_which_a_run_has_failed_take_no_new_engine(tmp_path, placem
         assert "its messages may still be under way" in said and "start new processes" in said
 
 
+def try_again_before_anything_was_sent():
+    """Inputs that are refused before the ranks have connected; then the right ones, in a new engine."""
+    first = make_engine("dp", "replicated", 2, 2)
+    wrong = [(torch.randn(6, 7, dtype=torch.float64), torch.randint(5, (6,)))]
+    with pytest.raises(RuntimeError):
+        list(first.run(wrong))
+    dist.barrier()
+    engine = make_engine("dp", "replicated", 2, 2)
+    return outcome(engine, [result.losses for result in engine.run(make_batches(3, 2))])
+
+
+def test_a_failure_before_any_message_lets_ranks_try_again(tmp_path):
+    found = run_ranks(try_again_before_anything_was_sent, 2, folder=tmp_path)
+    check_same(found, train("dp", "single_device", 2, 2, pieces=(3,)))
+
+
 def fail_then_meet_anew():
     """The way that the refusal names: another process group."""
     assert "start new processes" in train_after_a_failure("replicated")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import time
 from functools import partial
 
 import pytest
@@ -71,9 +73,9 @@ def train_with(placement, own):
     settings = {"mode": "cdp_v2", "lr": 0.1, "seed": 0, "clip_norm": None} | (own if dist.get_rank() else {})
     torch.manual_seed(0)
     stages = [nn.Linear(5, 5, dtype=torch.float64) for _ in range(2)]
-    mode, rate = settings.pop("mode"), settings.pop("lr")
-    make = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[settings.pop("kind", "sgd")]
-    engine = Engine(stages, F.cross_entropy, lambda p: make(p, lr=rate), mode, placement, **settings)
+    mode, rate, options = settings.pop("mode"), settings.pop("lr"), settings.pop("options", {})
+    make = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[settings.pop("kind", "sgd")]
+    engine = Engine(stages, F.cross_entropy, lambda p: make(p, lr=rate, **options), mode, placement, **settings)
     return [result.losses for result in engine.run(make_batches(3, engine.schedule.micro_batches))]
 
 
@@ -88,13 +90,31 @@ def train_with(placement, own):
         ({"seed": 1}, "rank 1 has made an engine with seed=1, rank 0 with seed=0"),
         ({"clip_norm": 2.0}, "rank 1 has made an engine with clip_norm=2.0, rank 0 with clip_norm=None"),
         ({"lr": 0.2}, r"rank 1 has for stage 0 the optimizer SGD .*'lr': 0.2.*, rank 0 SGD .*'lr': 0.1"),
-        ({"kind": "adagrad"}, "rank 1 has for stage 0 the optimizer Adagrad"),
+        ({"kind": "adam"}, "rank 1 has for stage 0 the optimizer Adam"),
+        ({"options": {"maximize": True}}, "rank 1 has for stage 0 the optimizer SGD .*'maximize': True"),
     ],
     ids=str,
 )
 def test_ranks_that_make_other_engines_are_refused(tmp_path, own, refusal):
     with pytest.raises(AssertionError, match=refusal):
         run_ranks(train_with, 2, "replicated", own, folder=tmp_path)
+
+
+def train_after_an_empty_run():
+    """What ranks tell each other is of the run that begins: another state may have come since an empty one."""
+    engine, other = (make_engine("cdp_v2", "replicated", 2, 2) for _ in range(2))
+    list(other.run(make_batches(2, 2)))
+    state = [copy.deepcopy(other.state_dict())]
+    dist.broadcast_object_list(state, 0)
+    assert list(engine.run([])) == []
+    engine.load_state_dict(state[0])
+    time.sleep(0.5 * (dist.get_rank() == 0))
+    return [result.losses for result in engine.run(make_batches(2, 2))][-1]
+
+
+def test_ranks_compare_what_they_have_when_a_run_begins(tmp_path):
+    losses, _ = run_ranks(train_after_an_empty_run, 2, folder=tmp_path)
+    assert all(map(math.isfinite, losses))
 
 
 def test_stages_that_only_one_rank_holds_may_have_another_rate(tmp_path):

@@ -6,13 +6,16 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import nn
 
 from cdp_repro import Engine
 from cdp_repro.engine.compute import StageCompute, Version
 from cdp_repro.engine.memory import ActivationMeter
 from cdp_repro.engine.tracing import Tracer
+from cdp_repro.launch import team as team_module
 from cdp_repro.launch.team import Team
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.simulate import simulate
@@ -341,3 +344,19 @@ def test_a_saved_tensor_that_is_changed_in_place_is_refused(mode, traced_steps):
     batches = [(torch.randn(4, 4), torch.randint(4, (4,)))] * 2
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changes a tensor \[[24], 4\] in place"):
         list(engine.run(batches))
+
+
+def offsets(machine):
+    """The offset of this rank's clock, where ranks are on machines of these names."""
+    before, team_module._machine = team_module._machine, lambda: machine[dist.get_rank()] if machine else before()
+    try:
+        return Team(3, torch.device("cpu"), "a test").clock_offset()
+    finally:
+        team_module._machine = before
+
+
+def test_clocks_of_one_machine_are_one_clock(tmp_path):
+    """A round trip would measure how busy the machine is."""
+    assert run_ranks(offsets, 3, None, folder=tmp_path) == [0.0] * 3
+    first, second, third = run_ranks(offsets, 3, ["a", "a", "b"], folder=tmp_path)
+    assert first == second == 0 != third and abs(third) < 1

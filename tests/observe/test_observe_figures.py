@@ -25,6 +25,16 @@ def test_the_timeline_has_a_cell_for_every_action(tmp_path):
     assert axis.get_xlabel() and axis.get_ylabel() == "stage"
 
 
+@pytest.mark.parametrize(("mode", "workers", "stages"), [("cdp_v2", 2, 2), ("dp", 4, 2), ("dp", 8, 2), ("dp", 3, 3)])
+def test_nothing_of_a_timeline_is_cut_at_its_edges(mode, workers, stages):
+    slots = Program(Schedule.build(mode, workers, stages)).slots(1)
+    figure = timeline_figure({mode: slots}, {mode: Lanes(workers)}, stages)
+    figure.draw_without_rendering()
+    for shown in (figure.legends[0], figure.axes[0].xaxis.label):
+        box = shown.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0, (shown, box)
+
+
 def test_a_timeline_with_slots_in_which_nothing_begins_is_drawn_to_its_end():
     schedule = Schedule.build("async", 2, 2, "parameter_server", speeds=(4, 3))
     slots = simulate(Program(schedule), StageCosts.equal(2), 1).slots

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -12,9 +13,10 @@ from cdp_repro.observe.text import format_bytes
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.predict.forecast import make_plan
-from cdp_repro.predict.simulate import simulate_totals
+from cdp_repro.predict.simulate import Devices, simulate_totals
 from cdp_repro.predict.training_state import copied_bytes, optimizer_states, training_state
-from cdp_repro.schedule import Program, Schedule
+from cdp_repro.schedule import Op, Program, Schedule
+from cdp_repro.schedule.values import Kind
 
 SMALL = ("model=mlp", "model.depth=3", "workers=2", "stages=4", "batch_size=16")
 
@@ -75,6 +77,32 @@ def test_clipping_by_the_norm_over_all_stages_keeps_all_sums_until_updates_are_r
     assert memory.gradients == parameters > without.chosen.memory.gradients
     # the update of stage 0 comes first, with a clipped copy of its sum, and all others still wait
     assert memory.together >= parameters + parameters + parameters + costs.gradient_bytes[0]
+
+
+def test_a_clipped_copy_counts_where_the_sum_goes_on_to_the_next_rank():
+    schedule = Schedule.build("cdp_v2", 3, placement="replicated", accumulate=2)
+    sizes = (3000, 2000, 1000)
+    costs = replace(StageCosts.equal(3, 100), parameter_bytes=sizes, gradient_bytes=sizes)
+    most, copies = {}, 0
+    for clips in (False, True):
+        devices, most[clips] = Devices(schedule, costs, [1] * 3, clips), 0
+        for action in (action for slot in Program(schedule).complete_run for action in slot.actions):
+            devices.run(action)
+            most[clips] = max(most[clips], devices.most_bytes(action))
+            if action.op is Op.UPDATE and not clips:
+                total = sum(costs.bytes_of(value) for value in action.reads if value.kind == Kind.GRADIENTS)
+                copies = max(copies, devices.most_bytes(action) + total)
+    assert most[True] == max(most[False], copies) > most[False]
+
+
+def test_a_program_of_a_file_needs_what_it_needs_where_it_is_made(tmp_path):
+    overrides = ["model=mlp", "model.depth=3", "workers=4", "mode=cdp_v2", "placement=replicated"]
+    assert main([*overrides, f"--program={tmp_path}/program.txt"]) == 0
+    made, read = (
+        make_plan(compose_config([*overrides, *more], check_device=False)).chosen.memory
+        for more in ((), (f"program={tmp_path}/program.txt",))
+    )
+    assert read == made
 
 
 def test_what_a_run_needs_after_a_drain_counts():

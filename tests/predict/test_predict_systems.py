@@ -120,6 +120,14 @@ def test_all_that_is_explored_has_micro_batches_of_the_same_samples(overrides):
     assert len({size for schedule, size in found if schedule.mode != "interleaved"}) == 1
 
 
+def test_no_system_is_explored_twice():
+    text = ["dataset=text", "model=gpt", "workers=2", "batch_size=8", "placement=pipeline"]
+    for overrides in (["mode=terapipe", "slices=2"], ["mode=terapipe"], ["mode=gpipe", "ranks=2"]):
+        config = compose_config([*text, *overrides], check_device=False)
+        found = [(schedule.mode, schedule.spec.placement) for schedule, _ in explored(config)]
+        assert len({*found}) == len(found), found
+
+
 def test_systems_run_in_the_order_of_slots_that_is_chosen():
     config = compose_config([*SIZES, "workers=2", "slot_order=backward_first"], check_device=False)
     assert {schedule.spec.slot_order for schedule, _ in explored(config)} == {"backward_first"}
@@ -139,6 +147,7 @@ def test_together_counts_what_the_optimizer_keeps_and_clipped_copies():
     for name, overrides in {"sgd": (), "adamw": ("optim=adamw",), "clipped": ("optim.clip_norm=1",)}.items():
         _, found = compared(*large, *overrides)
         of_one[name] = found["cdp_v2", "pipeline"].bytes_together
+    assert plain["gpipe", "pipeline"].gradient_bytes == max(sizes), "a rank has a stage, all of it is trained"
     base, size = plain["cdp_v2", "pipeline"].bytes_together, sizes[0]  # the first stage is read late: two versions
     assert (of_one["sgd"], of_one["adamw"]) == (base + size, base + 2 * size)
     assert of_one["sgd"] < of_one["clipped"] <= of_one["sgd"] + size

@@ -108,6 +108,15 @@ def test_labels_of_an_axis_tell_its_values_apart(values, labels):
     assert [text.get_text() for text in axis.get_xticklabels()] == labels
 
 
+@pytest.mark.parametrize("names", [("dp", "cdp_v2"), ("cdp_v2 with prediction", "dp"), ("a" * 58,)])
+def test_the_legend_fits_into_the_figure(names):
+    series = {(name, rate): {1.0: Sample.from_values([2.0])} for name in names for rate in ("0.1", "0.2")}
+    figure = sweep_figure(SweepResults("epoch", "y", ("mode", "optim.lr"), series, {}, ()))
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.width
+
+
 def test_the_figure_says_what_its_means_leave_out():
     points = {1: Sample.from_values([1.0])}
     left_out = {"a": "diverged", "b": "diverged", "c": "damaged (no summary)"}

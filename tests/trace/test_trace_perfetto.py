@@ -57,6 +57,18 @@ def test_arrows_lead_from_each_send_to_what_waits_for_it(mode, placement):
     assert {max(event["args"].values()) for event in newest} == {1, 2, 3}
 
 
+def test_no_arrow_leads_back_in_time_where_actions_wait_for_their_messages():
+    """As in a run: an action begins before its message has come, and ends later."""
+    trace = simulate(Program(Schedule.build("cdp_v2", 3, placement="pipeline")), StageCosts.equal(3), 3)
+    early = [
+        replace(record, spans=tuple((begin - 0.9, end) for begin, end in record.spans)) if record.rank == 2 else record
+        for record in trace.records
+    ]
+    events = perfetto(replace(trace, records=tuple(early)))["traceEvents"]
+    sent, waited = ({event["id"]: event for event in events if event["ph"] == kind} for kind in "sf")
+    assert sent and all(waited[number]["ts"] >= sent[number]["ts"] for number in sent)
+
+
 @pytest.mark.parametrize("mode", ["cdp_v1", "cdp_v2"])
 @pytest.mark.parametrize("size", [8, 0])
 def test_no_arrow_leads_back_in_time(mode, size):

@@ -64,6 +64,15 @@ def engine_with(config, stages, **choices):
     return Engine(stages, F.cross_entropy, optimizer_factory(config, stages), "cdp_v2", **choices)
 
 
+def test_gains_and_biases_with_dimensions_of_one_value_are_no_matrices():
+    """ResMLP's are [1, 1, C]."""
+    model = build_model("resmlp_12_224", ModelSpec(input_shape=(3, 32, 32), classes=10))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    hidden = {names[parameter] for parameter in hidden_matrices([model])}
+    assert "blocks_0.linear_tokens.weight" in hidden
+    assert not [name for name in hidden if name.endswith(("alpha", "beta", "bias"))]
+
+
 MUON = OptimConfig(name="muon", lr=0.01, momentum=0.9, beta1=0.8, beta2=0.9, weight_decay=0.1)
 
 

@@ -15,6 +15,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from cdp_repro.cli import export as export_command
+from cdp_repro.cli import train as train_command
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
 from cdp_repro.config.numerics import loss_fn
@@ -244,6 +246,20 @@ def test_names_and_shapes_are_the_originals(name, shape, original):
     assert {key: tensor.shape for key, tensor in original_tensors(name, ours).items()} == {
         key: tensor.shape for key, tensor in theirs.items()
     }
+
+
+@pytest.mark.parametrize("name", ["resnet8", "resnet20"])
+def test_the_small_resnets_load_by_the_names_that_they_would_have_in_torchvision(tmp_path, tiny, name):
+    data = [override for override in tiny if not override.startswith("model")]
+    assert train_command.main([*data, f"model={name}", "batch_size=16", "epochs=1", f"run_dir={tmp_path}/run"]) == 0
+    assert export_command.main([f"{tmp_path}/run", f"{tmp_path}/weights.safetensors"]) == 0
+    file = load_file(tmp_path / "weights.safetensors")
+    model = build_model(name, ModelSpec(input_shape=(3, 8, 8), classes=10))
+    views = original_tensors(name, model.state_dict())
+    assert views.keys() == file.keys() and "layer1.0.conv1.weight" in views
+    for each, values in views.items():
+        values.copy_(file[each])
+    assert torch.equal(dict(model.named_parameters())["stem.conv1.weight"], file["conv1.weight"])
 
 
 def test_a_model_of_ours_keeps_its_names():

@@ -75,9 +75,12 @@ def _told(text: str, error: BaseException) -> str:
 def _code_of(error: Exception) -> int | None:
     """Report an error with which a run or a model ends; return its exit code, None for a defect.
 
-    To import the error classes is to import torch, which the command has done if any of them is raised. Where it is
+    To import the error classes is to import torch, which the command has done if one of these is raised. Where it is
     half imported, as after Ctrl-C, it cannot be imported again.
     """
+    said = str(error).partition("\n")[0]
+    if isinstance(error, MemoryError):
+        return _without_memory(said)
     if "torch" not in sys.modules:
         return None
     import torch
@@ -96,11 +99,14 @@ def _code_of(error: Exception) -> int | None:
     if isinstance(error, DivergedError):
         write_error(_told(f"error: {error}", error))
         return 1
-    said = str(error).partition("\n")[0]
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in said:
-        write_error(f"error: not enough memory: {said}\ncdp-plan shows the need: less with a smaller batch_size=\n")
-        return 1
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
+        return _without_memory(said)
     return None
+
+
+def _without_memory(said: str) -> int:
+    write_error(f"error: not enough memory: {said}\ncdp-plan shows the need: less with a smaller batch_size=\n")
+    return 1
 
 
 def console_logging() -> None:

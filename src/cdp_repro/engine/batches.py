@@ -84,6 +84,8 @@ class SlicedMiniBatch:
     def _slice(self, read: Callable[[int], Tensor], micro_batch: int) -> Tensor:
         part, place = self._sizes.place(micro_batch)
         whole, slices = read(part), self._sizes.slices
+        if not isinstance(whole, Tensor):
+            raise ValueError(f"slices={slices} cut tensors [samples, tokens, ...], not a {type(whole).__name__}")
         tokens = whole.shape[1] if whole.ndim > 1 else 0
         if not tokens or tokens % slices:
             raise ValueError(

@@ -198,7 +198,7 @@ class Engine:
     def _connect(self, feed: Feed) -> None:
         """Derive the layouts of messages from the first batch; then drop parameters that this rank does not hold."""
         if self._executor.mailbox is None:
-            self._holdings.tell_others(self._settings)
+            self._holdings.tell_others(self._settings, self._runs)
             if (first := feed.first()) is None:
                 return
             # an earlier run without a step may have closed them, and fake copies also read gradients
@@ -206,7 +206,7 @@ class Engine:
             layouts = layouts_of(self._network, one_tensor(first.inputs(0)), first.targets(0))
             shards = self._holdings.shards
             with self.team.positions.noting("connecting"):
-                self._holdings.check_alike()
+                self._holdings.check_alike(self._runs)
                 self._executor.mailbox = Mailbox(layouts, shards, self._executor.program, self.team.device)
         self._holdings.drop_others()
 
@@ -227,9 +227,10 @@ class Engine:
                 self.step = result.step + 1
                 yield result
         except (Exception, KeyboardInterrupt) as error:
-            where = " in new processes" if self.team.size > 1 else ""
+            has_sent = self._executor.mailbox is not None
+            where = " in new processes" if has_sent else ""
             self._undrained = f"it failed in step {self.step}: {error!r}; load a checkpoint into a new engine{where}"
-            self.team.give_up(error)
+            self.team.give_up(error, has_sent)
             raise
         self.step = first_step + feed.begun
         self._undrained = None

@@ -95,23 +95,26 @@ class Holdings:
                 like = self._stages[value.stage].named_buffers()
                 self.values[value] = {name: copied_like(buffer, theirs[name]) for name, buffer in like}
 
-    def tell_others(self, settings: Mapping[str, object]) -> None:
-        """Tell other ranks the settings of this one's engine, its optimizers, and a number for each parameter."""
+    def tell_others(self, settings: Mapping[str, object], run: int) -> None:
+        """Tell other ranks the settings of this one's engine, its optimizers, and a number for each parameter.
+
+        `run` is the number of the run that begins: before the first with a batch, there may be empty ones.
+        """
         stages = {
             number: (state.optimizer_text, _sums_of_bits(dict(self._stages[number].named_parameters())))
             for number, state in self.states.items()
         }
         told = {"settings": {name: str(value) for name, value in settings.items()}, "stages": stages}
-        self._team.store.set(f"engine/{self._team.rank}", json.dumps(told))
+        self._team.store.set(f"engine/{run}/{self._team.rank}", json.dumps(told))
 
-    def check_alike(self) -> None:
+    def check_alike(self, run: int) -> None:
         """Raise ValueError if this rank has other settings than rank 0, or has a stage otherwise than its first holder.
 
         Copies of a stage would stay different, as ranks exchange only gradients. Waits until those ranks have told
         theirs.
         """
         mine, firsts = self._team.rank, {number: self._schedule.placement.holders(number)[0] for number in self.states}
-        told = {rank: json.loads(self._team.store.get(f"engine/{rank}")) for rank in {0, mine, *firsts.values()}}
+        told = {rank: json.loads(self._team.store.get(f"engine/{run}/{rank}")) for rank in {0, mine, *firsts.values()}}
         theirs, own = told[0]["settings"], told[mine]["settings"]
         if others := differing(theirs, own):
             raise ValueError(
@@ -119,13 +122,13 @@ class Holdings:
                 f"{others[0]}={theirs[others[0]]}: make the same engine on all ranks"
             )
         for number, first in firsts.items():
-            (theirs, their_sums), (own, own_sums) = (told[rank]["stages"][str(number)] for rank in (first, mine))
-            if theirs != own:
+            (optimizer, their_sums), (own_optimizer, sums) = (told[r]["stages"][str(number)] for r in (first, mine))
+            if optimizer != own_optimizer:
                 raise ValueError(
-                    f"rank {mine} has for stage {number} the optimizer {own}, rank {first} {theirs}: give the same to "
-                    "all that hold the stage"
+                    f"rank {mine} has for stage {number} the optimizer {own_optimizer}, rank {first} {optimizer}: give "
+                    "the same to all that hold the stage"
                 )
-            if others := differing(their_sums, own_sums):
+            if others := differing(their_sums, sums):
                 raise ValueError(
                     f"rank {mine} has other parameters of stage {number} than rank {first}, such as {others[0]}, and "
                     "ranks do not exchange them at the start: call torch.manual_seed with the same number on all ranks "

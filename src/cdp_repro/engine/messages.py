@@ -63,9 +63,14 @@ class Layout:
             raise ValueError(
                 f"a micro-batch differs from the first in what takes a gradient: {differing[:3]}. Ranks agree once on "
                 "what messages hold: use every parameter in every micro-batch, if need be times 0, or "
-                "placement=single_device"
+                "placement=single_device or pipeline"
             )
         for name, layout in self.tensors.items():
+            if tensors[name].layout is not torch.strided:
+                raise ValueError(
+                    f"the gradient of {name} is {tensors[name].layout}, and messages are of dense tensors: leave "
+                    "sparse=True out, or use placement=single_device or pipeline"
+                )
             if tensors[name].shape != layout.shape:
                 raise ValueError(
                     f"a micro-batch makes a tensor {[*tensors[name].shape]} where the first made {[*layout.shape]}: "
@@ -126,7 +131,7 @@ def layouts_of(network: Network, inputs: Tensor, targets: Any) -> Layouts:
     """Return the layouts of each stage's values, for micro-batches like (inputs [B/M, ...], targets).
 
     Raises:
-        ValueError: a stage reads a value, or has gradients that are not dense.
+        ValueError: a stage, or the loss, reads a value of a tensor.
     """
     found: list[Mapping[str, Layout]] = []
     stages = network.stages
@@ -142,12 +147,6 @@ def layouts_of(network: Network, inputs: Tensor, targets: Any) -> Layouts:
             made = {VALUE: outputs[number]} if number < len(stages) - 1 else {}
             of_output, gradients = rehearsal.backward()
             parameters = dict(module.named_parameters())
-            for name, gradient in gradients.items():
-                if gradient.layout is not torch.strided:
-                    raise ValueError(
-                        f"the gradient of {name} of stage {number} is {gradient.layout}, and messages are of dense "
-                        "tensors: leave sparse=True out, or use placement=single_device"
-                    )
             found.append(
                 {
                     Kind.INPUT: Layout.like(made),

@@ -5,9 +5,12 @@ On a single device the team is this process alone, and every exchange is with it
 
 from __future__ import annotations
 
+import platform
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 from weakref import WeakSet
@@ -86,12 +89,12 @@ class Team:
     def clock_offset(self) -> float:
         """Return the seconds to add to this rank's `time.perf_counter` to get that of rank 0.
 
-        On one host they are the same clock; across hosts, the fastest of a few round trips bounds the error by half
-        its time.
+        On one machine they are the same clock; across machines, the fastest of a few round trips bounds the error by
+        half its time.
         """
-        offset = 0.0
+        offset, machines = 0.0, self.share(self.gather(_machine()))
         for rank in range(1, self.size):
-            if self.rank in (0, rank):
+            if self.rank in (0, rank) and machines[rank] != machines[0]:
                 trips = [self._round_trip(rank) for _ in range(5)]
                 offset = min(trips)[1]
         return offset
@@ -143,10 +146,10 @@ class Team:
         finally:
             _ONE_AT_A_TIME.release()
 
-    def give_up(self, error: BaseException) -> None:
-        """Tell other ranks why this one does not go on; from now on, no new team may use the group."""
+    def give_up(self, error: BaseException, has_sent: bool) -> None:
+        """Tell other ranks why this one does not go on; if it `has_sent` messages, no new team may use the group."""
         self.positions.give_up(error)
-        if self.size > 1:
+        if self.size > 1 and has_sent:
             assert dist.group.WORLD is not None
             _FAILED.add(dist.group.WORLD)
 
@@ -173,6 +176,12 @@ class Team:
         """
         shared = PrefixStore("cdp_repro", dist.distributed_c10d._get_default_store())
         return PrefixStore(f"team/{shared.add(f'teams/{self.rank}', 1)}", shared)
+
+
+def _machine() -> str:
+    """Return a text that tells machines apart, not hosts that are containers or namespaces on one of them."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else f"{platform.node()} {uuid.getnode()}"
 
 
 def _store_of_all() -> Store:

@@ -85,10 +85,12 @@ def cut(model: nn.Sequential, ranges: Sequence[range], sources: Sources = ()) ->
 def hidden_matrices(stages: Sequence[nn.Sequential], sources: Sources = ()) -> frozenset[nn.Parameter]:
     """Return the matrices and filters of all blocks except those that read the data and the last one, the head.
 
-    `sources` gives, for each stage, the stages whose outputs it reads; () for a chain.
+    A gain or bias may have dimensions of one value, as [1, 1, C]: it is none of them. `sources` gives, for each stage,
+    the stages whose outputs it reads; () for a chain.
     """
     reads = sources or chain(len(stages))
     of_data = {id(stage[0]) for stage, read in zip(stages, reads, strict=True) if not read}
     *blocks, _head = [block for stage in stages for block in stage]
     hidden = [block for block in blocks if id(block) not in of_data]
-    return frozenset(parameter for block in hidden for parameter in block.parameters() if parameter.ndim >= 2)
+    parameters = (parameter for block in hidden for parameter in block.parameters())
+    return frozenset(parameter for parameter in parameters if sum(size > 1 for size in parameter.shape) >= 2)

@@ -21,6 +21,11 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F
 _LABELLED_LANES = 16
 """Up to this many lanes, the cells of a timeline are large enough for arrows and versions."""
 
+_WIDE_INCHES = 6
+"""A figure as wide as this has room for a long label."""
+_LEGEND_INCHES = 1.25
+"""What a worker takes in a legend."""
+
 _CURVE_STYLES = (("#555555", "--"), ("#0072B2", "-"), ("#D55E00", "-."), ("#009E73", ":"))
 
 _PRICE_LINES = ("-", "--", "-.", ":")
@@ -46,11 +51,13 @@ def timeline_figure(timelines: Mapping[str, Sequence[Slot]], lanes: Mapping[str,
         axis.tick_params(length=0)
     ticks = range(0, slots, max(1, slots // 16))
     axes[-1].set_xticks([slot + 0.5 for slot in ticks], [str(slot) for slot in ticks])
-    legend = "  (↑ forward, ↓ backward; number: parameter version read)" if len(names) <= _LABELLED_LANES else ""
-    axes[-1].set_xlabel(f"time slot{legend}")
+    between = "  " if figure.get_figwidth() > _WIDE_INCHES else "\n"
+    legend = f"{between}(↑ forward, ↓ backward;{between}number: parameter version read)"
+    axes[-1].set_xlabel(f"time slot{legend}" if len(names) <= _LABELLED_LANES else "time slot")
     if len(names) <= len(COLOURS):
         handles = [Rectangle((0, 0), 1, 1, color=_colour(lane), label=name) for lane, name in enumerate(names)]
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(names), frameon=False)
+        columns = min(len(names), max(1, int(figure.get_figwidth() / _LEGEND_INCHES)))
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
     return figure
 
 
@@ -133,7 +140,7 @@ def price_figure(curves: Mapping[str, Mapping[float, float]], title: str) -> Fig
     axis.set_xlabel("bandwidth of all links, over that of the cluster")
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(frameon=False, loc="outside right upper", fontsize="small")
+    figure.legend(frameon=False, loc="outside right upper", fontsize="small", handlelength=4)
     return figure
 
 

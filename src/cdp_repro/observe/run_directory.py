@@ -310,11 +310,16 @@ def _refuse_occupied(path: Path) -> None:
     if (path / CONFIG).exists() or (path / METRICS).exists():
         holds = "already holds another run"
         ways = f"pass another run_dir=, or go on with that run by {shlex.join(arguments_to_go_on(path))}"
-        if is_locked(path / LOGS / _LOCK):
+        if is_trained(path):
             ways = "pass another run_dir=: another process is training in this one"
     else:
         holds, ways = "is taken", "pass another run_dir=, or resume=<the directory of an earlier run>"
     raise RunDirectoryError(f"{path} {holds}: it {_contents(path)}. Nothing was changed; {ways}")
+
+
+def is_trained(path: Path) -> bool:
+    """Return whether a process trains in a run directory now."""
+    return is_locked(path / LOGS / _LOCK)
 
 
 def _contents(path: Path) -> str:

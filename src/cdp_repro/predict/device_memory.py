@@ -42,7 +42,7 @@ def totals_of(config: RunConfig, cut: StageCut, program: Program) -> list[SlotTo
     """
     schedule, steps = program.schedule, program.steady_step + 2
     slots = program.complete_run
-    if schedule.rule.longest and not program.is_given:
+    if schedule.rule.longest:
         slots += program.slots(steps, first_step=steps)
     beside = optimizer_states(config, cut, schedule)
     return [*simulate_totals(schedule, cut.costs, slots, beside, clips=config.optim.clip_norm is not None)]

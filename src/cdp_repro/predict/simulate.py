@@ -33,8 +33,8 @@ class Devices:
             raise ValueError(f"the schedule has {schedule.stages} stages but the costs are of {costs.stages}")
         self._costs = costs
         self._clips, self._updates_wait = clips, clips and clips_globally(schedule)
-        self._waiting: dict[tuple[int, Value], Value] = {}
-        """By rank and version that an update makes, the sum that waits for it."""
+        self._waiting: dict[tuple[int, Value], tuple[Value, bool]] = {}
+        """By rank and version that an update makes, the sum that waits for it, and whether it is freed then."""
         self._peak_before = 0
         """Most bytes while updates ran that an action has waited for."""
         self._ranks, self._sizes = schedule.ranks, schedule.sizes
@@ -75,20 +75,22 @@ class Devices:
             self._received.add((action.value.number, stage))
         for value in action.writes:
             self._hold(rank, value, 1)
+        if op is Op.UPDATE and self._updates_wait:
+            (total,) = (value for value in action.reads if value.kind == Kind.GRADIENTS)
+            self._waiting[rank, action.writes[0]] = total, total in action.frees
         for value in action.frees:
-            if op is Op.UPDATE and self._updates_wait and value.kind == Kind.GRADIENTS:
-                self._waiting[rank, action.writes[0]] = value
-            else:
+            if (op, value.kind) != (Op.UPDATE, Kind.GRADIENTS) or not self._updates_wait:
                 self._hold(rank, value, -1)
         return self.sent_bytes(action)
 
     def _made(self, rank: int, version: Value) -> int:
         """Run the update that makes a version, if it has waited; return the rank's bytes while it ran, else 0."""
-        total = self._waiting.pop((rank, version), None)
+        total, is_freed = self._waiting.pop((rank, version), (None, False))
         if total is None:
             return 0
         most = self._bytes_of(rank) + self._costs.bytes_of(total)  # with the clipped copy
-        self._hold(rank, total, -1)
+        if is_freed:
+            self._hold(rank, total, -1)
         return most
 
     def _hold(self, rank: int, value: Value, change: int) -> None:
@@ -112,7 +114,8 @@ class Devices:
         """
         beside: list[Value] = []
         if action.op is Op.UPDATE and not self._updates_wait:
-            beside = [value for value in action.frees if value.kind == Kind.GRADIENTS] * (1 + self._clips)
+            beside = [value for value in action.frees if value.kind == Kind.GRADIENTS]
+            beside += [value for value in action.reads if value.kind == Kind.GRADIENTS] if self._clips else []
         elif action.op.is_compute:
             beside = [value for value in action.frees if value.kind in (Kind.PARAMETERS, *LENT)]
         return max(self._peak_before, self._bytes_of(action.rank) + sum(map(self._costs.bytes_of, beside)))

@@ -185,14 +185,20 @@ def explored(config: RunConfig) -> Iterator[tuple[Schedule, StageCosts]]:
     cut = stage_cut(config)
     chosen = config.schedule(cut.costs.gradient_bytes)
     parallel = stage_cut(config.reading_whole()).costs
-    own = {chosen.spec: (chosen, cut.costs)}
+    own = {_resolved(chosen): (chosen, cut.costs)}
     baseline = Program(chosen).data_parallel().schedule
-    own.setdefault(baseline.spec, (baseline, parallel))
+    own.setdefault(_resolved(baseline), (baseline, parallel))
     yield from own.values()
     samples = config.batch_size // config.sample_parts
     alike = replace(config, batch_size=samples * config.workers * config.accumulate)
     with suppress(ConfigError):  # the other systems cannot have these sizes
-        yield from ((schedule, cut.costs) for schedule, cut in systems_of(alike) if schedule.spec not in own)
+        yield from ((schedule, cut.costs) for schedule, cut in systems_of(alike) if _resolved(schedule) not in own)
+
+
+def _resolved(schedule: Schedule) -> Spec:
+    """Return the choices of a schedule with those that it has made itself."""
+    sizes = schedule.sizes
+    return replace(schedule.spec, slices=sizes.slices, ranks=sizes.pipeline_ranks)
 
 
 def simulated_system(

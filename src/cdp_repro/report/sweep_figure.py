@@ -17,6 +17,8 @@ from cdp_repro.report.charts import plain_axes, style
 from cdp_repro.report.sweep_results import EPOCH, SweepResults
 
 _MOST_TICKS = 12
+_LEGEND_LETTERS = 56
+"""That fit beside each other below a figure."""
 _SPAN_OF_A_LOG_AXIS = 10
 
 
@@ -40,12 +42,13 @@ def write_sweep(results: SweepResults, folder: Path) -> list[Path]:
 
 def sweep_figure(results: SweepResults) -> Figure:
     """Draw every series; x is evenly spaced if it is text, and logarithmic if it is a setting that spans a decade."""
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    names = [results.label(values) for values in results.series]
+    longest = max(map(len, names), default=0) + 6
+    figure = Figure(figsize=(max(6.4, 6.4 * longest / _LEGEND_LETTERS), 3.8), layout="constrained")
     axis = figure.subplots()
     places = list(dict.fromkeys(x for points in results.series.values() for x in points))
     numbers = [x for x in places if not isinstance(x, str)]
     is_text = len(numbers) < len(places)
-    names = [results.label(values) for values in results.series]
     for name, points in zip(names, results.series.values(), strict=True):
         xs = [places.index(x) if is_text else x for x in points]
         look = style(name, names)
@@ -61,7 +64,8 @@ def sweep_figure(results: SweepResults) -> Figure:
     if results.left_out:
         axis.set_title(f"without {_counted(results.left_out.values())}", fontsize="small", loc="left")
     if results.group:
-        figure.legend(frameon=False, loc="outside lower center", ncols=3, title=", ".join(results.group))
+        columns = max(1, min(3, _LEGEND_LETTERS // longest))
+        figure.legend(frameon=False, loc="outside lower center", ncols=columns, title=", ".join(results.group))
     return figure
 
 

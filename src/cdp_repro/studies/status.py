@@ -9,7 +9,7 @@ from typing import Any
 
 from cdp_repro.observe.locked_folder import is_locked
 from cdp_repro.observe.metrics import read_metrics
-from cdp_repro.observe.run_directory import CONFIG, RunDirectory, RunDirectoryError
+from cdp_repro.observe.run_directory import CONFIG, RunDirectory, RunDirectoryError, is_trained
 from cdp_repro.observe.text import table
 from cdp_repro.studies.missing_runs import log_path, run_directory
 from cdp_repro.studies.rows import ROWS, Row, read_rows
@@ -51,7 +51,7 @@ def run_state(directory: Path, row: Row | None, outputs: Iterable[Path] = ()) ->
         return "done"
     log = log_path(directory)
     # The log first: while a sweep trains, the run's own lock stays untouched, as a run waits for it only for a moment.
-    if is_locked(log) or is_locked(directory / "logs" / ".lock"):
+    if is_locked(log) or is_trained(directory):
         return "running"
     if not (directory / CONFIG).exists():
         said = any(path.is_dir() or (path.exists() and path.stat().st_size) for path in (log, *outputs))

@@ -66,22 +66,25 @@ def _counter(name: str, rank: int, seconds: float, values: dict[str, int]) -> di
 
 
 def _flows(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield both ends of an arrow for each message that an action of the trace waited for."""
+    """Yield both ends of an arrow for each message that an action of the trace waited for.
+
+    It leads from the start of the SEND to the end of the action: an action begins before its message has come.
+    """
     arrows: dict[tuple[int, Value], deque[tuple[int, dict[str, Any]]]] = defaultdict(deque)
     sizes: dict[tuple[object, ...], int] = {(m.slot, m.source, m.destination, m.value): m.bytes for m in trace.messages}
-    for record, action, start, end in _spans(trace):
+    for record, action, start, _ in _spans(trace):
         key = record.slot, record.rank, action.peer, action.value
         if action.op is Op.SEND and action.value is not None and key in sizes:
-            end_of_arrow = _arrow_end("s", action, record.rank, trace, (start + end) / 2, 0)
+            end_of_arrow = _arrow_end("s", action, record.rank, trace, start, 0)
             arrows[action.peer, action.value].append((record.slot, {**end_of_arrow, "args": {"bytes": sizes[key]}}))
     number = 0
-    for record, action, start, end in _spans(trace):
+    for record, action, _, end in _spans(trace):
         for value in action.reads:
             sent = arrows.get((record.rank, value))
             if sent and sent[0][0] <= record.slot:  # else it is there already: buffers have no version
                 number += 1
                 yield {**sent.popleft()[1], "id": number}
-                yield {**_arrow_end("f", action, record.rank, trace, (start + end) / 2, number), "bp": "e"}
+                yield {**_arrow_end("f", action, record.rank, trace, end, number), "bp": "e"}
 
 
 def _spans(trace: Trace) -> Iterator[tuple[SlotRecord, Action, float, float]]:

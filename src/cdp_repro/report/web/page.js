@@ -8,6 +8,8 @@ function follow() {
   const isEnd = scrollY + innerHeight >= document.documentElement.scrollHeight - 2;
   const current = isEnd ? headings.at(-1) : passed.at(-1);
   for (const [id, link] of links) link.classList.toggle("here", id === current?.id);
+  const here = links.get(current?.id), strip = here?.parentElement;
+  if (strip && strip.scrollWidth > strip.clientWidth) strip.scrollLeft = here.offsetLeft - strip.offsetLeft - 16;
 }
 
 addEventListener("scroll", follow, { passive: true });
