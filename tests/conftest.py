@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -21,6 +22,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # where the environment forbids it, each of the many processes that tests start would compile all of our modules again
+
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _handler)
+"""In the background, or under nohup, they are ignored, and processes to which tests send them would inherit that."""
 
 TINY = (
     "dataset=synthetic", "dataset.image_size=8", "dataset.train_samples=80", "dataset.test_samples=20",

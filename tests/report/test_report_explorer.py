@@ -191,6 +191,22 @@ def test_keys_move_zoom_play_and_change_the_system(page):
 
 
 @in_browser
+def test_what_keys_reach_is_in_sight_and_an_idle_cell_is_told(page):
+    page.ask("change(systems.findIndex(system => system.name.startsWith('gpipe')))")
+    page.ask("document.querySelector('header').style.paddingBottom = '3000px'")
+    page.ask("scrollTo(0, 0)")
+    page.press("Home")
+    page.press("ArrowDown")
+    page.press("ArrowDown")
+    assert details(page) == "rank 2, slot 0: idle"
+    assert page.ask("document.querySelector('#labels .here').textContent") == "rank 2"
+    assert page.ask("rowLabel(2).getBoundingClientRect().bottom <= innerHeight")
+    page.ask("scrollTo(0, 0)")
+    page.press("ArrowRight")
+    assert page.ask("scrollY") == 0, "another slot of the same rank leaves the page where it is"
+
+
+@in_browser
 def test_buttons_do_what_keys_do(page):
     page.click("#forward")
     page.click("#forward")

@@ -131,9 +131,14 @@ _INSTALLED = (
 
 def help_text(usage: str) -> str:
     """Return the usage, the choices of each group, and every value with its default and meaning."""
-    groups = "\n".join(f"  {group:<11} {' | '.join(OURS.choices(group))}" for group in GROUPS)
+    groups = "\n".join(wrapped(f"  {group:<11} {' | '.join(OURS.choices(group))}", 14) for group in GROUPS)
     groups += f"\n\n  {_INSTALLED}"
     return f"{usage}\nGroups (group=choice):\n{groups}\n\nValues (key=value):\n{values_text(compose_config([]))}"
+
+
+def wrapped(text: str, indent: int) -> str:
+    """Return a line of many words as lines, from the second on indented."""
+    return textwrap.fill(text, 105, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def values_text(config: Any, prefix: str = "") -> str:

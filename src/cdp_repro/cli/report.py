@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from cdp_repro.cli.console import exit_code_of
+from cdp_repro.cli.console import exit_code_of, wrapped
 from cdp_repro.cli.entry import end_with
 from cdp_repro.cli.streams import command, write_out
 from cdp_repro.config import ConfigError
@@ -40,7 +40,7 @@ Rebuild the paper's tables and figures from finished runs; show the results of a
            --x=epoch: mean and spread over seeds, a line for each value of --group=, by default of all that differs
            beside x; write it as .csv, .svg and .png into SWEEP_DIRECTORY, or FOLDER
 
-Studies: {", ".join(STUDIES)}.
+{wrapped(f"Studies: {', '.join(STUDIES)}.", 9)}
 scripts/accuracy.py, scripts/memory.py and scripts/costs.py train what is missing, here or on SLURM.
 """
 

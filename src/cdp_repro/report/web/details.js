@@ -12,7 +12,8 @@ function explain(action) {
   details.replaceChildren();
   state.drawing.flows.replaceChildren();
   if (!action) {
-    add("p", "Hover, tap or use the arrow keys to see what an action reads and writes.");
+    const asks = "Hover, tap or use the arrow keys to see what an action reads and writes.";
+    add("p", state.hasMoved ? `rank ${state.rank}, slot ${state.slot}: idle` : asks);
     return;
   }
   add("h2", `${KINDS[action.op]}: ${action.label}`);

@@ -5,7 +5,7 @@ const largest = name => Math.max(1, ...systems.flatMap(system => system[name].ma
 const scales = { activations: largest("activations"), sent: largest("sent") };
 const [view, scroller, svg] = ["view", "scroll", "drawing"].map(id => document.getElementById(id));
 const TICK = 700, NARROWEST = 10, WIDEST = 120;
-const state = { system: systems[0], slot: 0, rank: 0, selected: null, hovered: null, width: 46, timer: null, drawing: null };
+const state = { system: systems[0], slot: 0, rank: 0, hasMoved: false, selected: null, hovered: null, width: 46, timer: null, drawing: null };
 
 /** Draw the system anew, after it or the zoom has changed. */
 function redraw() {
@@ -33,20 +33,27 @@ function show() {
     `slot ${slot} of ${system.slotCount}: live activations ${bytesText(sum(system.activations[slot]))} ` +
     `(peak ${bytesText(drawing.total)}), parameters of all versions ${bytesText(sum(system.parameters[slot]))}, ` +
     `sent ${bytesText(sum(system.sent[slot]))}, over ${system.ranks} rank${system.ranks > 1 ? "s" : ""}`;
+  document.querySelector("#labels .here")?.classList.remove("here");
+  if (state.hasMoved) rowLabel(state.rank).classList.add("here");
   explain(state.hovered ?? state.selected);
 }
 
+function rowLabel(rank) {
+  return document.getElementById("labels").children[1 + rank]; // after that of the axis
+}
+
 function select(action) {
-  Object.assign(state, { selected: action, hovered: null, slot: action.slot, rank: action.rank });
+  Object.assign(state, { selected: action, hovered: null, slot: action.slot, rank: action.rank, hasMoved: true });
   show();
   reveal();
 }
 
-/** Scroll so that the slot of the cursor is in sight. */
-function reveal() {
+/** Scroll so that the slot of the cursor is in sight, and the rank if it is another one. */
+function reveal(isOtherRank = true) {
   const left = state.slot * state.width, right = left + state.width;
   if (left < scroller.scrollLeft) scroller.scrollLeft = left - state.width;
   if (right > scroller.scrollLeft + scroller.clientWidth) scroller.scrollLeft = right + state.width - scroller.clientWidth;
+  if (isOtherRank) rowLabel(state.rank).scrollIntoView({ block: "nearest" });
 }
 
 /** Return the actions of a rank in a slot, compute first. */
@@ -61,8 +68,9 @@ function move(slots, ranks) {
   state.rank = within(state.rank + ranks, state.system.ranks);
   state.selected = actionsAt(state.rank, state.slot)[0] ?? null;
   state.hovered = null;
+  state.hasMoved = true;
   show();
-  reveal();
+  reveal(ranks !== 0);
 }
 
 function nextInCell() {
