@@ -215,12 +215,13 @@ def simulated_system(
     length, first = updates * schedule.slots_per_step, program.steady_step * schedule.slots_per_step
     window = range(first, first + length)
     steady = [total for total in totals if total.slot in window]
+    busy = sum(slot in window for _, slot in schedule.timeline.lanes.computing(slots))
     return System(
         schedule.mode,
         schedule.spec.placement,
         schedule.stages,
         schedule.ranks,
-        1 - _busy_slots(schedule, slots, window) / (schedule.ranks * length),
+        1 - busy / (schedule.ranks * length),
         max(total.activation_bytes_per_device for total in totals),
         max(total.parameter_bytes_per_device for total in totals),
         max(total.gradient_bytes_per_device for total in totals),
@@ -233,13 +234,6 @@ def simulated_system(
         None,
         program.slots(2 * updates),
     )
-
-
-def _busy_slots(schedule: Schedule, slots: Sequence[Slot], window: range) -> int:
-    """Return in how many slots of a window ranks compute, over all ranks; a slow worker takes several for a compute."""
-    busy = schedule.timeline.lanes.busy
-    computes = ((slot.number, action) for slot in slots for action in slot.actions if action.op.is_compute)
-    return len({(a.rank, taken) for number, a in computes for taken in busy(number, a) if taken in window})
 
 
 def _system(schedule: Schedule, cut: StageCut, config: RunConfig, cluster: Cluster | None) -> System:

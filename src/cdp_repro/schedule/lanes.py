@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cdp_repro.schedule.actions import Action, Op
+from cdp_repro.schedule.actions import Action, Op, Slot
 
 
 @dataclass(frozen=True)
@@ -44,3 +45,8 @@ class Lanes:
         duration = self.duration(action.micro_batch)
         first = slot if action.op is Op.FORWARD else slot - duration + 1
         return range(first, first + duration)
+
+    def computing(self, slots: Iterable[Slot]) -> set[tuple[int, int]]:
+        """Return (rank, slot) of all slots in which a rank computes."""
+        computes = ((slot.number, action) for slot in slots for action in slot.actions if action.op.is_compute)
+        return {(action.rank, taken) for number, action in computes for taken in self.busy(number, action)}

@@ -190,14 +190,8 @@ class Trace:
     def idle_share(self, slots_per_step: int) -> float:
         """Return the share, 0 to 1, of the slots of all ranks in which a rank computes nothing."""
         window, _ = self.measured_slots(slots_per_step)
-        busy = {
-            (record.rank, slot)
-            for record in self.records
-            for action in record.actions
-            if action.op.is_compute
-            for slot in self.lanes.busy(record.slot, action)
-        }
-        return 1 - sum(slot in window for _, slot in busy) / (self._ranks * len(window)) if window else 0.0
+        busy = sum(slot in window for _, slot in self.lanes.computing(self.slots))
+        return 1 - busy / (self._ranks * len(window)) if window else 0.0
 
     def measured_slots(self, slots_per_step: int) -> tuple[range, int]:
         """Return the slots by which a training step is measured, and the number of steps whose work they hold.

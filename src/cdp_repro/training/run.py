@@ -30,7 +30,6 @@ from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.cutting import CutModel, measure_cut
 from cdp_repro.predict.device_memory import device_memory, totals_of
 from cdp_repro.predict.simulate import simulate_totals, version_bytes
-from cdp_repro.predict.training_state import predicted_parameter_bytes
 from cdp_repro.schedule import Program
 from cdp_repro.trace import Trace
 from cdp_repro.training.assembly import build_engine, load_data, same_cut, team_of
@@ -240,14 +239,15 @@ class _Run:
         summary = {
             **self._described(status),
             **self._trainer.measured(),
-            "memory/predicted_parameter_bytes_per_device": predicted_parameter_bytes(self._config, self._cut, program),
+            "memory/predicted_parameter_bytes_per_device": 0,
             "memory/activation_peak_bytes_simulated_dp": _simulated_peak(program.data_parallel(), costs_of_dp),
         }
-        if self._config.baseline is None:  # the schedule of a baseline is the library's
+        if self._config.baseline is None:  # the schedule of a baseline is the library's, and reads nothing late
             totals = totals_of(self._config, self._cut, program)
             memory = device_memory(self._config, self._cut, program, totals)
             summary["memory/activation_peak_bytes_simulated"] = max(total.activation_bytes for total in totals)
             summary["memory/bytes_per_device_simulated"] = memory.together
+            summary["memory/predicted_parameter_bytes_per_device"] = memory.copies
         self._directory.write_summary(summary)
         self._records.metrics.close()
         if self._config.wandb != "disabled" and self._trace is not None:
