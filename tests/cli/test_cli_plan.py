@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from cdp_repro.cli import plan as command
 from cdp_repro.cli import train
 from cdp_repro.observe.text import format_bytes
+from cdp_repro.report import explorer
 
 
 def shown_by(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -120,6 +123,26 @@ def test_an_explorer_on_request(capsys, tmp_path):
     ):
         assert command.main([*small, *arguments]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_an_explorer_that_is_too_large_is_refused_before_anything_is_shown_or_written(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(explorer, "MOST_BYTES", 20_000)
+    page = tmp_path / "plan.html"
+    assert command.main(["model=mlp", "workers=4", "batch_size=16", f"--html={page}", f"--out={tmp_path / 'out'}"]) == 2
+    shown = capsys.readouterr()
+    assert "makes a page of" in shown.err and not shown.out
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(capsys, tmp_path, monkeypatch):
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for arguments in ([], ["--systems"]):
+        assert command.main(["model=mlp", "workers=2", "batch_size=16", f"--out={tmp_path}", *arguments]) == 2
+        assert "cannot write there: No space left on device" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_page_of_text_is_not_filled_by_micro_batches_of_many_steps(capsys):

@@ -9,13 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from cdp_repro.observe.atomic_file import replace_file
+from cdp_repro.observe.atomic_file import replace_file, replacing
 
 
 def test_a_file_is_replaced_whole_and_leaves_nothing_else(tmp_path):
     for content in (b"old", b"new"):
         replace_file(tmp_path / "file", content)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"new"}
+
+
+def test_a_text_that_fails_half_way_leaves_the_old_one(tmp_path):
+    replace_file(tmp_path / "file", b"old")
+    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "file") as file:
+        file.write("new")
+        1 / 0  # noqa: B018
+    assert (tmp_path / "file").read_bytes() == b"old"
+    with replacing(tmp_path / "file") as file:
+        file.write("a\r\nb\n")
+    assert (tmp_path / "file").read_bytes() == b"a\r\nb\n"
 
 
 def test_a_link_stays_one(tmp_path):

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from offline_wandb import history, records, wandb_files
 
-from cdp_repro.observe import metrics, run_directory, trace_files
+from cdp_repro.observe import atomic_file, metrics, run_directory, trace_files
 from cdp_repro.observe.metrics import MetricsLog, read_metrics
 from cdp_repro.observe.run_directory import RunDirectory, RunDirectoryError
 from cdp_repro.observe.wandb_mirror import WandbMirror, _text, previous_run_id
@@ -353,7 +353,7 @@ def test_a_full_disk_is_named_wherever_the_run_writes(tmp_path: Path, monkeypatc
     directory = RunDirectory.create(tmp_path / "run", {"seed": 0}, ["cdp-train"])
     log = MetricsLog(directory.metrics_path)
     log.log(1, {"train/loss": 1.0})
-    for module in (metrics, run_directory, trace_files):
+    for module in (metrics, run_directory, atomic_file):
         monkeypatch.setattr(module, "replace_file", _full)
     (directory.path / "command.txt").unlink()
     (directory.path / "command.txt").symlink_to("/dev/full")

@@ -143,6 +143,7 @@ def test_hovering_and_clicking_tell_what_an_action_reads_from_whom_at_which_vers
     assert page.ask("document.querySelectorAll('.selected').length") == 1
     page.click("#details .link")  # leads to what it reads
     assert "F0.m4@v0" not in details(page).splitlines()[0]
+    assert page.ask("document.activeElement.id") == "view", "keys and a screen reader go on in the timeline"
 
 
 @in_browser
@@ -232,6 +233,30 @@ def test_all_systems_are_drawn_with_memory_and_messages_on_one_scale(page):
         assert page.ask("[...svg.querySelectorAll('rect')].every(r => r.getAttribute('height') >= 0)")
         assert page.ask("svg.querySelectorAll('.curve').length") > 0
     assert page.ask("Math.max(...systems.flatMap(s => s.activations.map(sum))) === scales.activations")
+
+
+@in_browser
+def test_charts_tell_their_scale(page):
+    told = page.ask("[...document.querySelectorAll('#labels .scale')].map(label => label.textContent)")
+    most = [
+        page.ask(f"bytesText(Math.max(...systems.flatMap(s => s.{name}.map(sum))))") for name in ("activations", "sent")
+    ]
+    assert told == [most[0], "0", most[1], "0"]
+
+
+@in_browser
+def test_on_paper_the_whole_timeline_is_there(page):
+    page.open(page.path, width=700)
+    show(page, "cdp_v2, pipeline")
+    right = "document.getElementById('drawing').getBoundingClientRect().right"
+    assert page.ask(right) > 700
+    heights = page.ask("document.getElementById('drawing').getBoundingClientRect().height")
+    page.print_style()
+    assert page.ask(right) <= 700
+    assert page.ask("document.getElementById('drawing').getBoundingClientRect().height") == heights, (
+        "rows keep their labels"
+    )
+    assert page.ask("getComputedStyle(document.querySelector('.controls')).display") == "none"
 
 
 @in_browser

@@ -70,6 +70,7 @@ def _run(line: CommandLine) -> int:
         raise ConfigError([f"program=FILE is planned as it is, {other} is about programs that are made: leave one out"])
     if program and line.flags:
         raise ConfigError(["--program=FILE writes the program of one run, --systems shows many: leave one out"])
+    drawn = _page(config) if page else None  # first, as it may be refused
     answer = _systems if line.flags else _quote if config.price else _plan
     text, write, chosen = answer(config)
     write_out(text)
@@ -81,8 +82,11 @@ def _run(line: CommandLine) -> int:
         write_out("\nwritten: " + " ".join(map(str, written)) + "\n")
     if program and chosen is not None:
         _write("program", program, write_program(chosen))
-    if page:
-        _write_page(config, page)
+    if page and drawn:
+        text, left_out = drawn
+        _write("html", page, text)
+        if left_out:
+            write_out(f"left out, so that the page stays small: {'; '.join(left_out)}\n")
     return 0
 
 
@@ -113,16 +117,16 @@ def _output(line: CommandLine, option: str) -> Path | None:
     return path
 
 
-def _write_page(config: RunConfig, path: Path) -> None:
-    """Write the explorer: a page with the run, data parallelism, and all systems that can have the run's sizes."""
+def _page(config: RunConfig) -> tuple[str, list[str]]:
+    """Return the explorer: a page with the run, data parallelism, and all systems that can have the run's sizes.
+
+    Also return the names of systems that it leaves out.
+    """
     from cdp_repro.predict.systems import explored  # here: torch takes seconds
     from cdp_repro.report.explorer import explorer
 
     sizes = f"{config.model.name}, N = {config.workers} workers, mini-batch {config.batch_size}"
-    page, left_out = explorer(sizes, explored(config))
-    _write("html", path, page)
-    if left_out:
-        write_out(f"left out, so that the page stays small: {'; '.join(left_out)}\n")
+    return explorer(sizes, explored(config))
 
 
 def _write(option: str, path: Path, text: str) -> None:

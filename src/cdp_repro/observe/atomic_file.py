@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -24,6 +28,14 @@ def replace_file(path: Path, data: bytes) -> None:
         new.replace(target)
     finally:
         new.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[str]]:
+    """Return what the body writes text to; if the body ends without an error, the text replaces `path` as a whole."""
+    text = io.StringIO(newline="")
+    yield text
+    replace_file(path, text.getvalue().encode())
 
 
 def unfinished(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.text import byte_unit
 from cdp_repro.schedule import Action, Op, Slot
 from cdp_repro.schedule.lanes import Lanes
@@ -146,5 +148,7 @@ def price_figure(curves: Mapping[str, Mapping[float, float]], title: str) -> Fig
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure in the form that the suffix of `path` names (.svg or .png), the same bytes each time."""
+    form, drawn = path.suffix.removeprefix("."), io.BytesIO()
     with rc_context({"svg.hashsalt": "cdp-repro"}):
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(drawn, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
+    replace_file(path, drawn.getvalue())

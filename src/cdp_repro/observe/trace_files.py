@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from cdp_repro.observe.atomic_file import replace_file
+from cdp_repro.observe.atomic_file import replacing
 from cdp_repro.observe.run_directory import RunDirectory, writing
 from cdp_repro.observe.wandb_mirror import WandbMirror
 from cdp_repro.trace import Trace, step_and_worker, write_comms_csv, write_memory_csv, write_perfetto
@@ -25,10 +24,8 @@ def write_trace_files(trace: Trace, directory: RunDirectory, version_bytes: Call
         write_comms_csv,
     )
     for path, write in zip(_files(directory), writers, strict=True):
-        text = io.StringIO()
-        write(trace, text)
-        with writing(path):
-            replace_file(path, text.getvalue().encode())
+        with writing(path), replacing(path) as file:
+            write(trace, file)
 
 
 def remove_trace_files(directory: RunDirectory) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cdp_repro.config import RunConfig
 from cdp_repro.config.program_file import program_of
+from cdp_repro.observe.atomic_file import replacing
 from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.device_memory import DeviceMemory, device_memory, totals_of
@@ -276,6 +277,6 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
             ("trace.json", write_perfetto),
         ):
             written.append(folder / f"{name}-{kind}")
-            with written[-1].open("w") as file:
+            with replacing(written[-1]) as file:
                 write(forecast.trace, file)
     return written

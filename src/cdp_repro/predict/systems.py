@@ -15,6 +15,7 @@ from pathlib import Path
 from cdp_repro.config import ConfigError, RunConfig
 from cdp_repro.config.errors import refuse
 from cdp_repro.config.schema import ModeConfig
+from cdp_repro.observe.atomic_file import replacing
 from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.pricing import Cluster, price
@@ -296,7 +297,7 @@ def write_systems(systems: Sequence[System], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / name for name in ("systems.csv", "systems.svg", "systems.png")]
     names = [name for name in System.__dataclass_fields__ if name != "slots"]
-    with written[0].open("w", newline="") as file:
+    with replacing(written[0]) as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(names)
         writer.writerows([getattr(each, name) for name in names] for each in systems)

@@ -12,11 +12,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, cycle
 from statistics import fmean, median
 
 from matplotlib.figure import Figure
 
+from cdp_repro.observe.figures import COLOURS
 from cdp_repro.report.charts import plain_axes
 from cdp_repro.report.tables import Table
 from cdp_repro.schedule.virtual_clock import Round, ticks_of
@@ -96,11 +97,11 @@ def draw_regret(found: Sequence[Bounded]) -> Figure:
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axis = figure.subplots()
     pushes = [2**exponent for exponent in range(PUSHES.bit_length())]
-    for each in found:
+    for each, colour in zip(found, cycle(COLOURS), strict=False):
         label = "no bound" if each.slack is None else f"s = {each.slack}"
-        (line,) = axis.plot(pushes, each.regret, marker="o", markersize=3, label=label)
+        axis.plot(pushes, each.regret, marker="o", markersize=3, label=label, color=colour)
         if each.slack in (0, max(slack for slack in BOUNDS if slack is not None)):
-            axis.plot(pushes, [each.bound(number) for number in pushes], "--", color=line.get_color(), linewidth=0.9)
+            axis.plot(pushes, [each.bound(number) for number in pushes], "--", color=colour, linewidth=0.9)
     axis.set(xscale="log", yscale="log", xlabel="pushes, T", ylabel="regret (dashed: its bound)")
     plain_axes(axis)
     axis.legend(frameon=False, fontsize="small", ncols=2)

@@ -33,12 +33,22 @@ _ORDER_NAMES = {"paper": "paper order", "backward_first": "backward first"}
 
 
 def style(mode: str, others: Sequence[str] = ()) -> dict[str, Any]:
-    """Return colour and line of a mode; those beyond the paper's are told apart by their place in `others`."""
+    """Return colour and line of a mode; those beyond the paper's are told apart by their place in `others`.
+
+    Broken lines lie above unbroken ones, so that both are seen where they coincide.
+    """
+    line: Any
     if mode in _MODES:
         colour, line = _MODES[mode]
-        return {"color": colour, "linestyle": line}
-    again, place = divmod(list(others).index(mode), len(_OTHERS))  # colours come again with other lines
-    return {"color": _OTHERS[place][0], "linestyle": _OTHERS[(place + again) % len(_OTHERS)][1]}
+    else:
+        again, place = divmod(list(others).index(mode), len(_OTHERS))  # colours come again with other lines
+        colour, line = _OTHERS[place][0], _OTHERS[(place + again) % len(_OTHERS)][1]
+    return {"color": colour, "linestyle": line, "zorder": 2 if line == "-" else 2.1}
+
+
+def not_of_the_paper(modes: Sequence[str]) -> list[str]:
+    """Return the modes, or names of settings, that `style` tells apart by their place among them."""
+    return [mode for mode in modes if mode not in _MODES]
 
 
 def plain_axes(axis: Axes) -> None:
@@ -220,7 +230,7 @@ def accuracy_curves(found: Sequence[Comparison]) -> Figure | None:
             reference = data_parallel(alike, like=members[0])
             members = [reference, *members] if reference else members
         names = _names(members)
-        others = [name for name in names if name not in _MODES]
+        others = not_of_the_paper(names)
         for name, group in zip(names, members, strict=True):
             _draw_accuracy(axis, name, group, task.metric, others)
         axis.set(title=study, xlabel="epoch", ylabel=task.label)

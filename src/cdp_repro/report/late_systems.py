@@ -9,7 +9,7 @@ from functools import cached_property
 from matplotlib.figure import Figure
 
 from cdp_repro.config.task import IMAGES
-from cdp_repro.report.charts import plain_axes
+from cdp_repro.report.charts import not_of_the_paper, plain_axes, style
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import OF_TWO_VERSIONS, Difference, Group, compared
 from cdp_repro.report.tables import Table
@@ -121,10 +121,11 @@ def draw_late_systems(systems: Sequence[LateSystem]) -> Figure | None:
         return None
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axis = figure.subplots()
+    others = not_of_the_paper([each.name for each, _ in shown])
     for number, (each, values) in enumerate(shown):
         axis.plot(
             [each.late] * len(values), values, label=each.name, linestyle="", alpha=0.7,
-            color=f"C{number % 10}", marker="osD^vP*X"[number % 8],
+            color=style(each.name, others)["color"], marker="osD^vP*X"[number % 8],
         )  # fmt: skip
     axis.set(xlabel="mean staleness of reads [mini-batches of dp]", ylabel="test top-1 [%]")
     plain_axes(axis)

@@ -15,7 +15,7 @@ from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.pricing import Cluster, price
 from cdp_repro.predict.simulate import simulate
 from cdp_repro.predict.system_specs import CHUNKS
-from cdp_repro.report.charts import plain_axes
+from cdp_repro.report.charts import not_of_the_paper, plain_axes, style
 from cdp_repro.report.tables import Table
 from cdp_repro.schedule import Program, Schedule
 
@@ -86,11 +86,13 @@ def draw_curves(found: Curves) -> Figure:
     """Draw activations and idle shares against the number of micro-batches."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     memory, idle = figure.subplots(1, 2)
+    others = not_of_the_paper([*dict.fromkeys([*found.idle, *found.activations])])
     for mode, points in found.activations.items():
-        memory.plot([*points], [*points.values()], marker="o", markersize=3, label=mode)
+        memory.plot([*points], [*points.values()], marker="o", markersize=3, label=mode, **style(mode, others))
     memory.set_ylabel("micro-batches kept by the first rank")
     for mode, shares in found.idle.items():
-        idle.plot([*shares], [100 * share for share in shares.values()], marker="o", markersize=3, label=mode)
+        percent = [100 * share for share in shares.values()]
+        idle.plot([*shares], percent, marker="o", markersize=3, label=mode, **style(mode, others))
     idle.set_ylabel("idle slots [%]")
     for axis in (memory, idle):
         axis.set_xlabel("micro-batches of a training step, M")

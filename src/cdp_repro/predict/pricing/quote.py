@@ -15,6 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from cdp_repro.config import RunConfig
+from cdp_repro.observe.atomic_file import replacing
 from cdp_repro.observe.text import format_bytes, table
 from cdp_repro.predict.pricing import (
     Cluster,
@@ -246,7 +247,7 @@ def write_quote(quote: Quote, folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "prices.csv", folder / "prices.svg", folder / "prices.png"]
-    with written[0].open("w") as file:
+    with replacing(written[0]) as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["mode", "where", *asdict(next(iter(quote.prices.values()))), "idle_share"])
         for name, price in quote.prices.items():

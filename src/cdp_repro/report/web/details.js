@@ -90,6 +90,9 @@ const placeText = action => `${action.label} on rank ${action.rank}, slot ${acti
 /** Return a button that selects an action. */
 function linkTo(action, text) {
   const button = Object.assign(document.createElement("button"), { className: "link", textContent: text });
-  button.addEventListener("click", () => select(action));
+  button.addEventListener("click", () => {
+    select(action);
+    view.focus({ preventScroll: true }); // the button is gone
+  });
   return button;
 }

@@ -45,6 +45,9 @@ function draw(svg, system, width, scales) {
   svg.replaceChildren();
   svg.setAttribute("width", width * system.slotCount);
   svg.setAttribute("height", layout.height);
+  // on paper, where it has only the width of a sheet, all slots are narrower
+  svg.setAttribute("viewBox", `0 0 ${width * system.slotCount} ${layout.height}`);
+  svg.setAttribute("preserveAspectRatio", "none");
   const [begin, end] = system.period;
   shape(svg, "rect", { class: "period", x: begin * width, y: 0, width: (end - begin) * width, height: layout.height });
   const cursor = shape(svg, "rect", { class: "cursor", y: 0, width, height: layout.height });
@@ -94,12 +97,12 @@ function drawMark(svg, action, x, y, width) {
   return group;
 }
 
-/** Draw live activations stacked by rank, and bytes sent in each slot; scales are the same for all systems. */
+/** Draw live activations stacked by rank, and bytes sent in each slot; the top line is the most of any system. */
 function drawCharts(svg, system, width, layout, scales) {
   const charts = [["activations", layout.memory], ["sent", layout.wire]];
   for (const [name, top] of charts) {
     const bottom = top + CHART;
-    shape(svg, "line", { class: "rule", x1: 0, x2: width * system.slotCount, y1: bottom, y2: bottom });
+    for (const y of [top, bottom]) shape(svg, "line", { class: "rule", x1: 0, x2: width * system.slotCount, y1: y, y2: y });
     system[name].forEach((ranks, slot) => {
       let y = bottom;
       ranks.forEach((bytes, rank) => {

@@ -15,9 +15,11 @@ function redraw() {
 }
 
 function labelRows(layout) {
-  const label = (text, y) => Object.assign(document.createElement("span"), { textContent: text, style: `top: ${y}px` });
+  const label = (text, y, kind = "") =>
+    Object.assign(document.createElement("span"), { textContent: text, className: kind, style: `top: ${y}px` });
   const rows = layout.tops.map((top, rank) => label(`rank ${rank}`, top + (layout.lines[rank].length * CELL) / 2));
-  rows.push(label("live activations", layout.memory + CHART / 2), label("sent", layout.wire + CHART / 2));
+  for (const [text, name, top] of [["live activations", "activations", layout.memory], ["sent", "sent", layout.wire]])
+    rows.push(label(text, top + CHART / 2), label(bytesText(scales[name]), top + 6, "scale"), label("0", top + CHART - 5, "scale"));
   document.getElementById("labels").replaceChildren(label("slot", AXIS / 2), ...rows);
 }
 
