@@ -44,8 +44,8 @@ def totals_of(config: RunConfig, cut: StageCut, program: Program) -> list[SlotTo
     slots = program.complete_run
     if schedule.rule.longest:
         slots += program.slots(steps, first_step=steps)
-    beside = optimizer_states(config, cut, schedule)
-    return [*simulate_totals(schedule, cut.costs, slots, beside, clips=config.optim.clip_norm is not None)]
+    states = optimizer_states(config, cut, schedule)
+    return [*simulate_totals(schedule, cut.costs, slots, states, clips=config.optim.clip_norm is not None)]
 
 
 def device_memory(config: RunConfig, cut: StageCut, program: Program, totals: Sequence[SlotTotals]) -> DeviceMemory:

@@ -35,15 +35,13 @@ class Devices:
         self._clips, self._updates_wait = clips, clips and clips_globally(schedule)
         self._waiting: dict[tuple[int, Value], tuple[Value, bool]] = {}
         """By rank and version that an update makes, the sum that waits for it, and whether it is freed then."""
-        self._peak_before = 0
-        """Most bytes while updates ran that an action has waited for."""
         self._ranks, self._sizes = schedule.ranks, schedule.sizes
         self._received: set[tuple[int, int]] = set()
         """(micro-batch m, number j) of each input `x_j.m` that came from another rank."""
-        self.activation_bytes, self.parameter_bytes, self.gradient_bytes, self._lent_bytes, self._beside_bytes = (
+        self.activation_bytes, self.parameter_bytes, self.gradient_bytes, self._lent_bytes, self._optimizer_bytes = (
             [0] * schedule.ranks for _ in range(5)
         )
-        """Parameters: of all versions. Gradients: of sums. Beside: what is kept beside values of parameters."""
+        """Parameters: of all versions. Gradients: of sums. Optimizer: with what a method against delay keeps."""
         self._by_kind = {
             Kind.PARAMETERS: self.parameter_bytes,
             Kind.GRADIENTS: self.gradient_bytes,
@@ -55,12 +53,14 @@ class Devices:
             for value in values:
                 self._hold(rank, value, 1)
                 if value.kind == Kind.PARAMETERS and optimizer_states:
-                    self._beside_bytes[rank] += round(optimizer_states[value.stage] * costs.bytes_of(value))
+                    self._optimizer_bytes[rank] += round(optimizer_states[value.stage] * costs.bytes_of(value))
 
     def run(self, action: Action) -> int:
-        """Run an action; return the bytes that it sends, as a message or as its part in a collective."""
+        """Run an action; return the bytes that it sends, as a message or as its part in a collective.
+
+        If updates wait for a norm, `run_awaited_updates` comes first.
+        """
         op, rank, stage, costs = action.op, action.rank, action.stage, self._costs
-        self._peak_before = max((self._made(rank, value) for value in action.reads), default=0) if self._waiting else 0
         if op is Op.FORWARD:
             received = sum(costs.received_bytes(j)[0] for m, j in self._inputs(action) if (m, j) in self._received)
             self.activation_bytes[rank] += costs.forward_bytes[stage] + received + self._of_prefix(action)
@@ -83,14 +83,18 @@ class Devices:
                 self._hold(rank, value, -1)
         return self.sent_bytes(action)
 
-    def _made(self, rank: int, version: Value) -> int:
-        """Run the update that makes a version, if it has waited; return the rank's bytes while it ran, else 0."""
-        total, is_freed = self._waiting.pop((rank, version), (None, False))
-        if total is None:
-            return 0
-        most = self._bytes_of(rank) + self._costs.bytes_of(total)  # with the clipped copy
-        if is_freed:
-            self._hold(rank, total, -1)
+    def run_awaited_updates(self, action: Action) -> int:
+        """Run the updates that have waited until `action` reads their versions.
+
+        Return the most bytes on its rank while they ran; 0 if there are none.
+        """
+        most = 0
+        for version in action.reads if self._waiting else ():
+            total, is_freed = self._waiting.pop((action.rank, version), (None, False))
+            if total is not None:
+                most = max(most, self._bytes_of(action.rank) + self._costs.bytes_of(total))  # with the clipped copy
+                if is_freed:
+                    self._hold(action.rank, total, -1)
         return most
 
     def _hold(self, rank: int, value: Value, change: int) -> None:
@@ -102,8 +106,8 @@ class Devices:
                 self.versions[rank, value.stage] += change
 
     def state_bytes(self, rank: int) -> int:
-        """Return the bytes of all versions of parameters and of what is kept beside them."""
-        return self.parameter_bytes[rank] + self._beside_bytes[rank]
+        """Return the bytes of all versions of parameters and of the optimizer's state."""
+        return self.parameter_bytes[rank] + self._optimizer_bytes[rank]
 
     def most_bytes(self, action: Action) -> int:
         """Return the most bytes on the rank of an action that has just run, at one time while it ran.
@@ -118,7 +122,7 @@ class Devices:
             beside += [value for value in action.reads if value.kind == Kind.GRADIENTS] if self._clips else []
         elif action.op.is_compute:
             beside = [value for value in action.frees if value.kind in (Kind.PARAMETERS, *LENT)]
-        return max(self._peak_before, self._bytes_of(action.rank) + sum(map(self._costs.bytes_of, beside)))
+        return self._bytes_of(action.rank) + sum(map(self._costs.bytes_of, beside))
 
     def _bytes_of(self, rank: int) -> int:
         held = self.activation_bytes[rank] + self.gradient_bytes[rank] + self._lent_bytes[rank]
@@ -228,6 +232,7 @@ def simulate_totals(
         for action in slot.actions:
             rank = action.rank
             before.setdefault(rank, devices.activation_bytes[rank])
+            most = max(most, devices.run_awaited_updates(action))
             if size := devices.run(action):
                 messages += 1
                 sent[rank] = sent.get(rank, 0) + size

@@ -203,16 +203,16 @@ def _resolved(schedule: Schedule) -> Spec:
 
 
 def simulated_system(
-    schedule: Schedule, costs: StageCosts, micro_batches: int, beside: Sequence[float] = (), clips: bool = False
+    schedule: Schedule, costs: StageCosts, micro_batches: int, states: Sequence[float] = (), clips: bool = False
 ) -> System:
     """Return the cost of a mini-batch of `micro_batches` on one system, without seconds.
 
-    `beside` and `clips` are those of `Devices`.
+    `states` and `clips` are the `optimizer_states` and `clips` of `Devices`.
     """
     updates = micro_batches // schedule.sizes.sample_parts
     program = Program(schedule)
     slots = program.until_it_repeats(updates)
-    totals = [*simulate_totals(schedule, costs, slots, beside, clips)]
+    totals = [*simulate_totals(schedule, costs, slots, states, clips)]
     length, first = updates * schedule.slots_per_step, program.steady_step * schedule.slots_per_step
     window = range(first, first + length)
     steady = [total for total in totals if total.slot in window]
@@ -239,8 +239,8 @@ def simulated_system(
 
 def _system(schedule: Schedule, cut: StageCut, config: RunConfig, cluster: Cluster | None) -> System:
     micro_batches = config.workers * config.accumulate
-    beside, clips = optimizer_states(config, cut, schedule), config.optim.clip_norm is not None
-    found = simulated_system(schedule, cut.costs, micro_batches, beside, clips)
+    states, clips = optimizer_states(config, cut, schedule), config.optim.clip_norm is not None
+    found = simulated_system(schedule, cut.costs, micro_batches, states, clips)
     if cluster is None:
         return found
     step_seconds = price(Program(schedule), cut.costs, cluster).step_seconds

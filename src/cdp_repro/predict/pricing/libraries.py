@@ -23,8 +23,8 @@ def _data_parallel_price(
 
 def _state_bytes(costs: StageCosts, optimizer_states: Sequence[float]) -> float:
     """Return the bytes of all parameters, and of what is kept beside them; see `price`."""
-    beside = optimizer_states or [0] * costs.stages
-    return sum((1 + states) * size for states, size in zip(beside, costs.parameter_bytes, strict=True))
+    states = optimizer_states or [0] * costs.stages
+    return sum((1 + each) * size for each, size in zip(states, costs.parameter_bytes, strict=True))
 
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
