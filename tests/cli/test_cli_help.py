@@ -64,3 +64,9 @@ def test_values_that_are_set_in_a_tree_of_choices_are_those_that_hydra_composes(
 
 def test_there_are_examples():
     assert len(examples()) > 40
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "report"])
+def test_help_fits_a_terminal_that_nobody_has_widened(name, capsys):
+    assert import_module(f"cdp_repro.cli.{name}").main(["--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -21,11 +21,15 @@ from cdp_repro.config.source import GROUPS, Source
 HYDRA_USAGE = """
 Hydra's own options:
 
-  --cfg job|hydra|all                              show the configuration (--resolve, --package NAME), run nothing
-  --info [defaults|searchpath|...]                 show how it is composed
-  --config-dir FOLDER --config-name NAME           read YAML files of yours, too, in a folder laid out as configs/ is
-  --shell-completion bash                          eval "$({name} --shell-completion bash)" completes keys and choices
-  --hydra-help                                     explain all of these
+  --cfg job|hydra|all        show the configuration, run nothing (with --resolve
+                             or --package NAME)
+  --info [defaults|...]      show how it is composed
+  --config-dir FOLDER --config-name NAME
+                             read YAML files of yours, too, in a folder laid out
+                             as configs/ is
+  --shell-completion bash    print code that completes keys and choices:
+                             eval "$({name} --shell-completion bash)"
+  --hydra-help               explain all of these
 """
 
 _FLAG = {"action": "store_true"}

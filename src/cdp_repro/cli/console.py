@@ -121,24 +121,24 @@ def console_logging() -> None:
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # it would report that it builds its cache
 
 
-_LABEL_WIDTH = 37
+_WIDTH = 80
+"""Of a terminal, if nobody widens it."""
+_LABEL_WIDTH = 31
 
 
-_INSTALLED = (
-    "installed: what a package of yours has entered in its pyproject.toml, chosen by its own name, as in mode=NAME"
-)
+_INSTALLED = "installed: what a package of yours has entered in its pyproject.toml, chosen by its name, as in mode=NAME"
 
 
 def help_text(usage: str) -> str:
     """Return the usage, the choices of each group, and every value with its default and meaning."""
     groups = "\n".join(wrapped(f"  {group:<11} {' | '.join(OURS.choices(group))}", 14) for group in GROUPS)
-    groups += f"\n\n  {_INSTALLED}"
+    groups += "\n\n" + wrapped(f"  {_INSTALLED}", 2)
     return f"{usage}\nGroups (group=choice):\n{groups}\n\nValues (key=value):\n{values_text(compose_config([]))}"
 
 
 def wrapped(text: str, indent: int) -> str:
     """Return a line of many words as lines, from the second on indented."""
-    return textwrap.fill(text, 105, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def values_text(config: Any, prefix: str = "") -> str:
@@ -154,7 +154,7 @@ def values_text(config: Any, prefix: str = "") -> str:
             text += values_text(value, f"{prefix}{field.name}.")
             continue
         label = f"  {prefix}{field.name}={'' if value is None else value}"
-        meaning = textwrap.wrap(explained[field.name], 75)
+        meaning = textwrap.wrap(explained[field.name], _WIDTH - _LABEL_WIDTH)
         if len(label) > _LABEL_WIDTH - 2:  # no room for a gap
             text += f"{label}\n"
             label = ""

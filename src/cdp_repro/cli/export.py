@@ -14,12 +14,13 @@ from cdp_repro.config.paths import typed_path
 
 USAGE = """usage: cdp-export RUN_DIRECTORY FILE
 
-Write the weights of a run's newest checkpoint to FILE (.safetensors or .pt): the parameters after its last training
-step and BatchNorm's statistics, averaged over the workers, under the names of the model's original: torchvision's,
-timm's or transformers'.
+Write the weights of a run's newest checkpoint to FILE (.safetensors or .pt):
+the parameters after its last training step and BatchNorm's statistics, averaged
+over the workers, under the names of the model's original: torchvision's, timm's
+or transformers'. A run can start from them:
 
   cdp-export runs/my-run resnet18.safetensors
-  cdp-train model=resnet18 model.weights=resnet18.safetensors      start from them
+  cdp-train model=resnet18 model.weights=resnet18.safetensors
 """
 
 

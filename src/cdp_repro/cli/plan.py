@@ -21,30 +21,40 @@ from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.schedule import Program
 from cdp_repro.schedule.program_text import write_program
 
-USAGE = """usage: cdp-plan [--systems] [--out=FOLDER] [--program=FILE] [--html=FILE] [key=value ...]
+USAGE = """usage: cdp-plan [--systems] [--out=FOLDER] [--program=FILE] [--html=FILE]
+                [key=value ...]
 
-Show the timeline, the stage cuts and the activation memory of the run that `cdp-train` with the same
-values would make, beside data parallelism. Needs no data, and takes seconds for any network: it computes
-nothing, unless partition=time or cluster.calibrate=true measure.
+Show the timeline, the stage cuts and the activation memory of the run that
+`cdp-train` with the same values would make, beside data parallelism. Needs no
+data, and takes seconds for any network: it computes nothing, unless
+partition=time or cluster.calibrate=true measure.
 
   cdp-plan mode=cdp_v2 workers=4
-  cdp-plan dataset=imagenet model=resnet50 partition=activations slot_order=backward_first
-  cdp-plan mode=cdp_v1 --out=plan                  also as SVG, PNG, CSV and Perfetto traces in plan/
-  cdp-plan mode=cdp_v2 placement=zero --program=zero.txt       all ranks' actions as text, for cdp-verify
-  cdp-plan program=zero.txt                        the same of such a file, edited by hand or not
-  cdp-plan mode=cdp_v2 workers=4 --html=plan.html  one page to scroll, zoom, play and ask what an action reads and
-                                                   writes; it switches between all systems on the same sizes
+  cdp-plan dataset=imagenet model=resnet50 partition=activations
 
-With --systems compare every system of the field on the same model, micro-batches and ranks: idle share, bytes,
-messages, staleness; with price=true and a cluster, seconds; with --out one picture of all timelines:
+With --out also as SVG, PNG, CSV and Perfetto traces in a folder; with --program
+all ranks' actions as text, which cdp-plan and cdp-verify read again, edited by
+hand or not; with --html one page to scroll, zoom, play and ask what an action
+reads and writes, for all systems on the same sizes:
+
+  cdp-plan mode=cdp_v1 --out=plan
+  cdp-plan mode=cdp_v2 placement=zero --program=zero.txt
+  cdp-plan program=zero.txt
+  cdp-plan mode=cdp_v2 workers=4 --html=plan.html
+
+With --systems compare every system of the field on the same model,
+micro-batches and ranks: idle share, bytes, messages, staleness; with price=true
+and a cluster, seconds; with --out one picture of all timelines:
 
   cdp-plan --systems workers=4 accumulate=2 --out=systems
 
-With price=true show instead what a training step takes on a cluster: for dp, cdp_v1, cdp_v2 and the chosen mode on
-every placement that can run them, for accumulation on one device, and for the baselines:
+With price=true show instead what a training step takes on a cluster, with --out
+as a figure and a CSV, too: for dp, cdp_v1, cdp_v2 and the chosen mode on every
+placement that can run them, for accumulation on one device, and for the
+baselines. The cluster is described, or measured on this machine:
 
-  cdp-plan price=true cluster.flops_per_second=1e13 cluster.bandwidth_bytes_per_second=1e9
-  cdp-plan price=true cluster.calibrate=true --out=prices      on this machine; a figure and a CSV in prices/
+  cdp-plan price=true cluster.flops_per_second=1e13
+  cdp-plan price=true cluster.calibrate=true --out=prices
 """
 
 

@@ -25,23 +25,32 @@ USAGE = f"""usage: cdp-report build   [--results=results] [--root=FOLDER]
        cdp-report check   [--results=results] [--root=FOLDER]
        cdp-report collect [--results=results] [--study=NAME] RUN_DIRECTORY...
        cdp-report status  [--results=results] [--runs=runs/studies] [STUDY...]
-       cdp-report sweep   SWEEP_DIRECTORY --x=KEY --y=NUMBER [--group=KEY,...] [--out=FOLDER]
+       cdp-report sweep   SWEEP_DIRECTORY --x=KEY --y=NUMBER
+                          [--group=KEY,...] [--out=FOLDER]
 
-Rebuild the paper's tables and figures from finished runs; show the results of any sweep.
+Rebuild the paper's tables and figures from finished runs; show the results of
+any sweep.
 
-  build    write tables (.md, .csv, .tex), figures (.svg, .png) and report.html from the rows in results/rows, and
-           renew the marked parts of README.md and docs/ below --root, by default the folder around --results; trains
-           nothing, takes seconds
-  check    exit 1 if one of these files differs from what the rows give; a picture, if its data do
-  collect  keep what the tables need of finished runs as rows in results/rows/STUDY; without --study the study whose
-           runs they are. A study of your own (--study=mine) gets lines in the accuracy table
+  build    write tables (.md, .csv, .tex), figures (.svg, .png) and report.html
+           from the rows in results/rows, and renew the marked parts of
+           README.md and docs/ below --root, by default the folder around
+           --results; trains nothing, takes seconds
+  check    exit 1 if one of these files differs from what the rows give; a
+           picture, if its data do
+  collect  keep what the tables need of finished runs as rows in
+           results/rows/STUDY; without --study the study whose runs they are. A
+           study of your own (--study=mine) gets lines in the accuracy table
   status   show each run of the studies: state, progress, log
-  sweep    show a number of each finished run of a sweep, such as eval/top1_percent, against a setting, or against
-           --x=epoch: mean and spread over seeds, a line for each value of --group=, by default of all that differs
-           beside x; write it as .csv, .svg and .png into SWEEP_DIRECTORY, or FOLDER
+  sweep    show a number of each finished run of a sweep, such as
+           eval/top1_percent, against a setting, or against --x=epoch: mean and
+           spread over seeds, a line for each value of --group=, by default of
+           all that differs beside x; write it as .csv, .svg and .png into
+           SWEEP_DIRECTORY, or FOLDER
 
 {wrapped(f"Studies: {', '.join(STUDIES)}.", 9)}
-scripts/accuracy.py, scripts/memory.py and scripts/costs.py train what is missing, here or on SLURM.
+
+scripts/accuracy.py, scripts/memory.py and scripts/costs.py train what is
+missing, here or on SLURM.
 """
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cdp_repro.cli.console import console_logging, exit_code_of
+from cdp_repro.cli.console import console_logging, exit_code_of, wrapped
 from cdp_repro.cli.streams import command, write_error, write_out
 from cdp_repro.config import ConfigError
 from cdp_repro.config.compose import compose_config
@@ -20,25 +20,33 @@ from cdp_repro.studies.missing_runs import Options, train_missing
 from cdp_repro.studies.rows import ROWS
 from cdp_repro.studies.slurm_array import write_array_script
 
-USAGE = """usage: python {script} [study ...] [--option=value ...] [key=value ...]
+USAGE = """usage: python {script} [study ...] [--option=value ...]
+       [key=value ...]
 
-Train those runs of the studies that have no row in results/rows yet, and collect each as it finishes. Safe to stop,
-to kill and to repeat: finished runs are skipped, others go on from their newest checkpoint.
+Train those runs of the studies that have no row in results/rows yet, and
+collect each as it finishes. Safe to stop, to kill and to repeat: finished runs
+are skipped, others go on from their newest checkpoint.
 
-  python {script}                                  {default}
-  python {script} --seeds=1 --jobs=4               one seed of each cell, four runs at once
-  python {script} --slurm=sweep.sh && sbatch sweep.sh    one job a run
+  python {script}
+      {default}
+  python {script} --seeds=1 --jobs=4
+      one seed of each cell, four runs at once
+  python {script} --slurm=sweep.sh && sbatch sweep.sh
+      one job a run
 
 Options
-  --jobs=1              runs at once; they share the cores (OMP_NUM_THREADS, if set, is the threads of each process)
+  --jobs=1              runs at once; they share the cores (OMP_NUM_THREADS, if
+                        set, is the threads of each process)
   --seeds=K             only the first K seeds of each cell
   --runs=runs/studies   where run directories are, with a log beside each
   --results=results     where rows are, in rows/
-  --slurm=FILE          train nothing; write an array script for sbatch, to be submitted from this folder
-  --run=K               only run K of the list, from 0, whatever else is missing: what a job of the array does
+  --slurm=FILE          train nothing; write an array script for sbatch, to be
+                        submitted from this folder
+  --run=K               only run K of the list, from 0, whatever else is
+                        missing: what a job of the array does
 
-Studies: {studies}
-Keys, as cdp-train has them: {keys}
+{studies}
+{keys}
 """
 
 
@@ -58,7 +66,10 @@ def main(study_names: Sequence[str], arguments: Sequence[str], script: str) -> i
     if {"--help", "-h"} & set(arguments):
         write_out(
             USAGE.format(
-                script=script, default=", ".join(study_names), studies=", ".join(STUDIES), keys=", ".join(SWEEP_KEYS)
+                script=script,
+                default=wrapped(f"      {', '.join(study_names)}", 6).lstrip(),
+                studies=wrapped(f"Studies: {', '.join(STUDIES)}", 9),
+                keys=wrapped(f"Keys, as cdp-train has them: {', '.join(SWEEP_KEYS)}", 6),
             )
         )
         return 0

@@ -45,23 +45,32 @@ from cdp_repro.studies.sweep_status import sweep_text
 from cdp_repro.training.rank_imports import rank_imports
 
 USAGE = """usage: cdp-train [option ...] [key=value ...]
-       cdp-train --multirun [--dry-run] [launcher=local|slurm launcher.key=value ...] key=value,value ...
+       cdp-train --multirun [--dry-run] [launcher=local|slurm]
+                 [launcher.key=value ...] key=value,value ...
        cdp-train --status=SWEEP_DIRECTORY
 
-Train a network on the timeline of data parallelism (mode=dp) or of cyclic data parallelism
-(mode=cdp_v1, mode=cdp_v2), and record accuracy, activation memory and the timeline.
+Train a network on the timeline of data parallelism (mode=dp) or of cyclic data
+parallelism (mode=cdp_v1, mode=cdp_v2), and record accuracy, activation memory
+and the timeline.
 
-  cdp-train                                        handwritten digits, under a minute on two cores
-  cdp-train mode=cdp_v1 dataset=cifar10            CIFAR-10 from data/ (dataset.root=/else/where)
-  cdp-train mode='[[1,1],[1,0]]' workers=2         any staleness matrix that the timeline can serve
-  cdp-train experiment=paper/cifar10_resnet18      the paper's set-up
-  cdp-train dataset=text model=gpt optim=adamw     a language model on Python's own library (dataset.root=FILE)
-  cdp-train mode=cdp_v1 delay=error_feedback       a method that makes up for stale reads
+  cdp-train                                   handwritten digits, in a minute
+  cdp-train mode=cdp_v1 dataset=cifar10       CIFAR-10 (dataset.root=FOLDER)
+  cdp-train mode='[[1,1],[1,0]]' workers=2    any staleness that can be served
+  cdp-train experiment=paper/cifar10_resnet18       the paper's set-up
+  cdp-train dataset=text model=gpt optim=adamw      a language model on Python's
+                                              own library (dataset.root=FILE)
+  cdp-train mode=cdp_v1 delay=error_feedback  makes up for stale reads
+  cdp-train mode=cdp_v2 placement=pipeline    in processes of its own, or under
+                                              torchrun and srun
+  cdp-train resume=runs/my-run                go on from the newest checkpoint,
+                                              bitwise
+  cdp-train resume=runs/my-run restart=true   begin anew a run that was stopped
+                                              before its first checkpoint
+
+Many runs, one after the other or as one array of jobs:
+
   cdp-train --multirun mode=dp,cdp_v1,cdp_v2 "seed=range(3)"
-  cdp-train -m seed=0,1,2 launcher=slurm launcher.partition=gpu launcher.gpus_per_node=1       one array of jobs
-  cdp-train mode=cdp_v2 placement=pipeline         in processes of its own, or under torchrun and srun
-  cdp-train resume=runs/my-run                     go on from the newest checkpoint, bitwise
-  cdp-train resume=runs/my-run restart=true        begin anew a run that was stopped before its first checkpoint
+  cdp-train -m seed=0,1,2 launcher=slurm launcher.partition=gpu
 """
 
 

@@ -20,13 +20,14 @@ logger = logging.getLogger("cdp_repro")
 
 USAGE = """usage: cdp-verify [--steps=8] [key=value ...]
 
-Train a few steps in float64 on the placement and on one device, with a drain in the middle, and compare losses,
-parameters of every version, optimizer state and buffers. Exit code 0 if they agree, 1 if not.
+Train a few steps in float64 on the placement and on one device, with a drain
+in the middle, and compare losses, parameters of every version, optimizer state
+and buffers. Exit code 0 if they agree, 1 if not.
 
   cdp-verify mode=cdp_v2 placement=pipeline workers=2
   cdp-verify mode=cdp_v1 placement=zero workers=3 batch_size=48
-  cdp-verify mode=dp baseline=ddp workers=2        a library's data parallelism against ours
-  cdp-verify program=FILE                          a program that cdp-plan has written, edited by hand or not
+  cdp-verify mode=dp baseline=ddp workers=2   a library's DP against ours
+  cdp-verify program=FILE          a program of cdp-plan, edited by hand or not
 """
 
 
