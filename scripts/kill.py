@@ -43,7 +43,6 @@ RESULTS, DOCUMENT = ROOT / "results" / "kill.json", ROOT / "docs" / "faults.md"
 MOMENTS = (("start-up", 0), ("training", 3), ("checkpoint", 4), ("evaluation", 5))
 """Each with the training step that it waits for; a run comes to them in this order."""
 VICTIMS = ("tree", "rank", "launcher")
-KILLS = 3
 TINY = (
     "epochs=2", "log_every_steps=1", "checkpoint_every_steps=2", "traced_steps=0", "grace_seconds=5", "wandb=disabled",
     "precision=fp64", "model.dropout=0.1",
@@ -145,7 +144,7 @@ def trial(settings: Sequence[str], folder: Path, moments: Sequence[tuple[str, in
     for number, (moment, step, victim) in enumerate(moments):
         told = folder / f"told-{number}"
         environment = {"KILL_MOMENT": moment, "KILL_STEP": str(step), "KILL_FILE": str(told)}
-        run = _started("kill_moments.py", _next(begin, folder / "run"), folder, environment)
+        run = _started(_next(begin, folder / "run"), folder, environment)
         is_timed = moment == "start-up"
         has_come = _await(run, told, chance.uniform(0, 8) if is_timed else LIMIT_SECONDS)
         time.sleep(chance.uniform(0, 0.3))
@@ -154,8 +153,8 @@ def trial(settings: Sequence[str], folder: Path, moments: Sequence[tuple[str, in
         who, seconds = _kill(run, victim, chance)
         problem = problem or ("" if seconds < LIMIT_SECONDS else "a process outlived the kill")
         kills.append({"moment": moment, "victim": who, "seconds_until_all_ended": round(seconds, 1)})
-    ends = [_started("kill_moments.py", [*begin, f"run_dir={folder / 'undisturbed'}"], folder, {})]
-    ends.append(_started("kill_moments.py", _next(begin, folder / "run"), folder, {}))
+    ends = [_started([*begin, f"run_dir={folder / 'undisturbed'}"], folder, {})]
+    ends.append(_started(_next(begin, folder / "run"), folder, {}))
     codes = [_exit_code(process) for process in ends]
     problem = problem or ("" if codes == [0, 0] else f"exit codes {codes}, None: not ended in {END_SECONDS:g} s")
     problem = problem or difference(folder / "undisturbed", folder / "run")
@@ -167,11 +166,9 @@ def _next(begin: Sequence[str], run: Path) -> list[str]:
     return arguments_to_go_on(run) if (run / CONFIG).exists() else [*begin, f"run_dir={run}"]
 
 
-def _started(
-    script: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Start `cdp-train`, by the script that makes it slow if the environment names a moment."""
-    start = [str(Path(__file__).with_name(script))] if environment else ["-m", "cdp_repro.cli.train"]
+def _started(arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start `cdp-train`; by `kill_moments.py`, which makes it slow, if the environment names a moment."""
+    start = [str(Path(__file__).with_name("kill_moments.py"))] if environment else ["-m", "cdp_repro.cli.train"]
     with (folder / "output.txt").open("ab") as output:
         return subprocess.Popen(
             [sys.executable, *start, *arguments], stdout=output, stderr=output, start_new_session=True,

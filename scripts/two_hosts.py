@@ -1,4 +1,4 @@
-"""Two hosts on one machine, or more: Linux namespaces with names, addresses and processes of their own, and cables.
+"""Two or more hosts on one machine: Linux namespaces with names, addresses and processes of their own, and cables.
 
     with two_hosts() as (a, b):
         subprocess.run(a.command("ping", "-c1", b.name))

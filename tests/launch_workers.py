@@ -87,6 +87,7 @@ def raise_while_the_other_receives(folder):
     with group(2) as torch:
         announce(folder)
         if rank() == 1:
+            wait_for_rank_0(folder)  # on a busy machine it may not have joined the group yet
             raise ZeroDivisionError("the first cause")
         torch.distributed.recv(torch.zeros(1), 1)
 

@@ -7,7 +7,7 @@ from cdp_repro.launch import launch
 from cdp_repro.predict.cutting import cut_model
 from cdp_repro.predict.pricing.calibration import measure_network
 
-PEERS = {"pipeline": ("torch_1f1b", "torch_gpipe"), "replicated": ("ddp",), "zero": ("fsdp2",)}
+BASELINES = {"pipeline": ("torch_1f1b", "torch_gpipe"), "replicated": ("ddp",), "zero": ("fsdp2",)}
 ROUNDS = 8
 STEPS = 6
 
@@ -21,15 +21,15 @@ def placements() -> dict[str, object]:
     planned: dict[str, float] = {}
     buckets: dict[str, float] = {}
     network = measure_network()
-    for placement, peers in PEERS.items():
-        arguments = config, blocks, ("cdp_v2",), placement, peers, ROUNDS, STEPS
+    for placement, baselines in BASELINES.items():
+        arguments = config, blocks, ("cdp_v2",), placement, baselines, ROUNDS, STEPS
         seconds, bucket = launch(rounds_on_two_ranks, arguments, config.workers)
         prices = planned_seconds(config, blocks, network)
-        for peer in peers:
-            name = f"{placement} / {peer}"
-            ratios[name] = throughput_over(seconds, "cdp_v2", peer)
+        for baseline in baselines:
+            name = f"{placement} / {baseline}"
+            ratios[name] = throughput_over(seconds, "cdp_v2", baseline)
             buckets |= {name: bucket} if bucket else {}
-            planned[name] = prices[f"dp {peer}"] / prices[f"cdp_v2 {placement}"]
+            planned[name] = prices[f"dp {baseline}"] / prices[f"cdp_v2 {placement}"]
             print(name, ratios[name], "planned", planned[name], flush=True)
     return {
         "config": two_ranks_text(config, blocks, "gloo on loopback"),

@@ -10,7 +10,6 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benches.links import MODES, NETWORKS
-from cdp_repro.baselines.torch_data_parallel import DDPBaseline
 from cdp_repro.report.charts import style
 from cdp_repro.report.evidence import origin
 
@@ -36,7 +35,7 @@ def tables() -> str:
     speed = json.loads((RESULTS / "placements.json").read_text())
     lines += ["| throughput of cdp_v2 / the library's | median | quartiles | planned |", "| --- | --- | --- | --- |"]
     for name, ratio in speed["throughput_ratios"].items():
-        bucket = speed.get("ddp_bucket_mib", {}).get(name)
+        bucket = speed["ddp_bucket_mib"].get(name)
         shown = f"{name} with buckets of {bucket} MiB" if bucket else name
         lines.append(f"| {shown} | {ratio['median']:.2f} | {_quartiles(ratio)} | {speed['planned_ratios'][name]:.2f} |")
     lines += ["", f"{speed['rounds']} alternating rounds; {speed['config']}; {_evidence(speed)}."]
@@ -114,7 +113,7 @@ def _link_tables() -> list[str]:
         lines += ["", f"{first} | {' | '.join(head)} |"]
         lines.append("| --- | --- | --- |" + " --- | --- |" * len(MODES))
         for row in curve["rows"]:
-            bucket = row.get("ddp_bucket_mib", DDPBaseline.bucket_cap_mb)  # older results are with torch's default
+            bucket = row["ddp_bucket_mib"]
             cells = [row["rate_mbit"] or "unlimited", f"{row['link_seconds_over_compute']:.2f}", bucket]
             for mode in MODES:
                 ratio = row["throughput_ratios"][mode]

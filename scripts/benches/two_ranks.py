@@ -44,9 +44,9 @@ def two_ranks_text(config: RunConfig, blocks: list[int], network: str) -> str:
     )
 
 
-def throughput_over(seconds: dict[str, list[float]], mode: str, peer: str) -> dict[str, float]:
+def throughput_over(seconds: dict[str, list[float]], mode: str, baseline: str) -> dict[str, float]:
     """Return the spread of the throughput of a mode over a baseline's."""
-    return ratio_spread(seconds[peer], seconds[mode])
+    return ratio_spread(seconds[baseline], seconds[mode])
 
 
 def planned_seconds(config: RunConfig, blocks: list[int], network: tuple[Link, Collectives]) -> dict[str, float]:
@@ -64,14 +64,14 @@ def rounds_on_two_ranks(
     blocks: list[int],
     modes: tuple[str, ...],
     placement: str,
-    peers: tuple[str, ...],
+    baselines: tuple[str, ...],
     rounds: int,
     steps: int,
 ) -> tuple[dict[str, list[float]], float | None]:
     """Train all contenders in turns, a few steps each, in the same ranks.
 
     Returns:
-        The seconds of each round, and the MiB of a bucket of DDP with which it was fastest, if it is among the peers.
+        The seconds of each round, and the MiB of a bucket of DDP with which it was fastest, if it is a baseline here.
     """
     keep_freed_memory()
     with process_group(torch.device("cpu"), config.workers, 600):
@@ -82,17 +82,17 @@ def rounds_on_two_ranks(
         def stages() -> list[torch.nn.Module]:
             return list(cut_model(config, blocks).stages)
 
-        def peer(name: str, bucket: float = DDPBaseline.bucket_cap_mb) -> Baseline:
+        def made(name: str, bucket: float = DDPBaseline.bucket_cap_mb) -> Baseline:
             kind = type("DDP", (DDPBaseline,), {"bucket_cap_mb": bucket}) if name == "ddp" else baseline_class(name)
             return kind(stages(), F.cross_entropy, sgd, workers=config.workers)
 
         bucket = None
-        if "ddp" in peers:
-            trials = {each: partial(steady_step_seconds, peer("ddp", each), batch, TRIAL_STEPS) for each in DDP_BUCKETS}
+        if "ddp" in baselines:
+            trials = {each: partial(steady_step_seconds, made("ddp", each), batch, TRIAL_STEPS) for each in DDP_BUCKETS}
             bucket = fastest_of(trials, TRIAL_ROUNDS)
         contenders: dict[str, Engine | Baseline] = {
             **{mode: Engine(stages(), F.cross_entropy, sgd, mode, placement, workers=config.workers) for mode in modes},
-            **{name: peer(name, bucket) if bucket else peer(name) for name in peers},
+            **{name: made(name, bucket) if bucket else made(name) for name in baselines},
         }
         timed = {name: partial(steady_step_seconds, each, batch, steps) for name, each in contenders.items()}
         return alternating_rounds(timed, rounds), bucket

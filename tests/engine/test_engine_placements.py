@@ -28,7 +28,7 @@ from cdp_repro.schedule.values import parameters
 PLACEMENTS = ("replicated", "zero", "model_parallel", "pipeline", "parameter_server")
 STEPS, DRAIN = 5, 3
 MATRIX = "matrix"
-VIT, UNEVEN = "test_vit", "uneven"
+VIT, UNEVEN, ONE_VALUE = "test_vit", "uneven", "one value"
 
 
 def uneven_stages(count):
@@ -37,6 +37,11 @@ def uneven_stages(count):
     large = nn.Sequential(nn.Linear(5, 600), nn.Tanh(), nn.Linear(600, 700), nn.BatchNorm1d(700), nn.Linear(700, 5))
     stages = [nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.3), nn.Tanh()) for _ in range(count - 1)]
     return [stage.double() for stage in (*stages[: count // 2], large, *stages[count // 2 :])]
+
+
+def stages_of_one_value(count):
+    """Each has one parameter of one value, of which all ranks but one hold an empty shard."""
+    return [nn.PReLU(init=0.1 + 0.1 * number).double() for number in range(count)]
 
 
 def model_stages(name, count):
@@ -50,13 +55,13 @@ def model_stages(name, count):
 
 
 def make_stages(kind, count):
-    own = {"linear": mixed_stages, UNEVEN: uneven_stages}
+    own = {"linear": mixed_stages, UNEVEN: uneven_stages, ONE_VALUE: stages_of_one_value}
     return own[kind](count) if kind in own else model_stages(kind, count)
 
 
 def make_batches(kind, micro_batches, micro=3):
     generator = torch.Generator().manual_seed(1)
-    shape = (5,) if kind in ("linear", UNEVEN) else (3, 16, 16)
+    shape = (5,) if kind in ("linear", UNEVEN, ONE_VALUE) else (3, 16, 16)
     size = micro_batches * micro
     return [
         (
@@ -148,9 +153,9 @@ def naming(case):
         raise
 
 
-def check_trace(trace, schedule, n, s, r=1):
+def check_trace(trace, schedule, n, s, r=1, kind="linear"):
     """Every record and message of the first steps is as simulated."""
-    stages, batches = make_stages("linear", s), make_batches("linear", n * r)
+    stages, batches = make_stages(kind, s), make_batches(kind, n * r)
     costs = profile_stages(Network(stages, F.cross_entropy), *(part[:3].clone() for part in batches[0]))
     simulated = simulate(Program(schedule), costs, DRAIN)
     end = max(record.slot for record in simulated.records)
@@ -201,6 +206,14 @@ def test_collectives_compute_what_one_device_computes_but_for_the_order_of_sums(
     assert sum(outcome[3] for outcome in outcomes) == reads
     close(flat(outcomes[0][4]), flat(state))
     check_trace(outcomes[0][2], schedule, n, s, r)
+
+
+def test_a_rank_whose_shard_is_empty_knows_the_version_and_sends_what_is_simulated(tmp_path):
+    schedule = Schedule.build("dp", 2, 2, "zero", collectives=True)
+    arguments = ("zero", 2, 2, 1, {"collectives": True})
+    outcomes = run_ranks(train, schedule.ranks, ONE_VALUE, "dp", *arguments, folder=tmp_path)
+    check_trace(outcomes[0][2], schedule, 2, 2, kind=ONE_VALUE)
+    close(outcomes[1][1], train(ONE_VALUE, "dp", "single_device", 2, 2)[1])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 
 import pytest
 
@@ -158,7 +159,7 @@ def test_slow_workers_are_busy_for_several_slots():
     costs, program = StageCosts.equal(4), Program(schedule)
     updates = schedule.sizes.updates
     slots = program.until_it_repeats(schedule.micro_batches)
-    trace = simulate_slots(schedule, costs, slots, is_cut=True, fill=program.steady_step)
+    trace = replace(simulate_slots(schedule, costs, slots, fill=program.steady_step), is_cut=True)
     found = simulated_system(schedule, costs, schedule.micro_batches)
     assert found.idle_share == pytest.approx(trace.idle_share(schedule.slots_per_step)) == pytest.approx(1 / 5)
     assert updates == 5

@@ -340,7 +340,7 @@ class Quick(Straight):
 
 def quick(staleness):
     sizes = Sizes(stages=3, workers=1)
-    timeline, rule = Quick(sizes), Matrix.checked(sizes, [[staleness] * 3])
+    timeline, rule = Quick(sizes), Matrix(sizes, [[staleness] * 3])
     return Schedule(Spec("dp", workers=1, stages=3), timeline, rule, SingleDevice(timeline), ())
 
 

@@ -96,6 +96,6 @@ def test_where_stages_are_computed_where_they_are_held(mode, placement, pipeline
 
 def test_replicas_take_turns_and_stages_of_a_rank_are_one_hop():
     schedule = Schedule.build("cdp_v1", 2, 4, "pipeline", ranks=2, replicas=2)
-    assert path(schedule, 0) == [Hop(0, range(2)), Hop(2, range(2, 4))]
-    assert path(schedule, 1) == [Hop(1, range(2)), Hop(3, range(2, 4))]
+    assert path(schedule, 0) == [Hop(0, (0, 1)), Hop(2, (2, 3))]
+    assert path(schedule, 1) == [Hop(1, (0, 1)), Hop(3, (2, 3))]
     assert order(schedule, 2, 3) == [(0, 1), (2, 1)]

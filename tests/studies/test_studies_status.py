@@ -13,7 +13,8 @@ from conftest import TINY
 
 from cdp_repro.cli import train
 from cdp_repro.studies.collecting import collect
-from cdp_repro.studies.missing_runs import log_path, run_directory
+from cdp_repro.studies.locked_log import log_path
+from cdp_repro.studies.missing_runs import run_directory
 from cdp_repro.studies.rows import RowError, write_row
 from cdp_repro.studies.status import status_text
 from cdp_repro.studies.study import Cell, Study

@@ -69,7 +69,10 @@ def _discard(stream: TextIO) -> None:
 
 
 def command(main: Callable[_P, int]) -> Callable[_P, int]:
-    """Make a function the main function of a command, with exit code 1 if its output cannot be written."""
+    """Make a function the main function of a command, with exit code 1 if its output cannot be written.
+
+    The exit code is 2 if the current folder does not exist.
+    """
 
     @wraps(main)
     def run(*arguments: _P.args, **named: _P.kwargs) -> int:

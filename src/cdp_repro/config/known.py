@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cdp_repro.config.compose import composed_of_ours
 from cdp_repro.config.keys import nested
+from cdp_repro.config.loading import settings_schema
 from cdp_repro.config.overrides import parse_long_forms, text_of
 from cdp_repro.config.schema import RunConfig
 from cdp_repro.config.source import OURS, TREE
@@ -67,16 +68,9 @@ def _of_choices(choices: tuple[str, ...]) -> RunConfig:
 
 
 def _typed_tree(values: Any) -> RunConfig:
-    config = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
+    config = OmegaConf.to_object(OmegaConf.merge(settings_schema(), values))
     assert isinstance(config, RunConfig)
     return config
-
-
-@cache
-def _schema() -> DictConfig:
-    schema = OmegaConf.structured(RunConfig)
-    assert isinstance(schema, DictConfig)
-    return schema
 
 
 def _file(group: str, name: str) -> DictConfig:

@@ -11,7 +11,6 @@ from cdp_repro.config.ranges import LARGEST_RATE, LARGEST_SECONDS
 from cdp_repro.config.schema import ModelConfig, RunConfig
 from cdp_repro.config.task import FIXED_SHAPES
 from cdp_repro.schedule import Program, last_steps, norms
-from cdp_repro.schedule.schedule import faults_of
 from cdp_repro.schedule.schedule_spec import fault_in
 from cdp_repro.schedule.sizes import check_divisible
 
@@ -142,9 +141,9 @@ def _check_batch_size(config: RunConfig) -> None:
 def _wrong_with_schedule(config: RunConfig) -> list[str]:
     """Return a sentence for each reason why the schedule cannot be made, or cannot serve the staleness matrix."""
     try:
-        found = faults_of(config.spec())
+        found = config.spec().faults()
     except ValueError as error:  # the branches of the model cannot have this number of stages
-        return [str(error), *faults_of(replace(config, model=ModelConfig()).spec())]
+        return [str(error), *replace(config, model=ModelConfig()).spec().faults()]
     if config.mode.staleness is None:  # a timeline can always serve the rule of a named mode
         return found
     return found or fault_in(lambda: Program(config.schedule()))

@@ -36,8 +36,11 @@ def load_config(composed: DictConfig, check_device: bool = True, proposes_sizes:
         found = [*inconsistent_in_schedule(config)]
         problems += _with_sizes_that_fit(config, found) if proposes_sizes else found
     problems += inconsistent_elsewhere(config)
-    if check_device and config.device == "cuda" and not _finds_cuda():
-        problems.append("device=cuda: torch finds no CUDA device on this machine; use device=cpu (or device=auto)")
+    if check_device and config.device == "cuda":
+        import torch  # here: it takes seconds, and only this question needs it
+
+        if not torch.cuda.is_available():
+            problems.append("device=cuda: torch finds no CUDA device on this machine; use device=cpu (or device=auto)")
     refuse(problems)
     return config
 
@@ -48,12 +51,6 @@ def _with_sizes_that_fit(config: RunConfig, problems: list[str]) -> list[str]:
     if works is None or any(works in problem for problem in problems):
         return problems
     return [*problems[:-1], f"{problems[-1]}; with the other values, {works} would fit"]
-
-
-def _finds_cuda() -> bool:
-    import torch  # here: it takes seconds, and only this question needs it
-
-    return torch.cuda.is_available()
 
 
 def without_effect(config: RunConfig) -> list[str]:
@@ -125,7 +122,7 @@ def _typed(composed: DictConfig) -> tuple[RunConfig, dict[str, str]]:
     Raises:
         ConfigError: an interpolation in the tree cannot be resolved.
     """
-    schema = _schema()
+    schema = settings_schema()
     with refusing_unresolved():
         given = leaves(composed)
     problems = {
@@ -144,7 +141,7 @@ def _typed(composed: DictConfig) -> tuple[RunConfig, dict[str, str]]:
 
 
 @cache
-def _schema() -> DictConfig:
+def settings_schema() -> DictConfig:
     """Return the types of all settings; `merge` copies it."""
     schema: DictConfig = OmegaConf.structured(RunConfig)
     return schema

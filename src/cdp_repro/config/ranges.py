@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from typing import Any
+from operator import attrgetter
 
 from cdp_repro.baselines import BASELINES
 from cdp_repro.config.errors import nearest
@@ -40,19 +40,24 @@ _MINIMA = {
         ("seed", "optim.lr", "optim.weight_decay", "optim.warmup_epochs", "optim.gamma",
          "dataset.loader_workers", "cluster.latency_seconds"), 0,
     ),
+    "stages": 1, "ranks": 1, "servers": 1, "jitter": 0, "message_time": 0, "slack": 0, "slices": 1, "micro_batches": 1,
+    "traced_steps": 0,
+    "delay.strength": 0,
+    "cluster.between_hosts_latency_seconds": 0, "cluster.between_hosts_bandwidth_bytes_per_second": 1,
+    "cluster.flops_per_second": 1,
 }  # fmt: skip
 
-_SIZES = (
-    "timeout_seconds", "grace_seconds", "workers", "stages", "accumulate", "replicas", "ranks", "servers",
-    "micro_batches", "batch_size", "evaluation_batch_size", "dataset.channels", "dataset.image_size",
-    "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden", "model.width",
-    "model.heads", "model.context",
-)  # fmt: skip
-_LARGEST_SIZE = 2**31 - 1
+_LARGEST_SIZES = {
+    **dict.fromkeys(
+        ("timeout_seconds", "grace_seconds", "workers", "stages", "accumulate", "replicas", "ranks", "servers",
+         "micro_batches", "batch_size", "evaluation_batch_size", "dataset.channels", "dataset.image_size",
+         "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden", "model.width",
+         "model.heads", "model.context"), 2**31 - 1,
+    ),
+    "model.depth": 1000,
+}  # fmt: skip
+"""A model of more blocks takes seconds to build and to measure."""
 LARGEST_RATE = 1e38
-_LARGEST_DEPTH = 1000
-"""Blocks; a model with this many takes seconds to build and to measure."""
-
 LARGEST_SECONDS = 1e9
 """Thirty years; prices of more would overflow."""
 _MAXIMA = {
@@ -65,56 +70,35 @@ _MAXIMA = {
 }
 """The largest value of a setting, and why."""
 
-_OPTIONAL_MINIMA = {
-    "stages": 1, "ranks": 1, "servers": 1, "jitter": 0, "message_time": 0, "slack": 0, "slices": 1, "micro_batches": 1,
-    "traced_steps": 0,
-    "delay.strength": 0,
-    "cluster.between_hosts_latency_seconds": 0, "cluster.between_hosts_bandwidth_bytes_per_second": 1,
-    "cluster.flops_per_second": 1,
-}  # fmt: skip
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
 
 def out_of_range(config: RunConfig) -> Iterable[tuple[str, str]]:
     """Yield each key whose value is out of range, with a sentence that says so."""
     for key, choices in _CHOICES.items():
-        value = _value(config, key)
+        value = attrgetter(key)(config)
         if value not in choices and (key, value) != ("mode.name", "matrix"):
             names = [str(choice) for choice in choices if choice is not None]
             yield key, f"{key}={value}: choose {', '.join(names)}{nearest(str(value), names)}"
     for key, minimum in _MINIMA.items():
-        value = _value(config, key)
-        if not (value >= minimum and math.isfinite(value)):
+        value = attrgetter(key)(config)
+        if value is not None and not (value >= minimum and math.isfinite(value)):
             yield key, f"{key}={value}: must be {_finite(value)}{minimum} or more"
-    for key, least in _OPTIONAL_MINIMA.items():
-        value = _value(config, key)
-        if value is not None and not (value >= least and math.isfinite(value)):
-            yield key, f"{key}={value}: must be {_finite(value)}{least} or more"
     if config.optim.clip_norm is not None and not 0 < config.optim.clip_norm < math.inf:
         yield (
             "optim.clip_norm",
             f"optim.clip_norm={config.optim.clip_norm}: must be a finite number above 0, such as 1.0",
         )
     for key in ("model.dropout", "optim.momentum", "optim.beta1", "optim.beta2"):
-        value = _value(config, key)
+        value = attrgetter(key)(config)
         if not 0 <= value < 1:
             yield key, f"{key}={value}: must be at least 0 and below 1"
     for key, (most, why) in _MAXIMA.items():
-        value = _value(config, key)
+        value = attrgetter(key)(config)
         if value is not None and most < value < math.inf:
             yield key, f"{key}={value}: must be at most {most:g}{why}"
-    for key in _SIZES:
-        value = _value(config, key)
-        if value is not None and value > _LARGEST_SIZE:
-            yield key, f"{key}={value}: must be at most {_LARGEST_SIZE}"
-    if config.model.depth > _LARGEST_DEPTH:
-        yield "model.depth", f"model.depth={config.model.depth}: must be at most {_LARGEST_DEPTH}"
+    for key, largest in _LARGEST_SIZES.items():
+        value = attrgetter(key)(config)
+        if value is not None and value > largest:
+            yield key, f"{key}={value}: must be at most {largest}"
     if config.seed >= 2**63:
         yield "seed", f"seed={config.seed}: must be below 2^63"
 

@@ -35,13 +35,12 @@ class Source:
         if self.name == "config":
             return
         names = [name for root in self._roots() for name in _yaml_names(root)]
-        wanted = self.name.removesuffix(".yaml")
-        if wanted not in names:
+        if self.name not in names:
             where = "our tree" if self.folder is None else f"our tree and {self.folder}"
-            similar = nearest(wanted, [name for name in names if "/" not in name])
+            similar = nearest(self.name, [name for name in names if "/" not in name])
             raise ConfigError(
                 [
-                    f"--config-name={self.name}: there is no {wanted}.yaml in {where}{similar}; give the folder of "
+                    f"--config-name={self.name}: there is no {self.name}.yaml in {where}{similar}; give the folder of "
                     "yours by --config-dir=, or leave it out for config.yaml"
                 ]
             )

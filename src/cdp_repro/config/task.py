@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -34,12 +31,6 @@ class Task:
     def label(self) -> str:
         """The name of the number with its unit: `test top-1 [%]`."""
         return f"{self.name} [{self.metric_unit}]"
-
-    def input_dtype(self, parameters: torch.dtype) -> torch.dtype:
-        """Return the type of the model's inputs: int64 for tokens, else the type of its parameters."""
-        import torch  # here: it takes seconds, and most readers of a configuration do not need it
-
-        return torch.int64 if self.is_text else parameters
 
     def units(self, input_shape: tuple[int, ...]) -> int:
         """Return how many units a sample of this shape has: its tokens, or one image."""

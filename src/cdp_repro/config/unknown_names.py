@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
 
 from cdp_repro.config.errors import nearest
-from cdp_repro.config.keys import EXAMPLES, defaults, example_of, leaves
+from cdp_repro.config.keys import EXAMPLES, defaults, example_of
 from cdp_repro.config.overrides import INSTALLED, text_of
-from cdp_repro.config.schema import RunConfig
 from cdp_repro.config.source import GROUPS, Source
 from cdp_repro.schedule.by_name import entered
 
@@ -72,7 +70,7 @@ def unknown_key(override: Override, source: Source, known: Sequence[str], missin
         return f"~{key}: every run has a value of {key}, so that it cannot be deleted: give one, e.g. {example_of(key)}"
     if source.is_group(key) or any(leaf == key or leaf.startswith(f"{key}.") for leaf in known):
         return None
-    if key not in (leaf for leaf, _ in leaves(OmegaConf.structured(RunConfig))):
+    if key not in defaults():
         return f"unknown key {key!r}{nearest(key, [*known, *GROUPS])}"
     if group in GROUPS:
         given = f", or give {EXAMPLES[key]}" if key in EXAMPLES else ""

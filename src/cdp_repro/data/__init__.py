@@ -93,7 +93,7 @@ def load_dataset(
         return load_text(Path(root) if root else None, context=context, tokens=tokens)
     if name in _ENTERED:
         return _load_entered(name, root)
-    raise ValueError(f"unknown dataset {name!r}{nearest(name, DATASETS, 0.0)} Known: {', '.join(DATASETS)}")
+    raise ValueError(f"unknown dataset {name!r}{nearest(name, DATASETS)}: choose {', '.join(DATASETS)}")
 
 
 def _load_entered(name: str, root: str | None) -> Dataset:

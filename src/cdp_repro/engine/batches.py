@@ -60,7 +60,7 @@ class TensorMiniBatch:
         if self._writes_now() != self._writes:
             raise ValueError(
                 "a mini-batch was changed after it was given: up to two training steps are under way, or one for each "
-                "micro-batch in flight, and read theirs later. Give each mini-batch tensors of its own"
+                "micro-batch in flight, and they still read their mini-batches. Give each mini-batch tensors of its own"
             )
         size = len(tensor) // self._micro_batches
         return tensor[micro_batch * size : (micro_batch + 1) * size].to(self._device, copy=True)

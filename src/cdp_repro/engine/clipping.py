@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdp_repro.engine.compute import Gradients
-from cdp_repro.engine.transfers import Outgoing, Transfer
+from cdp_repro.engine.transfers import Outgoing
 from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Program, Schedule, Value
 from cdp_repro.schedule.meaning import made_from
@@ -38,7 +38,7 @@ class Clipping:
         return {name: gradient * factor.to(gradient) for name, gradient in gradients.items()}
 
     def _norm(self, version: int, gradients: Gradients) -> Tensor:  # noqa: ARG002 - of a stage, whatever the version
-        return _squares(gradients).sqrt()
+        return _squared_norm(gradients).sqrt()
 
     def enter(self, total: Value, gradients: Gradients) -> None:
         """Take note of a sum that this rank has added."""
@@ -72,12 +72,11 @@ class GlobalClipping(Clipping):
         version = made_from(self._schedule, total)
         if version is None or teller(self._schedule, version, total.stage) != self._team.rank:
             return
-        square = _squares(gradients).to("cpu", torch.float64).reshape(1)
+        square = _squared_norm(gradients).to("cpu", torch.float64).reshape(1)
         self._squares.setdefault(version, {})[total.stage] = square
         self._outgoing.let_go(before=version - self._lag)
         for rank in self._updating - {self._team.rank}:
-            sent = dist.isend(square, rank, group=self._team.control, tag=_FIRST_TAG + total.stage)
-            self._outgoing.append(Transfer([sent], square), version)
+            self._outgoing.send(square, rank, version, self._team.control, _FIRST_TAG + total.stage)
 
     def _norm(self, version: int, gradients: Gradients) -> Tensor:  # noqa: ARG002 - of all stages
         squares = self._squares.setdefault(version, {})
@@ -109,7 +108,7 @@ def clipping(limit: float, program: Program, team: Team) -> Clipping:
     return GlobalClipping(limit, program.schedule, team) if clips_globally(program.schedule) else Clipping(limit)
 
 
-def _squares(gradients: Mapping[str, Tensor]) -> Tensor:
+def _squared_norm(gradients: Mapping[str, Tensor]) -> Tensor:
     """Return the sum of the squares of all values; the order of summation does not depend on that of `gradients`."""
     real = [torch.view_as_real(each) if (each := gradients[name]).is_complex() else each for name in sorted(gradients)]
     found = [each.double().square().sum() for each in real]

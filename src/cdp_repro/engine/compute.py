@@ -82,9 +82,9 @@ class SavedForward(NamedTuple):
     """Where the gradient of the output enters the graph; None if nothing in the stage takes a gradient."""
     buffers: Mapping[str, Tensor]
     """The buffers that the forward read."""
-    loan: Loan | None = None
+    loan: Loan | None
     """Where the graph finds the parameters, if the backward brings them."""
-    prefix: Prefix | None = None
+    prefix: Prefix | None
     """The prefix of the slice, if sequences are cut."""
 
     @property
@@ -112,7 +112,8 @@ class StageCompute:
     ) -> None:
         """The last stage computes the loss as part of its forward; the others have no `loss_fn`.
 
-        `splits_backward`: `backward_input` needs to know whether the stage sets hooks.
+        `splits_backward`: backwards run in two parts, so the first forward also looks whether the stage sets hooks on
+        gradients.
         """
         self._module = module
         self._binding = Binding(module)
@@ -192,16 +193,16 @@ class StageCompute:
             raise TypeError(f"a stage must return one tensor, the next stage's input; got {type(output).__name__}")
         return output
 
-    def restored(self, saved: SavedForward, lent: Version | None) -> AbstractContextManager[None]:
+    def restored(self, saved: SavedForward, version: Version | None) -> AbstractContextManager[None]:
         """Return a context with the parameters and buffers for what the backward of `saved` recomputes."""
-        return self._binding.bound_again((lent or saved.version).tensors, saved.buffers)
+        return self._binding.bound_again((version or saved.version).tensors, saved.buffers)
 
     def backward(
         self,
         saved: SavedForward,
         grad_output: Tensor | None,
         sums: Gradients,
-        lent: Version | None = None,
+        version: Version | None = None,
         later: Mapping[str, Tensor] | None = None,
     ) -> list[Tensor | None]:
         """Return the gradients of the stage's inputs, None where there is none; add those of its parameters to `sums`.
@@ -212,8 +213,8 @@ class StageCompute:
 
         `later` are the gradients of what the layers have kept for the slices after this one, by layer.
 
-        The parameters are in place for activation checkpointing to recompute with: those of the forward, or `lent` if
-        given. It reads copies of the buffers, which it must not update twice.
+        For activation checkpointing to recompute with, the parameters of `version` are in place, or else those of the
+        forward. It reads copies of the buffers, which it must not update twice.
         """
         parameters = saved.version.trainable
         if saved.edge is None or grad_output is None:
@@ -224,7 +225,7 @@ class StageCompute:
             edges += [saved.prefix.edges[name] for name in later]
             gradients += later.values()
         known = nullcontext() if saved.prefix is None else saved.prefix.known_to(self._causal)
-        with self.restored(saved, lent), known:
+        with self.restored(saved, version), known:
             accumulate(parameters, sums, edges, gradients)
         return saved.take_gradients()
 

@@ -67,8 +67,7 @@ class AtOnce:
     def send(self, value: Value, peer: int, buffer: Tensor) -> None:  # noqa: ARG002 - one edge keeps its order
         """See `Delivery.send`."""
         if len(buffer):
-            work = dist.isend(buffer, peer, group=self._groups[self._rank, peer])
-            self._outgoing.append(Transfer([work], buffer), self._slot)
+            self._outgoing.send(buffer, peer, self._slot, self._groups[self._rank, peer])
 
     def receive(self, value: Value, peer: int) -> Callable[[], Tensor]:
         """See `Delivery.receive`."""
@@ -165,11 +164,6 @@ class InBatches:
         works = dist.batch_isend_irecv(operations) if operations else []
         self._landed |= {key: Transfer(works, whole) for key, whole in arriving.items()}
         self._under_way.append((self._slot, works, [operation.tensor for operation in operations]))
-
-
-def delivery(program: RankProgram, device: torch.device, landing: Landing) -> Delivery:
-    """Return the delivery of a rank's messages between `device`s; all ranks must call it together."""
-    return InBatches(program, device, landing) if program.in_batches else AtOnce(program, landing)
 
 
 def needs_batches(device: torch.device) -> bool:

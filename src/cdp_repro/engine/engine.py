@@ -54,7 +54,7 @@ class Engine:
             `Spec.collectives`), the optimizer updates a rank's pieces of them, [values, 1, ..., 1], in the same groups:
             it must treat each value independently, as SGD and Adam do.
         mode: "dp", "cdp_v1", "cdp_v2", another name in `schedule.MODES`, or a staleness matrix with a row for each
-            micro-batch of a training step and a column for each stage.
+            micro-batch of a training step (one for all replicas of it) and a column for each stage.
         placement: where the stages run and who holds their parameters: "single_device", "replicated", "zero",
             "model_parallel", "pipeline" or "parameter_server". All except the first need as many processes in the
             torch.distributed group as the schedule has ranks. Each process builds the same engine and takes part in

@@ -1,7 +1,7 @@
 """The second interpreter: runs a rank's program on tensors, action by action. There is no other loop.
 
-Each action states its own meaning. The executor waits for the values that the action reads, runs the action, keeps the
-values that it writes, and drops those that it frees.
+Each action states its own meaning. The executor waits for the values that the action reads, lets go of those that
+it frees, runs the action, and keeps the values that it writes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Executor:
     """Executes the program of one rank, from a drained state to a drained state.
 
     `values` are all present values, by name. Between two runs they are the parameter versions and buffers that the rank
-    holds; within a run also saved forwards, inputs, gradients and sums. A value that a message will bring is `Pending`.
+    holds; within a run also saved forwards, inputs, gradients and sums. A value is `Pending` that a message, a
+    collective, or an update that waits for a norm has still to bring.
     """
 
     def __init__(
@@ -87,9 +88,10 @@ class Executor:
         self._sizes, self._last_stage, self._stashes = schedule.sizes, schedule.stages - 1, program.stashes
         self._finishing_kinds, self._finishing_count = program.finishing
         self._done: Counter[int] = Counter()
-        """By training step: number of actions run of the kinds whose last one finishes the step on this rank."""
+        """By training step: how many have run of the actions of which the last finishes the step on this rank."""
         self._finished: deque[tuple[int, int]] = deque()
-        """Training steps finished on this rank, each with the slot in which the last loss of it is computed."""
+        """Training steps finished on this rank, each with the slot after which it is returned: on rank 0, when all its
+        losses have been computed."""
         self._losses_late = 0 if team.rank else program.losses_late
         self._handlers = {
             Op.FORWARD: self._forward,
@@ -138,7 +140,7 @@ class Executor:
             raise
 
     def _results(self, slot: float) -> list[StepResult]:
-        """Return the finished steps of which all losses are computed by a slot; on rank 0, wait for the losses."""
+        """Return the finished steps that are due after a slot; rank 0 waits for their losses."""
         results = []
         while self._finished and self._finished[0][1] <= slot:
             step, _ = self._finished.popleft()
@@ -210,8 +212,8 @@ class Executor:
         if loan is not None:
             loan.give_back()
         made: Contents = {Kind.SAVED: [saved], Kind.BUFFERS: [buffers]}
-        if prefix is not None and any(value.kind == Kind.PREFIX for value in action.writes):
-            made[Kind.PREFIX] = [prefix.take_after()]
+        if prefix is not None:
+            made[Kind.PREFIX] = [prefix.take_after()]  # after the last tokens, nothing takes it from here
         if not is_last:
             return made | {Kind.INPUT: [output.requires_grad_(saved.edge is not None)]}
         self._losses.enter(step, i, output)
@@ -294,9 +296,7 @@ class Executor:
         ((content,),) = read.values()
         if isinstance(content, Version):
             content = content.read_in(action.value.number // self._sizes.summed)
-        size = self.mailbox.send(action.value, action.peer, content)
-        if size and self._tracer.active:
-            self._tracer.sent(action, size)
+        self._tracer.sent(action, self.mailbox.send(action.value, action.peer, content))
         return {}
 
     def _receive(self, action: Action, _: Contents) -> Contents:
@@ -307,17 +307,13 @@ class Executor:
         assert self.mailbox is not None and action.value is not None
         ((content,),) = read.values()
         pending, size = self.mailbox.join(action.value, content)
-        if self._tracer.active and (sent := ring_bytes(action, size, self._team.size)):
-            self._tracer.sent(action, sent)
+        self._tracer.sent(action, ring_bytes(action, size, self._team.size))
         return {action.value.kind: [pending]}
 
     def _parameters(self, action: Action, read: Contents) -> Version:
-        """Return the parameters that a forward or backward reads: a lent copy, or the rank's own."""
-        lent: Version
-        for lent in (*read[Kind.LENT_FORWARD], *read[Kind.LENT_BACKWARD]):
-            return lent
-        own: Version = read[Kind.PARAMETERS][0]
-        return own.read_in(action.micro_batch // self._sizes.summed)
+        """Return the parameters that a forward or backward reads: a lent copy as it was sent, or the rank's own."""
+        version: Version = (read[Kind.LENT_FORWARD] or read[Kind.LENT_BACKWARD] or read[Kind.PARAMETERS])[0]
+        return version.read_in(action.micro_batch // self._sizes.summed)
 
 
 def _copied(gradients: Gradients) -> Gradients:

@@ -63,9 +63,9 @@ def _kind(buffer: Tensor | None) -> str:
 def reaches_all(parameters: Iterable[Tensor], given: Sequence[Tensor], output: Tensor) -> bool:
     """Whether the graph of the output leads to all parameters that take gradients.
 
-    If not, reentrant checkpointing may be why, but some networks have such parameters anyway. So a second forward has
-    to look for the checkpointing call itself; it leaves no trace. torch refuses reentrant checkpointing in the
-    backward, but not in a part whose inputs take no gradient, which it would silently not train.
+    If not, the cause may be reentrant checkpointing, which leaves no trace in the graph; but some networks have such
+    parameters anyway. So a second forward has to look for the checkpointing call itself. torch refuses reentrant
+    checkpointing in the backward, but not in a part whose inputs take no gradient, which it would silently not train.
 
     Raises:
         ValueError: the graph leads to a tensor that is not `given`, which would not train.

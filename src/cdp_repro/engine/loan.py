@@ -18,7 +18,7 @@ class Loan:
     the backward brings, much as fully_shard refills the storage of its parameters.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], is_copy: bool = True) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], is_copy: bool) -> None:
         """`tensors` are parameters, by name.
 
         `is_copy`: they are copies that exist only during the forward, and again during the backward.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdp_repro.engine.transfers import Outgoing, Transfer
+from cdp_repro.engine.transfers import Outgoing
 from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Schedule
 
@@ -30,8 +30,7 @@ class Losses:
         self._known.setdefault(step, {})[i] = loss
         if self._team.rank:
             value = loss.detach().to("cpu", torch.float64).reshape(1)
-            sent = dist.isend(value, 0, group=self._team.control, tag=_FIRST_TAG + i)
-            self._outgoing.append(Transfer([sent], value), step)
+            self._outgoing.send(value, 0, step, self._team.control, _FIRST_TAG + i)
 
     def flush(self) -> None:
         """Wait until all losses have been sent."""

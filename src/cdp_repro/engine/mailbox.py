@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdp_repro.engine.compute import Version
-from cdp_repro.engine.delivery import delivery
+from cdp_repro.engine.delivery import AtOnce, Delivery, InBatches
 from cdp_repro.engine.messages import VALUE, VERSION, Layout, Layouts, numbered
 from cdp_repro.engine.shards import Shards, Views
 from cdp_repro.engine.transfers import Transfer
@@ -44,7 +44,9 @@ class Mailbox:
         """For each value being sent: its buffer, and the parts that have not begun."""
         self._arriving: dict[Value, tuple[Tensor, set[int]]] = {}
         """The same for each value that arrives."""
-        self._delivery = delivery(program, device, self._landing)
+        self._delivery: Delivery = (
+            InBatches(program, device, self._landing) if program.in_batches else AtOnce(program, self._landing)
+        )
 
     def begin(self, slot: Slot) -> None:
         """Begin a slot of this rank."""
@@ -88,21 +90,21 @@ class Mailbox:
 
         Returns the pending result, and the bytes of the whole value.
         """
-        layout, tensors = self._layout(value), _as_message(content)
-        number = {VERSION: tensors.pop(VERSION)} if VERSION in tensors else {}  # each rank knows the number
+        layout = self._layout(value)
+        # each rank knows the number of the version, even one whose shard is empty
+        number = {VERSION: torch.tensor(content.number)} if VERSION in layout.tensors else {}
         views: Views = layout.views
         if not layout.nbytes:
             transfer = Transfer((), torch.empty(0, dtype=torch.uint8, device=self._device))
         elif value.kind in LENT:
-            transfer, views = self._shards[value.stage].gather(tensors)
+            transfer, views = self._shards[value.stage].gather(content.tensors)
+        elif value.parts > 1:
+            layout.check(content)
+            transfer, views = self._shards[value.stage].reduce(content)
         else:
-            layout.check(tensors)
-            if value.parts > 1:
-                transfer, views = self._shards[value.stage].reduce(tensors)
-            else:
-                buffer = layout.pack(tensors, self._device)
-                works = [dist.all_reduce(values, async_op=True) for values in layout.values(buffer)]
-                transfer = Transfer(works, buffer)
+            buffer = layout.pack(content, self._device)
+            works = [dist.all_reduce(values, async_op=True) for values in layout.values(buffer)]
+            transfer = Transfer(works, buffer)
         size = layout.nbytes - (_NUMBER_BYTES if number else 0)
         return Pending(lambda: self._content(value, views(transfer.wait()) | number)), size
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cdp_repro.engine.compute import Autocast, Network
-from cdp_repro.engine.transfers import Outgoing, Transfer
+from cdp_repro.engine.transfers import Outgoing
 from cdp_repro.launch import control_messages
 from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Schedule
@@ -50,8 +50,8 @@ def pipelined_outputs(
             values = _forward(network.stages[stage], values, network.autocast)
         if place + 1 < len(hops):
             outgoing.let_go(before=number - _MOST_ON_THEIR_WAY)
-            for buffer, work in control_messages.begin_send((values, targets), hops[place + 1].rank, team.control):
-                outgoing.append(Transfer([work], buffer), number)
+            for part in control_messages.parts((values, targets)):
+                outgoing.send(part, hops[place + 1].rank, number, team.control, control_messages.TAG)
         else:
             yield values, targets
     outgoing.flush()

@@ -70,8 +70,9 @@ class Tracer:
         self._recorder.record(self._slot, action, self._meter.live_bytes, versions, (begin, self.now()))
 
     def sent(self, action: Action, size: int) -> None:
-        """Record that a SEND of this slot, or this rank's part in a COLLECTIVE, has sent `size` bytes."""
-        self._recorder.sent(self._slot, action, size)
+        """Record that a SEND of this slot, or this rank's part in a COLLECTIVE, has sent `size` bytes, if any."""
+        if self.active and size:
+            self._recorder.sent(self._slot, action, size)
 
     def recorded(self) -> tuple[tuple[SlotRecord, ...], tuple[Message, ...]]:
         """Return the records and messages of this rank so far."""

@@ -38,9 +38,10 @@ class Outgoing:
     def __init__(self) -> None:
         self._transfers: deque[tuple[int, Transfer]] = deque()
 
-    def append(self, transfer: Transfer, begun: int) -> None:
-        """Keep the buffers of a transfer until it is complete."""
-        self._transfers.append((begun, transfer))
+    def send(self, buffer: Tensor, rank: int, begun: int, group: dist.ProcessGroup | None, tag: int = 0) -> None:
+        """Start to send a buffer to a rank; keep it until it is sent."""
+        work = dist.isend(buffer, rank, group=group, tag=tag)
+        self._transfers.append((begun, Transfer([work], buffer)))
 
     def let_go(self, before: float) -> None:
         """Wait until all transfers that began before `before` are complete; let go of their buffers."""

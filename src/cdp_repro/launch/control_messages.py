@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_TAG = 3
+TAG = 3
 _HEADER_BYTES = 8
 
 
@@ -93,19 +93,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def send(value: object, rank: int, group: dist.ProcessGroup | None = None) -> None:
     """Send a value to another rank, which must `receive` it. The group must be gloo's, as for all functions here."""
-    for part in _parts(value):
-        dist.send(part, rank, group=group, tag=_TAG)
+    for part in parts(value):
+        dist.send(part, rank, group=group, tag=TAG)
 
 
-def begin_send(
-    value: object, rank: int, group: dist.ProcessGroup | None = None
-) -> list[tuple[Tensor, dist.Work | None]]:
-    """Begin to send a value as `send` does; return tensors to keep, each until the work paired with it is done."""
-    return [(part, dist.isend(part, rank, group=group, tag=_TAG)) for part in _parts(value)]
-
-
-def _parts(value: object) -> tuple[Tensor, Tensor]:
-    """Return the length of a message, and the message."""
+def parts(value: object) -> tuple[Tensor, Tensor]:
+    """Return the tensors in which a value is sent: the length of its message, and the message."""
     message = encode(value)
     return torch.tensor([len(message)]), message
 
@@ -113,9 +106,9 @@ def _parts(value: object) -> tuple[Tensor, Tensor]:
 def receive(rank: int, group: dist.ProcessGroup | None = None) -> Any:
     """Return what another rank sends."""
     length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(length, rank, group=group, tag=_TAG)
+    dist.recv(length, rank, group=group, tag=TAG)
     message = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(message, rank, group=group, tag=_TAG)
+    dist.recv(message, rank, group=group, tag=TAG)
     return decode(message)
 
 

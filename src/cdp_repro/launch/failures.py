@@ -76,7 +76,9 @@ class Failure:
         if self.pickled_error is None:
             return None
         kind, arguments, state = pickle.loads(self.pickled_error)
-        return _rebuilt(kind, arguments, state)
+        error: BaseException = kind.__new__(kind, *arguments)
+        error.__dict__.update(state)
+        return error
 
     def as_error(self) -> RankFailedError:
         """Return the failure as the error that the launching process raises."""
@@ -115,12 +117,6 @@ def _pickled(error: BaseException) -> bytes | None:
     except Exception:
         return None
     return pickled
-
-
-def _rebuilt(kind: type[BaseException], arguments: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    error = kind.__new__(kind, *arguments)
-    error.__dict__.update(state)
-    return error
 
 
 _BROKEN = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -99,7 +99,12 @@ class Positions:
 
     def _silent(self, seconds: float) -> list[int]:
         """Return the ranks that have not given up after `seconds`; return at once when there are none."""
-        return _last(lambda: [rank for rank in range(self.ranks) if not self._text(_gave_up(rank))], seconds)
+        deadline = time.monotonic() + seconds
+        while silent := [rank for rank in range(self.ranks) if not self._text(_gave_up(rank))]:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        return silent
 
     def _slow(self) -> list[int]:
         """Return the ranks one of which went on after others had waited for it in vain; none if they cannot be told.
@@ -119,14 +124,6 @@ def _why(error: BaseException) -> str:
         return _WAITED
     told = f"{type(error).__name__}: {error}"
     return f"{_LEFT}: {told}" if is_lost_peer(error) else f"ended with {told}"
-
-
-def _last(found: Callable[[], list[int]], seconds: float) -> list[int]:
-    """Ask until an answer is empty or the time is over; return the last answer."""
-    deadline = time.monotonic() + seconds
-    while (answer := found()) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-    return answer
 
 
 def _cause(silent: list[int], slow: list[int], timed_out: bool) -> str:

@@ -54,15 +54,13 @@ def process_group(device: torch.device, processes: int, timeout_seconds: float) 
     assert dist.get_world_size() == processes
     _limit_silence_of_the_store(timeout_seconds)
     _end_threads_before_python()
-    failed = True
     try:
         yield
-        failed = False
-    finally:
-        if not (
-            failed and gpu
-        ):  # NCCL would wait here for ranks that wait for this one; the end of the process cleans up
+    except BaseException:
+        if gpu is None:  # NCCL would wait here for ranks that wait for this one; the end of the process cleans up
             dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def _limit_silence_of_the_store(seconds: float) -> None:
@@ -177,14 +175,14 @@ def _explanation(error: Exception, address: str, processes: int, timeout_seconds
 
 
 def refuse_differing(what: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
-    """Compare named hashes with those of rank 0; do nothing without a process group.
+    """Compare named hashes with those of rank 0; do nothing where there is only one process.
 
     `group` is a gloo group, needed if the default group is not one.
 
     Raises:
         LaunchError: A hash differs on some rank; all ranks raise it.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     gathered = control_messages.share(control_messages.gather(dict(what), group), group)
     names = sorted({name for hashes in gathered for name in hashes})

@@ -32,7 +32,8 @@ _FAILED: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 class Team:
-    """The process group, seen from one rank. Every method must be called by all ranks alike.
+    """The process group, seen from one rank. All ranks must make it, and call `gather`, `share` and `clock_offset`,
+    together.
 
     Args:
         size: number of ranks needed.
@@ -48,7 +49,7 @@ class Team:
         self.device = device
         self.size = size
         present = dist.get_world_size() if dist.is_initialized() else 1
-        if present != self.size and (self.size > 1 or present > 1):
+        if present != self.size:
             raise ValueError(
                 f"{wanted_by} runs on {size} processes, not on {present}: start {size}, e.g. by "
                 f"torchrun --nproc-per-node={size}, and call init_process_group in each"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -49,20 +48,18 @@ def build_gpt(spec: ModelSpec) -> nn.Sequential:
     return model
 
 
-_TRANSFORMERS_NAMES = MappingProxyType(
-    {
-        "embed.token": "transformer.wte",
-        "embed.position": "transformer.wpe",
-        "norm1": "ln_1",
-        "attention.query_key_value": "attn.c_attn",
-        "attention.out": "attn.c_proj",
-        "norm2": "ln_2",
-        "feed_forward.inner": "mlp.c_fc",
-        "feed_forward.out": "mlp.c_proj",
-        "head.norm": "transformer.ln_f",
-        "head.logits": "lm_head",
-    }
-)
+_TRANSFORMERS_NAMES = {
+    "embed.token": "transformer.wte",
+    "embed.position": "transformer.wpe",
+    "norm1": "ln_1",
+    "attention.query_key_value": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "norm2": "ln_2",
+    "feed_forward.inner": "mlp.c_fc",
+    "feed_forward.out": "mlp.c_proj",
+    "head.norm": "transformer.ln_f",
+    "head.logits": "lm_head",
+}
 
 
 def transformers_name(key: str) -> str:

@@ -31,8 +31,7 @@ class MetricsLog:
         self.path = Path(path)
         self._mirror = mirror
         if self.path.exists():
-            whole, _ = _rows(self.path)
-            os.truncate(self.path, whole)
+            os.truncate(self.path, sum(len(line) for line, _ in _rows(self.path)))
         self._file = _appending(self.path)
 
     def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
@@ -50,9 +49,10 @@ class MetricsLog:
 
         With `last_key`, also drop the row with that key at `step`: the resumed run logs it again.
         """
-        _, rows = _rows(self.path)
         kept = b"".join(
-            line for line, row in rows if row["step"] < step or (row["step"] == step and last_key not in row)
+            line
+            for line, row in _rows(self.path)
+            if row["step"] < step or (row["step"] == step and last_key not in row)
         )
         self._file.close()
         with writing(self.path):
@@ -86,12 +86,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raises RunDirectoryError with the line number if another line is damaged.
     """
-    _, rows = _rows(Path(path))
-    return [{key: from_json(value) for key, value in row.items()} for _, row in rows]
+    return [{key: from_json(value) for key, value in row.items()} for _, row in _rows(Path(path))]
 
 
-def _rows(path: Path) -> tuple[int, list[tuple[bytes, dict[str, Any]]]]:
-    """Return the bytes of the file without a torn last line, and each whole line with its row."""
+def _rows(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Return each whole line with its row; a torn last line is left out."""
     lines = path.read_bytes().splitlines(keepends=True)
     rows: list[tuple[bytes, dict[str, Any]]] = []
     for number, line in enumerate(lines, start=1):
@@ -103,7 +102,7 @@ def _rows(path: Path) -> tuple[int, list[tuple[bytes, dict[str, Any]]]]:
                 f"{path}, line {number} of {len(lines)} is damaged: {line[:60]!r}. Delete that line, or the file: the "
                 "run then goes on without what it held"
             )
-    return sum(len(line) for line, _ in rows), rows
+    return rows
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

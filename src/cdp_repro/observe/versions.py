@@ -90,11 +90,10 @@ def code_hash(parts: Sequence[str] = (".",)) -> str:
 
     `parts` are the folders and files of the package that count; by default the whole of it.
     """
-    package = PACKAGE
     digest = hashlib.sha256()
-    found = {path for part in parts for path in (package / part).rglob("*")} | {package / part for part in parts}
+    found = {path for part in parts for path in (PACKAGE / part).rglob("*")} | {PACKAGE / part for part in parts}
     for path in sorted(path for path in found if path.suffix in (".py", ".yaml")):
         content = path.read_bytes()
-        digest.update(f"{path.relative_to(package).as_posix()} {len(content)}\n".encode())
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()

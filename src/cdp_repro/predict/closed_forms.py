@@ -69,7 +69,7 @@ def closed_form(setting: Setting, workers: int, costs: StageCosts, optimizer_sta
       N-j ranks (N-1)/(N+1). All others never idle.
     """
     if setting.baseline is not None:
-        return _closed_form_of_peer(setting.baseline, workers, costs, optimizer_states)
+        return _closed_form_of_baseline(setting.baseline, workers, costs, optimizer_states)
     n = workers
     values: Values = {"devices": _devices(setting, n)}
     values |= _activations(setting, n, costs) | _state(setting, n, costs, optimizer_states)
@@ -214,7 +214,7 @@ def _idle_share(setting: Setting, n: int) -> float:
     return 0.0
 
 
-def _closed_form_of_peer(baseline: str, n: int, costs: StageCosts, optimizer_states: int) -> Values:
+def _closed_form_of_baseline(baseline: str, n: int, costs: StageCosts, optimizer_states: int) -> Values:
     """Return the published costs of a library: DDP's ring all-reduce, FSDP2's two all-gathers and a reduce-scatter, or
     the activations and gradients of a pipeline with a flush."""
     p, g = costs.parameter_bytes, sum(costs.gradient_bytes)

@@ -109,8 +109,6 @@ class StageCosts:
             backward_flops=(2 * flops,) * stages,
             output_bytes=(*between, 0),
             output_kept=(True,) * stages,
-            input_kept=(False,) * stages,
             gradient_bytes=(parameter_bytes,) * stages,
             input_gradient_bytes=(0, *between),
-            buffer_bytes=(0,) * stages,
         )

@@ -169,7 +169,8 @@ def _checked_loss(classes: int) -> Callable[[Tensor, Tensor], Tensor]:
 def sample(config: RunConfig, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Return a micro-batch of zeros for profiling: inputs [B/M, ...] and targets [B/M], or [B/M, tokens] for text."""
     shape, task = config.micro_batch_shape, config.task
-    inputs = torch.zeros(*shape, dtype=task.input_dtype(parameter_dtype(config)), device=device)
+    kind = torch.int64 if task.is_text else parameter_dtype(config)
+    inputs = torch.zeros(*shape, dtype=kind, device=device)
     if config.channels_last and not task.is_text:
         inputs = inputs.to(memory_format=torch.channels_last)
     return inputs, torch.zeros(*shape if task.is_text else shape[:1], dtype=torch.long, device=device)

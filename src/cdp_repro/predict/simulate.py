@@ -156,12 +156,10 @@ def simulate(program: Program, costs: StageCosts, steps: int) -> Trace:
     return simulate_slots(program.schedule, costs, program.slots(steps), fill=program.steady_step)
 
 
-def simulate_slots(
-    schedule: Schedule, costs: StageCosts, slots: Iterable[Slot], *, is_cut: bool = False, fill: int = 0
-) -> Trace:
+def simulate_slots(schedule: Schedule, costs: StageCosts, slots: Iterable[Slot], *, fill: int = 0) -> Trace:
     """Run the first slots of a program and return the trace of all ranks, in which a slot is a second.
 
-    `is_cut`: the program goes on after these slots; else they end with its drain. `fill`: see `Trace`.
+    The slots end with the program's drain. `fill`: see `Trace`.
 
     Raises:
         ValueError: `costs` has another number of stages than the schedule.
@@ -177,7 +175,7 @@ def simulate_slots(
             if size:
                 recorders[rank].sent(slot.number, action, size)
     parts = [recorder.finish() for recorder in recorders]
-    return Trace.merged(schedule.sizes, schedule.timeline.lanes, parts, is_cut=is_cut, fill=fill)
+    return Trace.merged(schedule.sizes, schedule.timeline.lanes, parts, fill=fill)
 
 
 @dataclass(frozen=True, slots=True)

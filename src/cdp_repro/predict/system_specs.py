@@ -17,13 +17,14 @@ SYSTEMS = (
     ("zero_bubble", "pipeline"), ("terapipe", "pipeline"), ("chimera", "pipeline"), ("pipedream_2bw", "pipeline"),
     ("cdp_v2", "pipeline"), ("pipedream", "pipeline"), ("ampnet", "pipeline"),
 )  # fmt: skip
-"""Mode and placement of all systems on the same number of ranks. On a pipeline, `cdp_v1` is `pipedream_2bw`."""
+"""Mode and placement of all systems on the same number of ranks that compute; servers come on top. On a pipeline,
+`cdp_v1` is `pipedream_2bw`."""
 
 ON_OTHER_RANKS = {"model_parallel": ("dp", "cdp_v1", "cdp_v2"), "single_device": ("accumulation",)}
 """Placements, with modes, that use more or fewer ranks for the same number of workers and so are not compared."""
 
 CHUNKS = 2
-"""Stages per rank of the interleaved pipeline; all other systems have one."""
+"""Stages for each rank into which the interleaved pipeline cuts the model; all other systems have one."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class CommonSizes:
             return None
         spec = replace(self.own, workers=self.ranks, stages=self.ranks, ranks=None, accumulate=self.accumulate)
         ranks = Program(Schedule.from_spec(spec)).schedule.ranks
-        if ranks != self.ranks:
+        servers = spec.sizes.servers if spec.placement == "parameter_server" else 0  # they come on top, as in `SYSTEMS`
+        if ranks != self.ranks + servers:
             raise ValueError(f"on placement={spec.placement} it has {ranks} ranks, all others {self.ranks}")
         return spec
 
@@ -84,7 +86,12 @@ class CommonSizes:
 
 
 def is_compared(spec: Spec) -> bool:
-    """Whether mode and placement are ours: then they are compared in any case, or left out as they need other ranks."""
+    """Whether a system is compared in any case, or left out as it needs other ranks.
+
+    On a pipeline, `cdp_v1` is `pipedream_2bw`, and `dp` is `gpipe` or `one_f_one_b`.
+    """
+    if (spec.mode, spec.placement) == ("cdp_v1", "parameter_server"):
+        return False
     modes = {mode for mode, _ in (*SYSTEMS, ("accumulation", ""))}
     placements = {placement for _, placement in SYSTEMS} | ON_OTHER_RANKS.keys()
     return spec.mode in modes and spec.placement in placements

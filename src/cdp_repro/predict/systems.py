@@ -276,7 +276,7 @@ def systems_text(systems: Sequence[System], config: RunConfig) -> str:
         rows.append(tuple(row + (seconds if config.price else [])))
     ranks, micro_batches = systems[0].ranks, config.workers * config.accumulate
     notes = (
-        f"{config.model.name} on {ranks} ranks, a mini-batch of {micro_batches} micro-batches of "
+        f"{config.model.name} on {ranks} ranks that compute, a mini-batch of {micro_batches} micro-batches of "
         f"{config.batch_size // micro_batches} samples\n"
         "idle: share of the slots of all ranks; activations, parameters (all versions), gradients (sums): the rank\n"
         "with most, while steps follow one another; together: at one time, with lent parameters and what\n"
@@ -284,7 +284,7 @@ def systems_text(systems: Sequence[System], config: RunConfig) -> str:
         "misses, mean over all\n"
     )
     if any(each.mode == "interleaved" for each in systems):
-        notes += f"interleaved has {CHUNKS} stages a rank, all others one\n"
+        notes += f"interleaved cuts the model into {CHUNKS} stages for each rank, all others into one\n"
     notes += "".join(f"{sentence}\n" for sentence in left_out(config))
     return f"{notes}\n{table(rows)}\n"
 

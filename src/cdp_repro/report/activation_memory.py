@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cdp_repro.predict.costs import StageCosts
 from cdp_repro.predict.memory_reduction import reduction, theory
+from cdp_repro.report.accuracy import not_run
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import Group
 from cdp_repro.report.tables import Table
@@ -91,7 +92,7 @@ def memory_table(found: Sequence[Case]) -> Table:
     runs = [row for case in found for group in (case.dp, *case.cdp.values()) for row in group.rows]
     present = {row.cell for row in runs}
     missing: list[Cell] = [cell for cell in STUDIES["memory"].cells if cell.hash not in present]
-    rows += [[_name(cell), "", "", f"not run: `{cell.command(0)}`", "", "", "", ""] for cell in missing]
+    rows += [[_name(cell), "", "", not_run(cell), "", "", "", ""] for cell in missing]
     notes = [
         "Peak of live activation bytes of CDP-v2 over that of DP, all workers on one device, executed at 224 px with "
         "micro-batches of one image, S = N; bytes are exact, so that one run is enough. `blocks`: every block is a "

@@ -44,9 +44,9 @@ def explorer(title: str, systems: Iterable[tuple[Schedule, StageCosts]]) -> tupl
     for schedule, costs in systems:
         text = json.dumps(_system(schedule, costs), separators=(",", ":")).replace("</", "<\\/")
         added = len(text.encode()) + 1
-        if not shown and size + added > MOST_BYTES:
-            raise _too_large(schedule, size + added)
         if size + added > MOST_BYTES:
+            if not shown:
+                raise _too_large(schedule, size + added)
             left_out.append(_name(schedule))
             continue
         shown.append(text)

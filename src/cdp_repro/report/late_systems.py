@@ -9,6 +9,7 @@ from functools import cached_property
 from matplotlib.figure import Figure
 
 from cdp_repro.config.task import IMAGES
+from cdp_repro.report.accuracy import not_run
 from cdp_repro.report.charts import not_of_the_paper, plain_axes, style
 from cdp_repro.report.evidence import provenance
 from cdp_repro.report.groups import OF_TWO_VERSIONS, Difference, Group, compared
@@ -71,7 +72,7 @@ class LateSystem:
             f"{self.late:.2f}",
         ]
         if self.group is None:
-            return [*before, f"not run: `{self.cell.command(self.cell.seeds[0])}`", "", ""]
+            return [*before, not_run(self.cell), "", ""]
         return [*before, self.group.sample(IMAGES.metric).text(), self.difference.text() if self.difference else "",
                 self.group.sample("train/loss").text(4)]  # fmt: skip
 

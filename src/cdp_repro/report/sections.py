@@ -48,10 +48,10 @@ _ACCURACY = (
     "and epochs are small. Rows of the authors' set-up that say `not run` hold the command that runs it."
 )
 _DELAY = (
-    "Each mode with each method against data parallelism. Every setting is tuned on a seed that no comparison uses: by "
-    "the same short runs at the same learning rates, and by runs at full length until the best of them lies between "
-    "two worse, which takes three or four. But data parallelism is one setting, and each delayed mode is the best of "
-    "several. So the best is judged on fresh seeds."
+    "Each mode with each method against data parallelism. Every setting is tuned on a seed that no comparison uses: "
+    "first by short runs at the same learning rates, then by three or four runs at full length, until the best lies "
+    "between two worse ones. But data parallelism is one setting, and each delayed mode is the best of several. So the "
+    "best is judged on fresh seeds."
 )
 
 

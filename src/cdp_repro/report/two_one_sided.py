@@ -47,13 +47,12 @@ def power_without_difference(difference: Difference, margin: float) -> float:
     margin - t f e. The result is the mean of that probability over quantiles of f.
     """
     degrees = difference.n - 1
-    quantiles = [(number + 0.5) / _QUANTILES for number in range(_QUANTILES)]
-    factors = (math.sqrt(float(chdtri(degrees, each)) / degrees) for each in quantiles) if degrees else ()
     t, width = float(stdtrit(degrees, 1 - LEVEL)), margin / difference.error
     if math.isnan(width):
         return math.nan
-    inside = [max(0.0, 2 * float(ndtr(width - t * factor)) - 1) for factor in factors]
-    return math.fsum(inside) / _QUANTILES if inside else math.nan
+    quantiles = [(number + 0.5) / _QUANTILES for number in range(_QUANTILES)]
+    factors = (math.sqrt(float(chdtri(degrees, each)) / degrees) for each in quantiles)
+    return math.fsum(max(0.0, 2 * float(ndtr(width - t * factor)) - 1) for factor in factors) / _QUANTILES
 
 
 def seeds_for_power(difference: Difference, margin: float, power: float) -> int:

@@ -159,7 +159,7 @@ _fast = partial(tuple.__new__, Action)
 
 
 _TEXT = re.compile(
-    rf"(?P<label>(?P<op>[FBIWUSRAC])(?:(?P<stage>{NUMBER})(?:\.m(?P<micro_batch>{NUMBER}))?@v(?P<version>{NUMBER})"
+    rf"(?P<label>(?P<op>[{''.join(Op)}])(?:(?P<stage>{NUMBER})(?:\.m(?P<micro_batch>{NUMBER}))?@v(?P<version>{NUMBER})"
     rf"|\s+(?P<value>[^\s<>]+?)(?:[<>](?P<peer>{NUMBER}))?))"
     r":(?P<reads>[^:>]*(?:\[[^\]]*\][^:>]*)*)->(?P<writes>.*)"
 )

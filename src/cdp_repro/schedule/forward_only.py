@@ -20,7 +20,7 @@ class Hop:
     """Consecutive stages that a batch passes through on one rank."""
 
     rank: int
-    stages: range
+    stages: tuple[int, ...]
 
 
 def is_pipelined(schedule: Schedule) -> bool:
@@ -34,8 +34,7 @@ def is_pipelined(schedule: Schedule) -> bool:
 def path(schedule: Schedule, batch: int) -> list[Hop]:
     """Return the hops of a batch: those of the micro-batch of the same number. Replicas take turns."""
     by_rank = groupby(range(schedule.stages), lambda stage: schedule.placement.rank_of(batch, stage))
-    together = [(rank, [*stages]) for rank, stages in by_rank]
-    return [Hop(rank, range(stages[0], stages[-1] + 1)) for rank, stages in together]
+    return [Hop(rank, tuple(stages)) for rank, stages in by_rank]
 
 
 def order(schedule: Schedule, rank: int, batches: int) -> list[tuple[int, int]]:

@@ -19,9 +19,9 @@ def text_grid(slots: Iterable[Slot], lanes: Lanes, width: int | None = None) -> 
     labels = ["slot", *lanes.names, "update"]
     margin = max(map(len, labels))
     cell = max((len(text) for column in columns for text in column), default=0) + 1
-    per_block = len(columns) if width is None else max(1, (width - margin) // cell)
+    per_block = max(1, len(columns) if width is None else (width - margin) // cell)
     blocks = []
-    for start in range(0, len(columns), max(1, per_block)):
+    for start in range(0, len(columns), per_block):
         block = columns[start : start + per_block]
         lines = [
             f"{label:<{margin}}" + "".join(f"{column[row]:>{cell}}" for column in block)

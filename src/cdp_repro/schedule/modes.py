@@ -68,7 +68,7 @@ MODES: ByName[Mode] = ByName(
         "one_f_one_b": Mode("one_f_one_b", Fresh),
         "interleaved": Mode("interleaved", Fresh),
         "zero_bubble": Mode("zero_bubble", Fresh),
-        "terapipe": Mode("terapipe", Fresh, sizes=("slices",)),
+        "terapipe": Mode("gpipe", Fresh, sizes=("slices",)),
         "chimera": Mode("chimera", Fresh),
         "pipedream": Mode("cyclic", Freshest, updates_each=True),
         "pipedream_2bw": Mode("cyclic", UniformDelay),

@@ -33,8 +33,8 @@ from cdp_repro.schedule.schedule import Schedule
 from cdp_repro.schedule.transport import Edge, batches, blocked_on_nccl, edges
 
 MAX_STEPS = 12
-"""Training steps, beyond a multiple of the largest staleness L, within which a pattern must show. PipeDream's repeats
-after 2L steps: its pipeline has both to fill and to empty. A run that shows it has L more, in which it drains."""
+"""Training steps, beyond a multiple of the largest staleness d, within which a pattern must show. PipeDream's repeats
+after 2d steps: its pipeline has both to fill and to empty. A run that shows it has d more, in which it drains."""
 
 Piece = Sequence[Slot]
 Upcoming = Callable[[], bool]

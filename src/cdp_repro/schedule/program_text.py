@@ -118,10 +118,10 @@ class _Reader:
                     raise _broken(number, f"{line!r} stands twice in the run from step {first_step}")
                 self._sections[place] = []
             elif first_step < 0:
-                entry = _entry(number, line)
-                if repeated := entry.keys() & header:
-                    raise _broken(number, f"the header has {', '.join(repeated)} twice")
-                header |= entry
+                name, value = _entry(number, line)
+                if name in header:
+                    raise _broken(number, f"the header has {name} twice")
+                header[name] = value
             elif (said := _RANK.fullmatch(line)) is not None:
                 rank = int(said[1])
             elif place is None or rank < 0:
@@ -190,7 +190,7 @@ class _Reader:
         return f"run from step {first_step}, {kind} {number}: "
 
 
-def _entry(number: int, line: str) -> dict[str, Any]:
+def _entry(number: int, line: str) -> tuple[str, Any]:
     """Return the name and value in a line of the header."""
     name, _, value = (part.strip() for part in line.partition("="))
     known = kinds() | {_GRADIENT_BYTES: tuple[int, ...]}
@@ -202,7 +202,7 @@ def _entry(number: int, line: str) -> dict[str, Any]:
         raise _broken(number, f'{value[:60]!r} is no JSON value of {name}, such as 4 or "zero"') from None
     if not is_of(found, known[name]):
         raise _broken(number, f"{value} is no value of {name}: it is of the type {named(known[name])}, in JSON")
-    return {name: found}
+    return name, found
 
 
 def _schedule(header: dict[str, Any], actions: int) -> Schedule:

@@ -35,7 +35,7 @@ class Roles:
 
     def after(self, steps: int) -> Callable[[int], int] | None:
         """Return the map from a rank to the one that plays its role `steps` later; None if each keeps its own."""
-        if self.are_fixed or not steps:
+        if self.are_fixed:
             return None
         return lambda rank: self.cycle(rank)[steps % len(self.cycle(rank))]
 

@@ -127,15 +127,11 @@ class Clock(Rule):
 class Matrix(Rule):
     """Any staleness, given as a matrix, to study bounded staleness."""
 
-    rows: tuple[tuple[int, ...], ...] = ()
+    rows: Sequence[Sequence[int]]
 
-    def staleness(self, i: int, j: int) -> int:
-        """Return the entry of the matrix."""
-        return self.rows[i][j]
-
-    @classmethod
-    def checked(cls, sizes: Sizes, rows: Sequence[Sequence[int]]) -> Matrix:
-        """Return the rule of a matrix; raise ValueError if its shape is wrong or an entry is not an integer >= 0."""
+    def __post_init__(self) -> None:
+        """Raise ValueError if the shape of the matrix is wrong, or an entry is not an integer of 0 or more."""
+        sizes, rows = self.sizes, self.rows
         shape = [len(row) if isinstance(row, Sequence) else "no list" for row in rows]
         if shape != [sizes.stages] * sizes.turns:
             raise ValueError(
@@ -150,4 +146,7 @@ class Matrix(Rule):
                         f"staleness of micro-batch {i} on stage {stage} is {entry!r}: "
                         "it must be an integer number of training steps, 0 or more"
                     )
-        return cls(sizes, tuple(map(tuple, rows)))
+
+    def staleness(self, i: int, j: int) -> int:
+        """Return the entry of the matrix."""
+        return self.rows[i][j]

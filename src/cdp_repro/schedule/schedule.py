@@ -61,7 +61,7 @@ class Schedule:
         Raises:
             ValueError: values are out of range or do not fit together; names values that work.
         """
-        for fault in faults_of(spec):
+        for fault in spec.faults():
             raise ValueError(fault)
         timeline = spec.chosen_mode.timeline_class(spec.sizes)
         placement = PLACEMENTS[spec.placement].for_timeline(timeline, spec.collectives)
@@ -83,7 +83,7 @@ class Schedule:
         for each stage.
         """
         spec = self.spec.in_mode("dp")
-        return Schedule.from_spec(replace(spec, ranks=self.stages) if faults_of(spec) else spec, self.gradient_bytes)
+        return Schedule.from_spec(replace(spec, ranks=self.stages) if spec.faults() else spec, self.gradient_bytes)
 
     @property
     def mode(self) -> str:
@@ -166,7 +166,7 @@ class Schedule:
         have gaps: if micro-batches 0 and 2 of a step read fresh and 1 two steps late, the stale reads move from rank to
         rank.
         """
-        sizes, first, newest = self.sizes, step * self.micro_batches, step * self.sizes.updates
+        sizes, (first, newest) = self.sizes, self.ahead(step)
         held: dict[int, list[Value]] = defaultdict(list)
         for stage in range(sizes.stages):
             versions = {rank: {newest} for rank in self.placement.holders(stage)}
@@ -185,8 +185,3 @@ class Schedule:
         """
         rank, holders = self.placement.rank_of(micro_batch, stage), self.placement.holders(stage)
         return rank if rank in holders else holders[0]
-
-
-def faults_of(spec: Spec) -> list[str]:
-    """Return the faults of a spec; if there are none, that its timeline cannot have these sizes, if it cannot."""
-    return spec.faults() or spec.timeline_faults(spec.sizes)

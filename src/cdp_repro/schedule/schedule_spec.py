@@ -80,7 +80,7 @@ class Spec:
             raise ValueError(f"mode={self.mode!r}: give a name, such as 'cdp_v2', or a staleness matrix")
         if not isinstance(self.mode, str):
             rows = self.mode
-            return Mode("cyclic", lambda sizes: Matrix.checked(sizes, rows))
+            return Mode("cyclic", lambda sizes: Matrix(sizes, rows))
         if self.mode not in MODES:
             ways = f"choose {', '.join(MODES)} or give a staleness matrix{nearest(self.mode, MODES, 0.3)}"
             raise ValueError(f"unknown mode {self.mode!r}: {ways}")
@@ -104,7 +104,7 @@ class Spec:
             servers=1 if self.servers is None else self.servers,
             updates_each=mode.updates_each,
             has_own_clocks=mode.has_own_clocks,
-            speeds=tuple(self.speeds or ()),
+            speeds=self.speeds or (),
             jitter=self.jitter,
             message_time=self.message_time or 0,
             slack=slack if "slack" in mode.sizes else None,
@@ -136,20 +136,22 @@ class Spec:
         return replace(moved, **left_out)
 
     def faults(self) -> list[str]:
-        """Return a sentence, with values that work, for each value of another type, mode or placement.
+        """Return a sentence, with values that work, for each value of a wrong type, or of another mode or placement.
 
-        Those that hide others stand alone. Else the last is the first reason why the sizes do not fit together.
+        Sentences that would hide others stand alone. Else the last is the first reason why the sizes do not fit
+        together or, if there is no other fault, why the timeline cannot have them.
         """
         if found := [*self._of_other_types()] or [*self._unknown()]:
             return found
         own = self.on(self.placement).in_mode(self.mode)
         sizes = self.sizes if own == self else own.sizes  # kept, as they take time where workers have clocks
-        return [
+        found = [
             *self._of_other_choices(),
             *self._of_other_modes(),
             *self._wrong_with_micro_batches(),
             *fault_in(lambda: sizes.check(lambda each: not self.timeline_faults(each))),
         ]
+        return found or self.timeline_faults(sizes)
 
     def timeline_faults(self, sizes: Sizes) -> list[str]:
         """Return why the timeline of the mode cannot have these sizes on the placement; [] if it can."""
@@ -218,9 +220,10 @@ class Spec:
             return
         has_one_update = not mode.updates_each and not mode.has_own_clocks and self.speeds is None
         if self.placement not in CHOOSING_PLACEMENTS or not has_one_update:
+            speeds = "" if self.speeds is None else f" with speeds={[*self.speeds]}"
             yield (
                 f"micro_batches={chosen} is for modes on placement={' or '.join(CHOOSING_PLACEMENTS)} with one update "
-                f"after them, not for mode={self.mode_name} on placement={self.placement}: leave it out"
+                f"after them, not for mode={self.mode_name} on placement={self.placement}{speeds}: leave it out"
             )
         elif self.accumulate > 1:
             yield f"micro_batches={chosen} and accumulate={self.accumulate} both say how many: leave one out"
@@ -254,7 +257,7 @@ def is_of(value: object, kind: Any) -> bool:
 
 def named(kind: Any) -> str:
     """Return how a message names a type."""
-    return kind.__name__ if isinstance(kind, type) and get_origin(kind) is None else str(kind)
+    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 class Choices(TypedDict, total=False):

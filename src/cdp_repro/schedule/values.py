@@ -5,14 +5,14 @@
 | `x2.m5` | output of stage 1 for micro-batch 5: the input of stage 2, or of the stage that joins its branch |
 | `s2.m5` | what the forward of stage 2 on micro-batch 5 has saved for its backward |
 | `d2.m5` | gradient of the output of stage 2 for micro-batch 5 |
-| `w2.m5` | what the gradients of the weights of stage 2 on micro-batch 5 still need, when that of its input is done |
+| `w2.m5` | what the first part of a backward of stage 2 on micro-batch 5 leaves for the second |
 | `k2.m5` | what layers of stage 2 keep of the tokens of micro-batch 5 and those before: of attention, keys and values |
 | `h2.m5` | gradient of `k2.m5` |
 | `g2[4:6]` | sum of the parameter gradients of stage 2 over micro-batches 4 and 5, added in that order |
 | `g2[1:6:4]` | the same over micro-batches 1 and 5 |
 | `p2@v3` | parameters of stage 2 after 3 updates, theta[3] |
 | `pf2.m5@v3`, `pb2.m5@v3` | a copy of them, lent for the forward (the backward) of micro-batch 5 |
-| `b2.w1` | set 1 of the buffers of stage 2 (BatchNorm's running statistics); each worker has a set |
+| `b2.w1` | set 1 of the buffers of stage 2 (BatchNorm's statistics); `Schedule.statistics_of` says whose it is |
 | `g2[4:6]#1/4`, `p2@v3#1/4` | the first of four parts of the value: of a message, or the shard of one rank |
 
 A value lives on one rank. The same name on two ranks is two copies of the same content.
@@ -24,7 +24,7 @@ import re
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 
 class Kind(StrEnum):
@@ -47,11 +47,11 @@ class Kind(StrEnum):
 
 LENT = (Kind.LENT_FORWARD, Kind.LENT_BACKWARD)
 
-NUMBER: Final = r"\d{1,9}"
-"""A number in a text, for `re`. A longer one is a slip of the pen, and no machine word would hold it."""
+NUMBER = r"\d{1,9}"
+"""A number in a text, for `re`: at most 9 digits, since a longer one is a slip of the pen."""
 
 _TEXT = re.compile(
-    rf"(?P<kind>pf|pb|[xsdwkhgpb])(?P<stage>{NUMBER})"
+    rf"(?P<kind>{'|'.join(Kind)})(?P<stage>{NUMBER})"
     rf"(?:\.[mw](?P<number>{NUMBER})|\[(?P<start>{NUMBER}):(?P<stop>{NUMBER})(?::(?P<stride>{NUMBER}))?\])?"
     rf"(?:@v(?P<version>{NUMBER}))?(?:#(?P<part>{NUMBER})/(?P<parts>{NUMBER}))?"
 )

@@ -97,30 +97,30 @@ class Round:
         """
         pushed: list[Turn] = []
         moments: dict[object, tuple[int, int]] = {}
-        ticks = begin = stop = 0
-        for tick, state, ended in run(workers, slack):
+        ticking = run(workers, slack)
+        for tick, state, ended in ticking:
             pushed += ended
-            if not ticks and state in moments:
-                earlier, begin = moments[state]
-                ticks, begin, stop = tick - earlier, len(pushed), 2 * len(pushed) - begin
-            moments.setdefault(state, (tick, len(pushed)))
-            # a turn may have begun in the round before its push: the second round found is complete
-            if ticks and len(pushed) >= stop:
+            if state in moments:
                 break
-            if not ticks and len(pushed) > MOST_PUSHES:
+            moments[state] = tick, len(pushed)
+            if len(pushed) > MOST_PUSHES:
                 raise ValueError(
                     f"workers with these speeds do not stand alike again within {MOST_PUSHES} pushes: use fewer "
                     "workers, smaller speeds, or a smaller slack"
                 )
+        (earlier, before), begin = moments[state], len(pushed)
+        stop = 2 * begin - before
+        while len(pushed) < stop:  # a turn may have begun in the round before its push: the second round is complete
+            pushed += next(ticking)[-1]
         turns = pushed[begin:stop]
         first = min(turn.begin for turn in turns)
         moved = (
             turn._replace(begin=turn.begin - first, end=turn.end - first, seen=turn.seen - begin) for turn in turns
         )
-        return cls(ticks, tuple(moved))
+        return cls(tick - earlier, tuple(moved))
 
 
-def run(ticks: Ticks, slack: int | None = None) -> Iterator[tuple[int, object, list[Turn]]]:
+def run(ticks: Ticks, slack: int | None) -> Iterator[tuple[int, object, list[Turn]]]:
     """Yield (tick, state of all workers, turns that end at this tick) for every tick; all workers start at tick 0.
 
     The future depends only on the state. For each worker it has the ticks left in its turn, its lead over the slowest

@@ -13,16 +13,12 @@ from cdp_repro.studies.cost_settings import EXECUTED_WORKERS, PLACEMENT_NAMES
 from cdp_repro.studies.delay_studies import DELAY_STUDIES
 from cdp_repro.studies.study import Cell, Study
 
-PAPER_MODES = ("dp", "cdp_v1", "cdp_v2")
+_MODES = [f"mode={mode}" for mode in ("dp", "cdp_v1", "cdp_v2")]
 
 
 def _cells(*swept: Sequence[str], seeds: Sequence[int] = (0,)) -> tuple[Cell, ...]:
     """Return a cell for every combination; a text may hold several overrides with blanks between."""
     return tuple(Cell(tuple(" ".join(chosen).split()), tuple(seeds)) for chosen in product(*swept))
-
-
-def _modes(modes: Sequence[str] = PAPER_MODES) -> list[str]:
-    return [f"mode={mode}" for mode in modes]
 
 
 def _constant(delay: int, workers: int) -> str:
@@ -72,7 +68,7 @@ def _costs() -> tuple[Cell, ...]:
     found: list[Cell] = []
     for workers in EXECUTED_WORKERS:
         size = f"model=mlp model.depth={workers - 1} workers={workers} batch_size={12 * workers} epochs=1"
-        found += _cells(_modes(), [size], [f"placement={name}" for name in PLACEMENT_NAMES])
+        found += _cells(_MODES, [size], [f"placement={name}" for name in PLACEMENT_NAMES])
         found += _cells(["mode=dp"], [size], ["placement=pipeline pipeline_schedule=gpipe"])
         found += _cells(["mode=dp collectives=true"], [size], [f"placement={name}" for name in COLLECTIVE_PLACEMENTS])
         found += _cells(["mode=accumulation"], [size])
@@ -121,7 +117,7 @@ STUDIES = {
             "cifar10",
             "accuracy",
             "CIFAR-10, resnet8: the paper's three modes",
-            _cells(_modes(), [CIFAR10.format(TUNED_LR)], seeds=range(5)),
+            _cells(_MODES, [CIFAR10.format(TUNED_LR)], seeds=range(5)),
         ),
         Study(
             "cifar10-staleness",
@@ -149,13 +145,13 @@ STUDIES = {
             "digits",
             "accuracy",
             "Handwritten digits, resnet8",
-            _cells(_modes(), seeds=range(10)),
+            _cells(_MODES, seeds=range(10)),
         ),
         Study(
             "paper-cifar10-resnet18",
             "accuracy",
             "CIFAR-10, ResNet-18, the authors' set-up at full length",
-            _cells(_modes(), ["experiment=paper/cifar10_resnet18"]),
+            _cells(_MODES, ["experiment=paper/cifar10_resnet18"]),
         ),
         Study(
             "cifar10-tuning",

@@ -27,6 +27,7 @@ from cdp_repro.observe.atomic_file import replace_file
 from cdp_repro.observe.locked_folder import alone_in
 from cdp_repro.observe.run_directory import CONFIG, SWEEP, RunDirectory, RunDirectoryError, arguments_to_go_on
 from cdp_repro.observe.text import several
+from cdp_repro.studies.locked_log import log_path
 
 FORMAT, VERSION = "cdp-repro sweep", 1
 
@@ -48,7 +49,7 @@ class Cell:
     @property
     def log(self) -> Path:
         """File for what its processes print."""
-        return self.directory.with_name(f"{self.name}.log")
+        return log_path(self.directory)
 
     @property
     def is_finished(self) -> bool:

@@ -93,7 +93,7 @@ def _command(line: str, moved: Mapping[str, Any]) -> str:
 
 def _epochs(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
     ends = [row for row in rows if "train/epoch_loss" in row]
-    keys = dict.fromkeys(key for row in ends for key in row if key not in ("step",))
+    keys = dict.fromkeys(key for row in ends for key in row if key != "step")
     return {key: [row[key] for row in ends if key in row] for key in keys}
 
 
@@ -133,7 +133,7 @@ def _actions(path: Path) -> list[str]:
     events = json.loads(path.read_text())
     by_slot: dict[int, list[str]] = {}
     compute = {op.name.lower() for op in Op if op.is_compute}
-    for event in events["traceEvents"] if isinstance(events, dict) else events:
+    for event in events["traceEvents"]:
         if event.get("cat") in compute:
             by_slot.setdefault(event["args"]["slot"], []).append(event["name"])
     return [" ".join(by_slot.get(slot, ())) for slot in range(max(by_slot, default=-1) + 1)]

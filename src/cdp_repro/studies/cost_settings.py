@@ -28,9 +28,9 @@ def _settings() -> list[Setting]:
         if placement in COLLECTIVE_PLACEMENTS:
             found.append(Setting(f"{name}, collectives", "dp", placement, collectives=True))
         found += [Setting(name, mode, placement) for mode in ("cdp_v1", "cdp_v2")]
-    peers = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard", "torch_gpipe": "ScheduleGPipe",
+    libraries = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard", "torch_gpipe": "ScheduleGPipe",
              "torch_1f1b": "Schedule1F1B"}  # fmt: skip
-    return [*found, *(Setting(f"torch {name}", "dp", "single_device", baseline=key) for key, name in peers.items())]
+    return [*found, *(Setting(f"torch {name}", "dp", "single_device", baseline=key) for key, name in libraries.items())]
 
 
 SETTINGS = _settings()

@@ -19,6 +19,11 @@ from cdp_repro.launch.signals import StopRequest
 logger = logging.getLogger("cdp_repro")
 
 
+def log_path(directory: Path) -> Path:
+    """Return the file for the output of the processes of a run, given its directory."""
+    return directory.with_name(f"{directory.name}.log")
+
+
 @contextmanager
 def locked_log(path: Path, stop: StopRequest) -> Iterator[IO[bytes]]:
     """Open a run's log once no other process works on the run, or once a stop is requested.

@@ -28,7 +28,7 @@ from cdp_repro.observe.versions import short, versions
 from cdp_repro.studies.at_once import Ended, threads_of, train_at_once
 from cdp_repro.studies.catalog import STUDIES
 from cdp_repro.studies.collecting import collect
-from cdp_repro.studies.locked_log import locked_log
+from cdp_repro.studies.locked_log import locked_log, log_path
 from cdp_repro.studies.rows import DIVERGED, ROWS, Row, RowError, read_rows, run_name, write_row
 from cdp_repro.studies.study import Cell
 
@@ -80,11 +80,6 @@ def run_directory(root: Path, study: str, cell: Cell, seed: int) -> Path:
     return root / study / run_name(cell.settings, cell.hash, seed)
 
 
-def log_path(directory: Path) -> Path:
-    """Return the file for the output of a run's processes."""
-    return directory.with_name(f"{directory.name}.log")
-
-
 @dataclass(frozen=True)
 class Outcome(Ended):
     """How far a sweep has come."""
@@ -100,7 +95,7 @@ def train_missing(options: Options) -> Outcome:
     if options.run is not None:
         runs = [runs[options.run]]
     rows = {(row.study, row.cell, row.seed): row for row in _rows(options)}
-    missing = _not_taken_over([run for run in runs if run.key not in rows], rows.values(), options)
+    missing = _not_taken_over([run for run in runs if run.key not in rows], rows, options)
     _warn_of_other_code(rows.values(), missing)
     ended = train_at_once(missing, options.jobs, lambda run, label, stop: _complete(run, options, stop, label))
     present = {(row.study, row.cell, row.seed) for row in _rows(options)}
@@ -112,7 +107,7 @@ def _rows(options: Options) -> list[Row]:
     return [row for name in options.studies for row in read_rows(options.results / ROWS / name)]
 
 
-def _not_taken_over(missing: Sequence[Run], rows: Iterable[Row], options: Options) -> list[Run]:
+def _not_taken_over(missing: Sequence[Run], rows: Mapping[tuple[str, str, int], Row], options: Options) -> list[Run]:
     """Write the rows of the runs that other studies have; return the remaining runs.
 
     The same settings with the same seed are the same run, in whatever study. A run is taken over only if all seeds of
@@ -125,11 +120,10 @@ def _not_taken_over(missing: Sequence[Run], rows: Iterable[Row], options: Option
     for name in STUDIES:
         with suppress(RowError):  # another study's damaged rows are of no use here
             elsewhere |= {(row.cell, row.seed): row for row in read_rows(options.results / ROWS / name)}
-    here = {(row.study, row.cell, row.seed): row for row in rows}
     left = []
     for run in missing:
         cell = run.cell.hash
-        whole = [here.get((run.study, cell, seed)) or elsewhere.get((cell, seed)) for seed in run.cell.seeds]
+        whole = [rows.get((run.study, cell, seed)) or elsewhere.get((cell, seed)) for seed in run.cell.seeds]
         if None in whole or len({row.code for row in whole if row}) > 1:
             left.append(run)
             continue

@@ -11,7 +11,8 @@ from cdp_repro.observe.locked_folder import is_locked
 from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import CONFIG, RunDirectory, RunDirectoryError, is_trained
 from cdp_repro.observe.text import table
-from cdp_repro.studies.missing_runs import log_path, run_directory
+from cdp_repro.studies.locked_log import log_path
+from cdp_repro.studies.missing_runs import run_directory
 from cdp_repro.studies.rows import ROWS, Row, read_rows
 from cdp_repro.studies.study import Cell, Study
 

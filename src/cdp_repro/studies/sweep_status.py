@@ -14,7 +14,7 @@ from cdp_repro.observe.metrics import read_metrics
 from cdp_repro.observe.run_directory import COMMAND, RunDirectory, RunDirectoryError
 from cdp_repro.observe.text import table
 from cdp_repro.studies.cells import read_list
-from cdp_repro.studies.missing_runs import log_path
+from cdp_repro.studies.locked_log import log_path
 from cdp_repro.studies.status import run_state
 
 _RESUMED = re.compile(r"resumed at training step (\d+)")

@@ -1,4 +1,4 @@
-"""Observation: the one record that both the simulator and the executor write, and its output formats. No torch."""
+"""The trace: the one record that both the simulator and the executor write, and its output formats. No torch."""
 
 from cdp_repro.trace.chains import longest_chain
 from cdp_repro.trace.csv_tables import step_and_worker, write_actions_csv, write_comms_csv, write_memory_csv

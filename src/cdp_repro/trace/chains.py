@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cdp_repro.schedule.actions import Action, Op
@@ -11,7 +11,7 @@ from cdp_repro.schedule.values import Value, collective_name
 from cdp_repro.trace.rings import ring_hops
 
 
-def longest_chain(actions: Iterable[Action], is_sent: Callable[[Action], bool], ranks: int) -> int:
+def longest_chain(actions: Sequence[Action], is_sent: Callable[[Action], bool], ranks: int) -> int:
     """Return the longest chain among the messages of one slot.
 
     A message waits for everything that its sender has waited for before, in the order of the sender's actions; a
@@ -21,11 +21,10 @@ def longest_chain(actions: Iterable[Action], is_sent: Callable[[Action], bool], 
     programs: dict[int, list[Action]] = defaultdict(list)
     for action in actions:
         programs[action.rank].append(action)
-    sends = [a for own in programs.values() for a in own if a.op is Op.SEND and is_sent(a)]
-    joined = (a for own in programs.values() for a in own if a.op is Op.COLLECTIVE and is_sent(a))
-    parts: Counter[object] = Counter(collective_name(_key(a.value)) for a in joined)
-    search = _Search(programs, {(a.peer, _key(a.value)) for a in sends}, parts, is_sent, ranks)
-    return search.run()
+    sent = [action for action in actions if action.op in (Op.SEND, Op.COLLECTIVE) and is_sent(action)]
+    coming = {(each.peer, _present(each.value)) for each in sent if each.op is Op.SEND}
+    parts = Counter[object](collective_name(_present(each.value)) for each in sent if each.op is Op.COLLECTIVE)
+    return _Search(programs, coming, parts, is_sent, ranks).run()
 
 
 @dataclass
@@ -65,17 +64,17 @@ class _Search:
             elif key in self.coming:
                 return False
         if action.op is Op.SEND and self.is_sent(action):
-            self.depth[action.peer, _key(action.value)] = self.waited[rank] + 1
+            self.depth[action.peer, _present(action.value)] = self.waited[rank] + 1
         elif action.op is Op.COLLECTIVE and self.is_sent(action):
-            name = collective_name(_key(action.value))
-            self.coming.add((rank, _key(action.value)))
+            name = collective_name(_present(action.value))
+            self.coming.add((rank, _present(action.value)))
             self.joined[name].append(action)
             if len(self.joined[name]) == self.parts[name]:
                 reached = max(self.waited[part.rank] for part in self.joined[name]) + ring_hops(action, self.ranks)
-                self.depth |= {(part.rank, _key(part.value)): reached for part in self.joined[name]}
+                self.depth |= {(part.rank, _present(part.value)): reached for part in self.joined[name]}
         return True
 
 
-def _key(value: Value | None) -> Value:
+def _present(value: Value | None) -> Value:
     assert value is not None
     return value

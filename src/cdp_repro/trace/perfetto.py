@@ -75,7 +75,7 @@ def _flows(trace: Trace) -> Iterator[dict[str, Any]]:
     for record, action, start, _ in _spans(trace):
         key = record.slot, record.rank, action.peer, action.value
         if action.op is Op.SEND and action.value is not None and key in sizes:
-            end_of_arrow = _arrow_end("s", action, record.rank, trace, start, 0)
+            end_of_arrow = _arrow_end("s", action, trace, start)
             arrows[action.peer, action.value].append((record.slot, {**end_of_arrow, "args": {"bytes": sizes[key]}}))
     number = 0
     for record, action, _, end in _spans(trace):
@@ -84,7 +84,7 @@ def _flows(trace: Trace) -> Iterator[dict[str, Any]]:
             if sent and sent[0][0] <= record.slot:  # else it is there already: buffers have no version
                 number += 1
                 yield {**sent.popleft()[1], "id": number}
-                yield {**_arrow_end("f", action, record.rank, trace, end, number), "bp": "e"}
+                yield {**_arrow_end("f", action, trace, end), "id": number, "bp": "e"}
 
 
 def _spans(trace: Trace) -> Iterator[tuple[SlotRecord, Action, float, float]]:
@@ -94,9 +94,9 @@ def _spans(trace: Trace) -> Iterator[tuple[SlotRecord, Action, float, float]]:
             yield record, action, start, end
 
 
-def _arrow_end(kind: str, action: Action, rank: int, trace: Trace, at: float, number: int) -> dict[str, Any]:
+def _arrow_end(kind: str, action: Action, trace: Trace, at: float) -> dict[str, Any]:
     thread = _thread(action, trace.lanes)
-    return {"ph": kind, "name": "message", "cat": "message", "pid": rank, "tid": thread, "ts": at * 1e6, "id": number}
+    return {"ph": kind, "name": "message", "cat": "message", "pid": action.rank, "tid": thread, "ts": at * 1e6}
 
 
 def _thread(action: Action, lanes: Lanes) -> int:

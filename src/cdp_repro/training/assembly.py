@@ -86,7 +86,7 @@ def same_cut(config: RunConfig, team: Team, blocks_per_stage: Sequence[int] | No
 
 
 def reading_rule(schedule: Schedule, engine: Engine | Baseline) -> Callable[[int, int], bool]:
-    """Return (step, part of its samples) -> whether this rank reads it, running a stage that takes the data."""
+    """Return the function (step, part) -> whether this rank runs a stage that reads that part of the mini-batch."""
     if not isinstance(engine, Engine):
         return lambda _, micro_batch: engine.reads_inputs(micro_batch)
     rank_of, sizes = schedule.placement.rank_of, schedule.sizes

@@ -98,7 +98,7 @@ class CheckpointStore:
         found = self._checkpoints()
         return found[max(found)] if found else None
 
-    def load(self, path: Path | None = None, map_location: str | torch.device = "cpu") -> Checkpoint:
+    def load(self, path: Path | None = None) -> Checkpoint:
         """Read the checkpoint at `path`, or the newest; sizes and hashes are checked before any unpickling.
 
         Raises CheckpointError if it is not there, damaged, or not ours; it never falls back to another one unasked,
@@ -109,7 +109,7 @@ class CheckpointStore:
             raise CheckpointError(f"no checkpoint in {self.directory}")
         try:
             _verify(chosen)
-            return _read(chosen, map_location)
+            return _read(chosen)
         except (CheckpointError, OSError) as error:
             raise CheckpointError(f"{error}. {self._way_on(chosen)}") from error
 
@@ -141,7 +141,8 @@ class CheckpointStore:
 
     def _clear_leftovers(self) -> None:
         for entry in list(self.directory.iterdir()):
-            if entry.name.startswith(".replaced-") and not (final := _in_place(entry)).exists():
+            final = entry.with_name(entry.name.removeprefix(".replaced-"))
+            if final != entry and not final.exists():
                 entry.rename(final)
             elif entry.name.startswith((".new-step-", ".removed-step-", ".replaced-step-")):
                 shutil.rmtree(entry, ignore_errors=True)
@@ -303,11 +304,11 @@ def _manifest(file: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
-def _read(path: Path, map_location: str | torch.device) -> Checkpoint:
+def _read(path: Path) -> Checkpoint:
     """Read a verified checkpoint."""
     meta = _meta(path / META)
     try:
-        tensors = torch.load(path / STATE, map_location=map_location, weights_only=True)
+        tensors = torch.load(path / STATE, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception:  # torch documents no list of what it raises; its texts give advice that is wrong here
@@ -338,10 +339,6 @@ def _is_whole(path: Path) -> bool:
     except (CheckpointError, OSError):
         return False
     return True
-
-
-def _in_place(replaced: Path) -> Path:
-    return replaced.with_name(replaced.name.removeprefix(".replaced-"))
 
 
 def _same(path: Path, other: Path | None) -> bool:

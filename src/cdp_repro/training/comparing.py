@@ -37,7 +37,7 @@ class Outcome:
     """Losses and state after a few training steps."""
 
     losses: list[list[float]]
-    """By step and worker."""
+    """By step and micro-batch, as `StepResult` has them."""
     stages: list[dict[str, Tensor]]
     """By stage: every version, optimizer state and buffer, by its path; complete on rank 0, which compares."""
     cut: StageCut

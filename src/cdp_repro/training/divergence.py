@@ -10,7 +10,7 @@ from cdp_repro.config import RunConfig
 
 
 class DivergedError(RuntimeError):
-    """The loss is not finite."""
+    """A loss, a parameter or the last evaluation is not finite."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Divergence:
         weights = config.model.weights
         unmoved = "No update has been made yet: look at " + ("the data" if weights is None else f"the file {weights}")
         return (
-            f"the loss of training step {self.step} is {self.loss} (workers: {[*self.losses]}); {saved_states}. "
+            f"the loss of training step {self.step} is {self.loss} (micro-batches: {[*self.losses]}); {saved_states}. "
             f"{advice_for(config) if self.step else unmoved}"
         )
 

@@ -63,7 +63,7 @@ class Position:
     """The trainer's own state between two steps, besides the engine's; a part of every checkpoint."""
 
     loss_sum: float = 0.0
-    """Sum over the steps of the current epoch of the workers' mean loss."""
+    """Sum of the mean losses of the steps of the current epoch."""
     loss_steps: int = 0
     """Steps of the current epoch in `loss_sum`."""
     ledger_reads: int = 0
@@ -102,7 +102,7 @@ class Trainer:
             schedule: That of the engine, or of the mode whose sizes a baseline has.
             metrics: The log of rank 0; None on other ranks, which write nothing.
             checkpoints: The checkpoints to resume from.
-            diverged: Receives the state of a run whose loss is no longer finite.
+            diverged: Receives the state of a run of which a loss or a parameter is no longer finite.
             facts: Stored in every checkpoint, and compared when a run resumes.
             on_trace: Called on rank 0 with the trace of the first steps, after a drain; with None when a run goes on
                 for which an earlier trace does not count.

@@ -53,7 +53,10 @@ def export(run_dir: Path, path: Path) -> Export:
         CheckpointError: it has no whole checkpoint.
         ConfigError: the suffix of `path` is not one of `SUFFIXES`, or it cannot be written.
     """
-    refuse_suffix(path)
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(
+            [f"{path} does not say its form: use {' or '.join(f'{path.stem}{each}' for each in SUFFIXES)}"]
+        )
     run = RunDirectory.open(run_dir)
     config = load_config(OmegaConf.create(run.config()), check_device=False)
     checkpoint = CheckpointStore(run.checkpoints_path).load()
@@ -64,14 +67,6 @@ def export(run_dir: Path, path: Path) -> Export:
     except OSError as error:
         raise ConfigError([f"cannot write {path}: {error.strerror or error}"]) from error
     return Export(config.model.name, checkpoint.step, len(weights), sum(each.numel() for each in weights.values()))
-
-
-def refuse_suffix(path: Path) -> None:
-    """Raise ConfigError if a file's name does not say which form it has."""
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(
-            [f"{path} does not say its form: use {' or '.join(f'{path.stem}{each}' for each in SUFFIXES)}"]
-        )
 
 
 def weights_of(config: RunConfig, checkpoint: Checkpoint) -> dict[str, Tensor]:

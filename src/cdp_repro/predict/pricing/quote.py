@@ -198,7 +198,7 @@ def quote_text(quote: Quote) -> str:
     )  # fmt: skip
     micro_batch = config.micro_batch_shape[0] * config.task.units(config.micro_batch_shape[1:])
     micro_batches = dict.fromkeys(quote.prices, config.workers * config.accumulate * config.replicas)
-    micro_batches |= {name: Schedule.from_spec(job).micro_batches for name, job in _jobs(config).items()}
+    micro_batches |= {name: job.sizes.micro_batches for name, job in _jobs(config).items()}
     rows = [columns, *(_row(name, each, micro_batches[name] * micro_batch) for name, each in quote.prices.items())]
     notes = "one training step; activations, parameters+optimizer: the device with most; sent: the mean device"
     if any(price.at_most_seconds for price in quote.prices.values()):

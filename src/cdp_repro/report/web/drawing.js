@@ -57,7 +57,7 @@ function draw(svg, system, width, scales) {
   const elements = drawActions(svg, system, width, layout);
   const total = drawCharts(svg, system, width, layout, scales);
   const flows = shape(svg, "g", {});
-  return { layout, cursor, elements, flows, width, total };
+  return { layout, cursor, elements, flows, total };
 }
 
 function drawActions(svg, system, width, layout) {
@@ -130,7 +130,6 @@ function drawFlows(drawing, action, sources, readers) {
     const [first, last] = y1 === y2 ? [y1 - CELL, y2 - CELL] : [y1, y2]; // an arc, where it would cross out labels
     shape(drawing.flows, "path", { class: `flow ${kind}`, d: `M${x1},${y1} C${bend},${first} ${bend},${last} ${x2},${y2}` });
   };
-  drawing.flows.replaceChildren();
   for (const source of sources) line(source, action, "in");
   for (const reader of readers) line(action, reader, "out");
 }

@@ -26,7 +26,7 @@ function labelRows(layout) {
 /** Show the cursor, the selected action, and what is under the pointer. */
 function show() {
   const { system, drawing, slot } = state;
-  drawing.cursor.setAttribute("x", slot * drawing.width);
+  drawing.cursor.setAttribute("x", slot * state.width);
   for (const name of ["selected", "hovered"]) {
     svg.querySelector(`.${name}`)?.classList.remove(name);
     if (state[name]) drawing.elements[state[name].index].classList.add(name);

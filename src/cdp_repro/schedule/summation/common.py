@@ -94,7 +94,7 @@ def due(following: Iterable[Action], open_sums: dict[tuple[int, int], list[int]]
     return found
 
 
-def put_off(slots: Slots, stages: frozenset[int], schedule: Schedule) -> Slots:
+def put_off(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
     """Move each ADD and UPDATE of `stages` to the end of the next slot.
 
     By then the values that they wait for have arrived, so no rank has to wait. An action stays in its slot if the next

@@ -124,7 +124,8 @@ def sum_by_exchange_in_parts(slots: Slots, schedule: Schedule, stages: frozenset
                     whole, leaves = gradient_sum(stage, (m,)), number + slot
                     ends = send(whole.divided(part, parts[stage]), rank, 1 - rank)
                     sends[rank].append((leaves, m, ends[0]))
-                    receives[rank].append((leaves - _start(schedule, m % 2), m, ends[1]))  # it may drift behind so far
+                    # posted earlier by the distance of the workers: the receiver may be that far behind the sender
+                    receives[rank].append((leaves - _start(schedule, m % 2), m, ends[1]))
         computing = {action.rank for action in actions if action.op.is_compute}
         paced = [end for ends in receives for end in _until(number, ends)]
         paced += [end for rank in sorted({0, 1} - computing) for end in _until(number, sends[rank])]

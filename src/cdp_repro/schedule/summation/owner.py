@@ -25,4 +25,4 @@ def sum_at_owner(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Sl
         if m > first:
             yield addition(gradient_sum(stage, range(first, m + 1)), owner)
 
-    return put_off(update_at_once(replace_backwards(slots, stages, sent), schedule, stages), stages, schedule)
+    return put_off(update_at_once(replace_backwards(slots, stages, sent), schedule, stages), schedule, stages)

@@ -11,4 +11,4 @@ from cdp_repro.schedule.summation.common import put_off, update_at_once
 def sum_by_reduce_scatter(slots: Slots, schedule: Schedule, stages: frozenset[int]) -> Slots:
     """Reduce-scatter the gradients of each stage as soon as all ranks have them; update a slot later."""
     slots = join_collectives(slots, schedule, stages, lambda total, rank: total.divided(rank + 1, schedule.ranks))
-    return put_off(update_at_once(slots, schedule, stages), stages, schedule)
+    return put_off(update_at_once(slots, schedule, stages), schedule, stages)

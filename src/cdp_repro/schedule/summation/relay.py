@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, zip_longest
 
-from cdp_repro.schedule.actions import Action, Op, send
+from cdp_repro.schedule.actions import Action, send
 from cdp_repro.schedule.meaning import addition, total_of, update, with_sum
 from cdp_repro.schedule.passes.placing import Slots
 from cdp_repro.schedule.schedule import Schedule
@@ -129,8 +129,12 @@ def _handed_on(
     """Return the actions of `slot` before and after its compute, and drop the totals that are done."""
     early: list[Action] = []
     late: list[Action] = []
+    senders: set[int] = set()
+    receivers: set[int] = set()
 
     def hand_on(total: _Total) -> None:
+        senders.add(total.at)
+        receivers.add(total.waiting[0])
         (early if total.is_ready(before=slot) else late).extend(total.hand_on(schedule))
 
     for stage, version, rank in reads:
@@ -138,12 +142,8 @@ def _handed_on(
         while rank in total.waiting:
             hand_on(total)
         late.append(total.update(schedule, rank, slot))
-    sends = [action for action in (*early, *late) if action.op is Op.SEND]
-    senders, receivers = {action.rank for action in sends}, {action.peer for action in sends}
     for total in totals.values():
         if total.waiting and total.at not in senders and total.waiting[0] not in receivers and total.can_leave(slot):
-            senders.add(total.at)
-            receivers.add(total.waiting[0])
             hand_on(total)
     for key in [key for key, total in totals.items() if not total.updating]:
         del totals[key]

@@ -8,7 +8,6 @@ from cdp_repro.schedule.timelines.ordered import (
     GPipe,
     Interleaved,
     OneForwardOneBackward,
-    TeraPipe,
     ZeroBubble,
 )
 from cdp_repro.schedule.timelines.sequential import Sequential
@@ -27,7 +26,6 @@ TIMELINES: ByName[type[Timeline]] = ByName(
             Cyclic,
             GPipe,
             OneForwardOneBackward,
-            TeraPipe,
             Interleaved,
             ZeroBubble,
             Chimera,

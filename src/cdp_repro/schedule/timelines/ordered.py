@@ -88,12 +88,12 @@ class Ordered(Timeline):
 
     def check(self, placement: str) -> None:
         """Raise ValueError if the stages on a rank of a pipeline are not a chain."""
+        sizes = self.sizes
 
         def fits(ranks: int) -> bool:
             chunk = sizes.stages // ranks
             return all(stage % chunk == 0 or sizes.sources[stage] == (stage - 1,) for stage in range(sizes.stages))
 
-        sizes = self.sizes
         if placement == "pipeline" and not fits(sizes.pipeline_ranks):
             works = [ranks for ranks in range(2, sizes.stages + 1) if sizes.stages % ranks == 0 and fits(ranks)]
             raise ValueError(
@@ -120,6 +120,15 @@ class GPipe(Ordered):
 
     A unit is S/D slots. Branches that join run side by side: a micro-batch passes only E < D ranks one after the other,
     and E replaces D, here and in 1F1B.
+
+    Sequences may be cut into L slices along their tokens, too (`terapipe`, Li et al. 2021). Forwards go from the first
+    tokens of a sequence to the last, backwards the other way. Micro-batches are numbered by their backwards
+    (`Sizes.place`). L = D = 3:
+
+        unit    0  1  2  3  4  5  6  7  8  9
+        rank 0  F2 F1 F0             B0 B1 B2
+        rank 1     F2 F1 F0       B0 B1 B2
+        rank 2        F2 F1 F0 B0 B1 B2
     """
 
     name = "gpipe"
@@ -129,20 +138,6 @@ class GPipe(Ordered):
         forwards, slices = self._of_rank(Op.FORWARD, rank), self.sizes.slices
         sequences = [forwards[first : first + slices][::-1] for first in range(0, len(forwards), slices)]
         return chain(*chain(*sequences), *self._of_rank(Op.BACKWARD, rank))
-
-
-class TeraPipe(GPipe):
-    """GPipe with micro-batches cut along the tokens, too (Li et al. 2021). Forwards go from the first tokens of a
-    sequence to the last, backwards the other way. Micro-batches are numbered by their backwards (`Sizes.place`).
-    L = D = 3:
-
-        unit    0  1  2  3  4  5  6  7  8  9
-        rank 0  F2 F1 F0             B0 B1 B2
-        rank 1     F2 F1 F0       B0 B1 B2
-        rank 2        F2 F1 F0 B0 B1 B2
-    """
-
-    name = "terapipe"
 
 
 class OneForwardOneBackward(Ordered):
