@@ -219,6 +219,10 @@ def test_presets_hold_the_set_up_of_the_paper(name):
             "micro_batches=6 is for modes on placement=single_device or pipeline with one update after them, not for "
             "mode=cdp_v2 on placement=replicated: leave it out",
         ),
+        (
+            ["mode=dp", "speeds=[1,1,1,2]", "micro_batches=6"],
+            "not for mode=dp on placement=single_device with speeds=[1, 1, 1, 2]: leave it out",
+        ),
         (["mode=pipedream", "placement=pipeline", "micro_batches=6"], "not for mode=pipedream on placement=pipeline"),
         (["micro_batches=6", "accumulate=2"], "micro_batches=6 and accumulate=2 both say how many: leave one out"),
         (["micro_batches=3"], "micro_batches=3 for workers=4, which all have one or more: use micro_batches=4"),

@@ -637,6 +637,13 @@ def test_a_process_alone_needs_no_group():
         refuse_differing({"code": "a"})
 
 
+def test_a_process_alone_in_a_group_asks_nobody(monkeypatch):
+    """As under torchrun with one GPU: there is no gloo group, and NCCL moves no tensors of the CPU."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    refuse_differing({"code": "a"})
+
+
 # The same everywhere
 
 

@@ -81,6 +81,18 @@ def test_a_mode_of_the_users_own_is_compared_with_all_where_it_has_as_many_ranks
     assert "mode=matrix is left out: on placement=single_device it has 1 ranks, all others 2" in [*left_out(config)]
 
 
+@pytest.mark.parametrize("mode", ["cdp_v1", "[[1,1],[1,0]]"])
+def test_a_mode_that_is_compared_elsewhere_only_is_compared_on_servers_too_where_they_are_chosen(mode):
+    words = [f"mode={mode}", "workers=2", "model=mlp", "batch_size=16", "placement=parameter_server"]
+    config = compose_config(words)
+    *others, own = compare_systems(config)
+    name = "cdp_v1" if mode == "cdp_v1" else "matrix"
+    assert (own.mode, own.placement, own.largest_staleness) == (name, "parameter_server", 1)
+    assert own.ranks == 3 == next(each.ranks for each in others if each.placement == "parameter_server")
+    shown = systems_text([*others, own], config)
+    assert f"{name} is left out" not in shown and f"mode={name}" not in shown and "mlp on 2 ranks that compute" in shown
+
+
 def test_a_system_that_needs_more_blocks_than_the_model_has_is_left_out_and_named():
     config, found = compared("workers=4", "model.depth=5")
     assert ("interleaved", "pipeline") not in found and ("chimera", "pipeline") in found
