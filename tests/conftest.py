@@ -94,5 +94,6 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the test that takes longest: at the end, the other processes would wait for it."""
-    items.sort(key=lambda item: not item.name.startswith("test_commands_run"))
+    """Begin with the tests that take longest or mostly wait: at the end, the other processes would wait for them."""
+    early = ("test_commands_run", "test_a_rank_that_hangs", "test_a_rank_that_takes_longer", "test_a_link_or_a_host")
+    items.sort(key=lambda item: not item.name.startswith(early))

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 PRELOADED = [
-    "torch", "torch.distributed", "torchvision", "timm", "pytest", "hypothesis", "cdp_repro", "cdp_repro.training.run",
+    "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.pipelining", "torchvision", "timm",
+    "sklearn.datasets", "pytest", "hypothesis", "cdp_repro", "cdp_repro.training.run",
 ]  # fmt: skip
 """A fork server imports these once, so that a rank starts in a fraction of a second: what ranks call lies in modules of
 tests, which import pytest and hypothesis."""

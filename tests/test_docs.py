@@ -139,7 +139,7 @@ def test_the_numbers_of_a_run_are_those_that_are_documented(tmp_path, tiny):
         ]
     ):
         config, run_dir = compose_config([*overrides]), tmp_path / str(number)
-        launch(train, (config, run_dir, ["test"]), config.processes)
+        launch(train, (config, run_dir, ["test"]), config.processes, imports=["torch._dynamo"])
         rows |= {key for line in (run_dir / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
         summaries |= {*json.loads((run_dir / "summary.json").read_text())}
     assert rows == documented("metrics.jsonl") | {"step", "epoch"}

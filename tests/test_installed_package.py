@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -104,12 +106,33 @@ def site(tmp_path: Path) -> Path:
     return info.parent
 
 
-def run(site: Path, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(site: Path, command: str | None, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command, or with None a program given as text."""
+    start = ["-c"] if command is None else ["-m", f"cdp_repro.cli.{command}"]
     paths = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(
-        [sys.executable, "-m", f"cdp_repro.cli.{command}", *arguments], cwd=site.parent, capture_output=True, text=True,
+        [sys.executable, *start, *arguments], cwd=site.parent, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}, timeout=300, check=False,
     )  # fmt: skip
+
+
+PLANS = """
+import json, sys
+from cdp_repro.cli.plan import main
+from cdp_repro.cli.streams import write_error, write_out
+for arguments in json.loads(sys.argv[1]):
+    code = main(arguments)
+    for write in (write_out, write_error):
+        write(f"\\n=== {code}\\n")
+"""
+
+
+def plans(site: Path, *runs: Sequence[str]) -> list[tuple[int, str, str]]:
+    """Return code, output and errors of each of several plans, made in one process: to start one takes seconds."""
+    done = run(site, None, PLANS, json.dumps(runs))
+    outputs, errors = (re.split(r"\n=== (\d)\n", text)[:-1] for text in (done.stdout, done.stderr))
+    assert len(outputs) == len(errors) == 2 * len(runs), done.stderr
+    return [(int(code), out, error) for out, code, error in zip(outputs[::2], outputs[1::2], errors[::2], strict=True)]
 
 
 def test_it_is_trained_on_ranks_exported_and_verified(site):
@@ -126,16 +149,16 @@ def test_it_is_trained_on_ranks_exported_and_verified(site):
 
 def test_a_placement_is_planned_priced_and_trained_although_data_parallelism_cannot_run_on_it(site):
     here = (*RUN, "placement=reversed")
-    planned = run(site, "plan", *here, "--html=plan.html")
-    assert "\ndp is on single_device: it cannot run on placement=reversed\n" in planned.stdout, planned.stderr
-    assert (site.parent / "plan.html").stat().st_size > 10_000
     seconds = (f"cluster.{name}_seconds=[1,1]" for name in ("forward", "backward"))
-    priced = run(site, "plan", *here, "price=true", *seconds)
-    where = [line.split()[:2] for line in priced.stdout.splitlines()]
-    assert ["slow", "reversed"] in where and ["dp", "replicated"] in where, priced.stderr
+    planned, priced, compared = plans(
+        site, [*here, "--html=plan.html"], [*here, "price=true", *seconds], ["--systems", *here]
+    )
+    assert "\ndp is on single_device: it cannot run on placement=reversed\n" in planned[1], planned
+    assert (site.parent / "plan.html").stat().st_size > 10_000
+    where = [line.split()[:2] for line in priced[1].splitlines()]
+    assert ["slow", "reversed"] in where and ["dp", "replicated"] in where, priced
     assert ["dp", "reversed"] not in where
-    compared = run(site, "plan", "--systems", *here)
-    assert ["slow", "reversed"] in [line.split()[:2] for line in compared.stdout.splitlines()], compared.stderr
+    assert ["slow", "reversed"] in [line.split()[:2] for line in compared[1].splitlines()], compared
     done = run(site, "train", *here, "epochs=1", "wandb=disabled", "run_dir=mine")
     assert done.returncode == 0, done.stderr
     assert "data parallelism" in done.stdout
@@ -143,31 +166,23 @@ def test_a_placement_is_planned_priced_and_trained_although_data_parallelism_can
 
 
 def test_a_plan_names_what_is_missing_and_what_cannot_be_imported(site):
-    planned = run(site, "plan", *RUN)
-    assert "timeline of slow" in planned.stdout, planned.stderr
-    unsized = run(site, "plan", "dataset=my_data")
-    assert (unsized.returncode, "dataset.classes has no value yet: give one" in unsized.stderr) == (2, True)
-    broken = run(site, "plan", "mode=broken")
-    assert broken.returncode == 2
-    assert "cdp_repro.modes 'broken', which an installed package has entered as my_package:missing" in broken.stderr
-    assert "AttributeError" in broken.stderr and "Traceback" not in broken.stderr
-    misspelt = run(site, "plan", "mode=slwo", "model=my_nett")
-    assert misspelt.stderr.count("did you mean 'slow'?") == misspelt.stderr.count("did you mean 'my_net'?") == 1
+    planned, unsized, broken, misspelt = plans(
+        site, RUN, ["dataset=my_data"], ["mode=broken"], ["mode=slwo", "model=my_nett"]
+    )
+    assert "timeline of slow" in planned[1], planned
+    assert (unsized[0], "dataset.classes has no value yet: give one" in unsized[2]) == (2, True)
+    code, _, said = broken
+    assert code == 2
+    assert "cdp_repro.modes 'broken', which an installed package has entered as my_package:missing" in said
+    assert "AttributeError" in said and "Traceback" not in said
+    assert misspelt[2].count("did you mean 'slow'?") == misspelt[2].count("did you mean 'my_net'?") == 1
 
 
-def test_a_rule_that_gives_no_numbers_is_told(site):
-    planned = run(site, "plan", *RUN, "mode=half")
-    assert planned.returncode == 2 and "Traceback" not in planned.stderr
-    assert "error: HalfStale: staleness(0, 0) is 0.5: give a whole number, at least 0" in planned.stderr
-
-
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        ("my_whole_net", "model my_whole_net is a Linear: give an nn.Sequential of its blocks, to cut it"),
-        ("my_wrong_net", "cannot train on a micro-batch of 8: part 1 of 2 (Linear) cannot be run: "),
-    ],
-)
-def test_what_is_wrong_with_a_model_is_told(site, model, said):
-    planned = run(site, "plan", *RUN, f"model={model}")
-    assert planned.returncode == 2 and said in planned.stderr and "Traceback" not in planned.stderr
+def test_what_is_wrong_with_a_rule_or_a_model_is_told(site):
+    wrong = {
+        "mode=half": "error: HalfStale: staleness(0, 0) is 0.5: give a whole number, at least 0",
+        "model=my_whole_net": "model my_whole_net is a Linear: give an nn.Sequential of its blocks, to cut it",
+        "model=my_wrong_net": "cannot train on a micro-batch of 8: part 1 of 2 (Linear) cannot be run: ",
+    }
+    for (code, _, said), expected in zip(plans(site, *([*RUN, each] for each in wrong)), wrong.values(), strict=True):
+        assert code == 2 and expected in said and "Traceback" not in said

@@ -77,7 +77,7 @@ def wait_until(condition) -> None:
 
 
 def test_rank_0_answers_and_ranks_share_the_cores(environment, capfd):
-    answer = launch(workers.add, [10], 2)
+    answer = launch(workers.add, [10], 2, imports=["torch"])
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert answer == {
         "rank": 0, "local_rank": "0", "total": 21, "threads": threads, "unpicklable elsewhere": None
@@ -157,7 +157,7 @@ def check_end(folder: Path, started: float, ranks: int) -> None:
 def test_an_exception_ends_the_rank_that_waits_for_a_message(tmp_path, capfd):
     started = time.monotonic()
     with pytest.raises(RankFailedError) as caught:
-        launch(workers.raise_while_the_other_receives, [tmp_path], 2)
+        launch(workers.raise_while_the_other_receives, [tmp_path], 2, imports=["torch"])
     check_end(tmp_path, started, ranks=2)
     assert (caught.value.rank, caught.value.signal_name) == (1, None)
     assert str(caught.value).startswith("rank 1 failed:\nTraceback")
@@ -168,7 +168,7 @@ def test_an_exception_ends_the_rank_that_waits_for_a_message(tmp_path, capfd):
 def test_a_killed_rank_ends_all(tmp_path):
     started = time.monotonic()
     with pytest.raises(RankFailedError, match=r"^rank 1 was killed by SIGKILL") as caught:
-        launch(workers.die_at_a_random_moment, [tmp_path], 2)
+        launch(workers.die_at_a_random_moment, [tmp_path], 2, imports=["torch"])
     check_end(tmp_path, started, ranks=2)
     assert (caught.value.rank, caught.value.exit_code, caught.value.signal_name) == (1, None, "SIGKILL")
 
@@ -654,6 +654,6 @@ def test_equal_hashes_pass_and_differing_ones_are_named_by_all_ranks(tmp_path):
         {"code": "x", "config": "b"},
     ]
     with pytest.raises(LaunchError, match=r"other than on rank 0 are: code on rank 1, 2; data on rank 2\. Give"):
-        launch(workers.compare, [tmp_path, hashes], 3)
+        launch(workers.compare, [tmp_path, hashes], 3, imports=["torch"])
     messages = [(tmp_path / f"refused-{rank}").read_text() for rank in range(3)]
     assert len(set(messages)) == 1

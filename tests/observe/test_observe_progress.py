@@ -29,7 +29,7 @@ def test_images_their_rate_the_time_left_and_the_idle_share_are_shown(monkeypatc
             time.sleep(0.12)  # a bar is drawn anew ten times a second
             progress.step(1.25, 0.25)
     drawn = shown.getvalue()
-    assert re.search(r"/6\.40k \[00:00<00:\d\d, ?\S+ images/s, loss=1\.2500, idle=25%\]", drawn)
+    assert re.search(r"/6\.40k \[00:\d\d<\d\d:\d\d, ?\S+ images/s, loss=1\.2500, idle=25%\]", drawn)
 
 
 def test_a_run_that_goes_on_begins_where_it_stopped_and_tokens_are_named(monkeypatch):

@@ -28,9 +28,8 @@ def test_two_holders_exchange_what_they_have_and_wait_for_it_only_when_they_need
     steps, M = 5, schedule.micro_batches
     slots, _ = built(schedule, steps)
     pairs = [j for j in range(c * n) if strategy_of(schedule, j) is sum_by_exchange]
-    if k == 1:
-        assert pairs == [j for j in range(c * n) if len(schedule.placement.holders(j)) == 2]
-        assert pairs or (placement, n, mode) == ("model_parallel", 4, "dp")
+    assert pairs == [j for j in range(c * n) if len(schedule.placement.holders(j)) == 2]
+    assert pairs or (placement, n, mode) == ("model_parallel", 4, "dp")
     backwards = {(a.stage, a.micro_batch): slot for a, slot in placed(slots, Op.BACKWARD).items()}
     for j in pairs:
         holders = schedule.placement.holders(j)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from summing import built, sums_of
-from written import placed, written
+from written import of_rank, placed, written
 
 from cdp_repro.schedule import Op, Program, Schedule, ScheduleError
 from cdp_repro.schedule.parts import part_of
@@ -183,9 +183,9 @@ def test_what_leaves_in_parts_is_checked_before_anything_starts(monkeypatch):
 def test_parts_of_real_stages_make_a_program_whose_pieces_repeat(mode):
     program = Program(Schedule.build(mode, 2, 6, "replicated", gradient_bytes=RESNET))
     assert len(program.run_from(0)[0].fill) <= 3
-    assert [slot.actions for slot in program.slots(9)] == [
-        slot.actions for slot in Program(Schedule.build(mode, 2, 6, "replicated", gradient_bytes=RESNET)).slots(9)
-    ]
+    made, replayed = written(program.schedule, 9), program.slots(9)
+    assert len(made) == len(replayed)
+    assert all(of_rank(replayed, rank) == of_rank(made, rank) for rank in range(2))
 
 
 @given(data=st.data())

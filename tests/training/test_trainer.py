@@ -301,7 +301,7 @@ def test_a_run_killed_at_a_random_moment_resumes_bitwise(tmp_path, tiny, mode):
     command = [sys.executable, "-m", "cdp_repro.cli.train", *overrides, f"run_dir={tmp_path / 'killed'}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     metrics = tmp_path / "killed" / "metrics.jsonl"
-    enough_rows = random.Random(mode).randrange(5, 100)
+    enough_rows = random.Random(mode).randrange(5, 30)  # early, so that it cannot be over on a busy machine
     while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= enough_rows):
         time.sleep(0.001)
     process.kill()

@@ -13,6 +13,7 @@ from itertools import product
 
 import pytest
 import torch
+from conftest import TINY
 from PIL import Image
 from ranks import run_ranks
 
@@ -35,6 +36,8 @@ COLLECTIVE = ("replicated collectives=true", "zero collectives=true")
 """Two ranks: a sum of two does not depend on its order, so that these are bitwise, too."""
 RUNS = [*(("cdp_v2", name) for name in PLACEMENTS), *(("dp", name) for name in COLLECTIVE)]
 STEPS = 10
+IMPORTS = ("torch._dynamo",)
+"""What each rank would else import for its optimizer, in two seconds."""
 
 
 def config_of(tiny, *overrides):
@@ -97,7 +100,7 @@ def same_outcome(mine, theirs):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The same run on one device, by mode."""
-    tiny = pytest.importorskip("conftest").TINY
+    tiny = TINY
     folder = tmp_path_factory.mktemp("alone")
     for mode in ("dp", "cdp_v1", "cdp_v2"):
         train(config_of(tiny, f"mode={mode}"), folder / mode, ["test"])
@@ -165,10 +168,13 @@ def test_a_baseline_has_no_simulated_peak_of_a_schedule_that_it_does_not_run(tmp
 @pytest.mark.parametrize(("mode", "placement"), RUNS)
 def test_a_killed_rank_ends_all_and_the_run_goes_on_bitwise(tmp_path, tiny, alone, placement, mode):
     config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split())
-    step, rank = random.randrange(3, STEPS), random.randrange(config.processes)
+    draw = random.Random(f"{mode} {placement}")
+    step, rank = draw.randrange(3, STEPS), draw.randrange(config.processes)
     begin = time.monotonic()
     with pytest.raises(RankFailedError, match=rf"rank {rank} was killed by SIGKILL"):
-        launch(train_run, (config, tmp_path / "run", False, step, (rank, signal.SIGKILL)), config.processes, 5.0)
+        launch(
+            train_run, (config, tmp_path / "run", False, step, (rank, signal.SIGKILL)), config.processes, 5.0, IMPORTS
+        )
     assert time.monotonic() - begin < 60, "the start of the processes included"
     run(config, tmp_path / "run", tmp_path, resume=True)
     same_outcome(tmp_path / "run", alone / mode)
@@ -177,9 +183,9 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_bitwise(tmp_path, tiny, alon
 @pytest.mark.parametrize(("mode", "placement"), RUNS)
 def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path, tiny, placement, mode):
     config = config_of(tiny, f"mode={mode}", *f"placement={placement}".split(), "timeout_seconds=20")
-    hurt = random.randrange(config.processes)
+    hurt = random.Random(f"{mode} {placement}").randrange(config.processes)
     with pytest.raises(StalledError, match=f"^rank {hurt} stalls: ") as failure:
-        launch(train_run, (config, tmp_path / "run", False, 4, (hurt, signal.SIGSTOP)), config.processes, 2.0)
+        launch(train_run, (config, tmp_path / "run", False, 4, (hurt, signal.SIGSTOP)), config.processes, 2.0, IMPORTS)
     assert failure.value.ranks == (hurt,)
     told = str(failure.value).splitlines()
     for rank in range(config.processes):  # it was hurt between the checkpoint and its first slot
@@ -204,7 +210,7 @@ def train_slowly(config, run_dir):
 def test_a_rank_that_takes_longer_than_others_wait_is_told_from_a_deadlock(tmp_path, tiny):
     config = config_of(tiny, "placement=replicated", "timeout_seconds=8")
     with pytest.raises(StalledError, match=r"^rank 0 kept others waiting for more than ") as failure:
-        launch(train_slowly, (config, tmp_path / "run"), config.processes, 2.0)
+        launch(train_slowly, (config, tmp_path / "run"), config.processes, 2.0, IMPORTS)
     assert "\n  rank 0 began cutting the model; it was left by the others: " in str(failure.value)
     assert "\n  rank 1 began cutting the model; it has waited in vain" in str(failure.value)
 
@@ -295,7 +301,7 @@ def test_a_damaged_test_image_costs_no_training_and_the_run_goes_on_bitwise(tmp_
     def ends(run_dir, resume=False):
         if placement == "single_device":
             return train(config, run_dir, ["test"], resume)
-        return launch(train, (config, run_dir, ["test"], resume), config.processes, 2)
+        return launch(train, (config, run_dir, ["test"], resume), config.processes, 2, IMPORTS)
 
     ends(tmp_path / "whole")
     damaged = root / "val" / "b" / "9.png"

@@ -11,7 +11,6 @@ import pytest
 import timm
 import torch
 import torchvision
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -46,6 +45,8 @@ def torchvision_resnet18(classes: int = 10) -> nn.Module:
 
 def plain_gpt(tokens: int) -> nn.Module:
     """The decoder of `GPT`, as anyone would write it with transformers."""
+    import transformers  # here: it takes seconds, and every process that runs tests reads this file
+
     sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
     config = transformers.GPT2Config(vocab_size=tokens, **sizes, activation_function="gelu", tie_word_embeddings=False)
     return transformers.GPT2LMHeadModel(config)
