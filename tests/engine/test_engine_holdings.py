@@ -118,6 +118,32 @@ def test_ranks_compare_what_they_have_when_a_run_begins(tmp_path):
     assert losses == [result.losses for result in alone.run(make_batches(2, 2))][-1], "it went on from the state loaded"
 
 
+def train_from_a_state(placement, choices):
+    """Ranks begin with parameters of their own, which nothing reads: all load one state."""
+    first = make_engine("dp", placement, 2, 2, stages=plain_stages, **choices)
+    list(first.run(make_batches(2, 2)))
+    state = [copy.deepcopy(first.state_dict())]
+    dist.broadcast_object_list(state, 0)
+    second = make_engine("dp", placement, 2, 2, stages=stages_of_this_rank, **choices)
+    second.load_state_dict(state[0])
+    return [[result.losses for result in engine.run(make_batches(2, 2))] for engine in (first, second)]
+
+
+def plain_stages(count, seed=0):
+    torch.manual_seed(seed)
+    return [nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double() for _ in range(count)]
+
+
+def stages_of_this_rank(count):
+    return plain_stages(count, dist.get_rank())
+
+
+@pytest.mark.parametrize(("placement", "choices"), [("replicated", {}), ("zero", {}), ("zero", {"collectives": True})])
+def test_ranks_that_have_loaded_one_state_go_on_from_it_whatever_they_had(tmp_path, placement, choices):
+    (one, other), _ = run_ranks(train_from_a_state, 2, placement, choices, folder=tmp_path)
+    assert one == other
+
+
 def test_stages_that_only_one_rank_holds_may_have_another_rate(tmp_path):
     run_ranks(train_with, 2, "pipeline", {"lr": 0.2}, folder=tmp_path)
 

@@ -37,7 +37,7 @@ class TensorMiniBatch:
             nearest = max(1, len(inputs) // micro_batches) * micro_batches
             raise ValueError(
                 f"a mini-batch of {len(inputs)} is not divisible by its {micro_batches} micro-batches "
-                f"of a training step; {nearest} would be. "
+                f"of a training step (slices of the same samples count as one); {nearest} would be. "
                 "The last batch of a DataLoader is left out by drop_last=True"
             )
         self._inputs, self._targets = inputs, targets
@@ -123,7 +123,7 @@ class Feed:
     def __init__(self, batches: Iterable[MiniBatch], first_step: int, ending: Ending) -> None:
         """`ending` tells this rank when all ranks end the run."""
         self._batches: Iterator[MiniBatch] = iter(batches)
-        self._first_step = first_step
+        self.first_step = first_step
         self._ending = ending
         self._held: dict[int, MiniBatch] = {}
         self._error: Exception | None = None
@@ -151,7 +151,7 @@ class Feed:
                 f"another rank has begun more than {self.begun} steps, but the batches of this one end there: give "
                 "all ranks the same number of batches"
             )
-        self._held[self._first_step + self.begun] = batch
+        self._held[self.first_step + self.begun] = batch
         self.begun += 1
         self._ending.begin(self.begun)
         return True

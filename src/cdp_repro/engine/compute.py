@@ -92,6 +92,11 @@ class SavedForward(NamedTuple):
         """The inputs, [B/M, ...] each, that take a gradient."""
         return [each for each in self.inputs if each is not None]
 
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The parameters that the backward reads, by name: those that it has brought, or else the forward's."""
+        return self.version.tensors if self.loan is None else self.loan.tensors
+
     def take_gradients(self) -> list[Tensor | None]:
         """Return the gradients of the inputs, [B/M, ...] or None where there is none, and clear them on the inputs."""
         found = [None if each is None else each.grad for each in self.inputs]
@@ -193,16 +198,15 @@ class StageCompute:
             raise TypeError(f"a stage must return one tensor, the next stage's input; got {type(output).__name__}")
         return output
 
-    def restored(self, saved: SavedForward, version: Version | None) -> AbstractContextManager[None]:
+    def restored(self, saved: SavedForward) -> AbstractContextManager[None]:
         """Return a context with the parameters and buffers for what the backward of `saved` recomputes."""
-        return self._binding.bound_again((version or saved.version).tensors, saved.buffers)
+        return self._binding.bound_again(saved.parameters, saved.buffers)
 
     def backward(
         self,
         saved: SavedForward,
         grad_output: Tensor | None,
         sums: Gradients,
-        version: Version | None = None,
         later: Mapping[str, Tensor] | None = None,
     ) -> list[Tensor | None]:
         """Return the gradients of the stage's inputs, None where there is none; add those of its parameters to `sums`.
@@ -213,8 +217,8 @@ class StageCompute:
 
         `later` are the gradients of what the layers have kept for the slices after this one, by layer.
 
-        For activation checkpointing to recompute with, the parameters of `version` are in place, or else those of the
-        forward. It reads copies of the buffers, which it must not update twice.
+        For activation checkpointing to recompute with, `saved.parameters` are in place. It reads copies of the buffers,
+        which it must not update twice.
         """
         parameters = saved.version.trainable
         if saved.edge is None or grad_output is None:
@@ -225,7 +229,7 @@ class StageCompute:
             edges += [saved.prefix.edges[name] for name in later]
             gradients += later.values()
         known = nullcontext() if saved.prefix is None else saved.prefix.known_to(self._causal)
-        with self.restored(saved, version), known:
+        with self.restored(saved), known:
             accumulate(parameters, sums, edges, gradients)
         return saved.take_gradients()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,22 +19,6 @@ _POLL_SECONDS = 1e-4
 
 Landing = Callable[[Value], tuple[Tensor, Tensor]]
 """Value -> the buffer of the whole value, and the part of it that the message fills."""
-
-
-class Delivery(Protocol):
-    """Starts the messages of one rank. A message without bytes is not sent."""
-
-    def begin(self, batches: Sequence[Batch]) -> None:
-        """Begin a slot in which the rank exchanges `batches`."""
-
-    def send(self, value: Value, peer: int, buffer: Tensor) -> None:
-        """Send a value, or a part of one; the buffer is not written any more."""
-
-    def receive(self, value: Value, peer: int) -> Callable[[], Tensor]:
-        """Get ready for a value; return the function that waits for it and returns the buffer of the whole value."""
-
-    def flush(self) -> None:
-        """Wait until everything has been sent."""
 
 
 class AtOnce:
@@ -65,18 +48,18 @@ class AtOnce:
         self._outgoing.let_go(before=self._slot - self._kept_slots)
 
     def send(self, value: Value, peer: int, buffer: Tensor) -> None:  # noqa: ARG002 - one edge keeps its order
-        """See `Delivery.send`."""
+        """Send a value, or a part of one; the buffer is not written any more."""
         if len(buffer):
             self._outgoing.send(buffer, peer, self._slot, self._groups[self._rank, peer])
 
     def receive(self, value: Value, peer: int) -> Callable[[], Tensor]:
-        """See `Delivery.receive`."""
+        """Get ready for a value; return the function that waits for it and returns the buffer of the whole value."""
         whole, buffer = self._landing(value)
         works = [dist.irecv(buffer, peer, group=self._groups[peer, self._rank])] if len(buffer) else []
         return Transfer(works, whole).wait
 
     def flush(self) -> None:
-        """See `Delivery.flush`."""
+        """Wait until everything has been sent."""
         self._outgoing.flush()
 
 
@@ -119,16 +102,16 @@ class InBatches:
         self._start_ready()
 
     def send(self, value: Value, peer: int, buffer: Tensor) -> None:
-        """See `Delivery.send`."""
+        """See `AtOnce.send`."""
         self._packed[value, peer] = buffer
         self._start_ready()
 
     def receive(self, value: Value, peer: int) -> Callable[[], Tensor]:
-        """See `Delivery.receive`; the batch of the message may have started before, or start later."""
+        """See `AtOnce.receive`; the batch of the message may have started before, or start later."""
         return lambda: self._landed.pop((value, peer)).wait()
 
     def flush(self) -> None:
-        """See `Delivery.flush`."""
+        """See `AtOnce.flush`."""
         assert not self._due, "each batch starts in its slot"
         while self._under_way:
             self._let_go()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cdp_repro.engine.arguments import check_functions, check_stages, refuse_shared_parameters
 from cdp_repro.engine.batches import Feed, MiniBatch, SlicedMiniBatch, TensorMiniBatch, one_tensor, tensors_of
-from cdp_repro.engine.clipping import clipping
+from cdp_repro.engine.clipping import Clipping
 from cdp_repro.engine.compute import Autocast, LossFn, Network
 from cdp_repro.engine.delay import DelayFactory, Uncorrected
 from cdp_repro.engine.delivery import needs_batches
@@ -133,12 +133,12 @@ class Engine:
         self._stages = joined(stages, self.schedule.sizes.sources)
         self._stages.zero_grad()  # remove gradients that another engine may have left
         self._stages.to(self.team.device)
-        clips = None if clip_norm is None else clipping(clip_norm, program, self.team)
+        clips = None if clip_norm is None else Clipping(clip_norm, program, self.team)
         self._network = Network([*self._stages], loss_fn, autocast, self.schedule.sizes.sources)
         self._holdings = Holdings(self.schedule, self._network.stages, self.team, optimizer, delay)
         self._fill = program.steady_step
-        self._traced_steps = max(3, self._fill + 1) if traced_steps is None else traced_steps
-        self._tracer = Tracer(self.schedule, self.team, self._traced_steps)
+        steps = max(3, self._fill + 1) if traced_steps is None else traced_steps
+        self._tracer = Tracer(self.schedule, self.team, steps)
         self._executor = Executor(
             RankProgram(program, self.rank, needs_batches(self.team.device)),
             self._holdings,
@@ -212,18 +212,11 @@ class Engine:
 
     def _results(self, feed: Feed) -> Iterator[StepResult]:
         """Run the program as long as there are batches, then its drain; yield the training steps that finish here."""
-        program, first_step = self._executor.program, self.step
-
-        def upcoming() -> bool:
-            with self.team.positions.noting("ending the run"):
-                return feed.begin_step()
-
         try:
             if self.team.size > 1:
                 self._connect(feed)
             self._holdings.close_seals()
-            self._tracer.begin_run(program.next_slot, first_step)
-            for result in self._executor.run(first_step, upcoming, feed):
+            for result in self._executor.run(feed):
                 self.step = result.step + 1
                 yield result
         except (Exception, KeyboardInterrupt) as error:
@@ -232,7 +225,7 @@ class Engine:
             self._undrained = f"it failed in step {self.step}: {error!r}; load a checkpoint into a new engine{where}"
             self.team.give_up(error, has_sent)
             raise
-        self.step = first_step + feed.begun
+        self.step = feed.first_step + feed.begun
         self._undrained = None
 
     def _as_mini_batch(self, batch: tuple[Tensor, Tensor] | MiniBatch) -> MiniBatch:
@@ -278,7 +271,7 @@ class Engine:
         Raises:
             ValueError: the engine was made to trace nothing.
         """
-        if self._traced_steps == 0:
+        if self._tracer.steps == 0:
             raise ValueError("nothing is traced with traced_steps=0: make the engine with traced_steps=None or 3")
         recorded = self._tracer.recorded()
         parts = [from_plain(each) for each in self.team.gather(as_plain(recorded))] or [recorded]
@@ -308,7 +301,7 @@ class Engine:
     def trace_again(self) -> None:
         """Forget the trace, and trace as many steps from the next one on: after a state of another placement."""
         self._require_drained()
-        self._tracer.begin(self.step, self._traced_steps)
+        self._tracer.begin(self.step)
 
     @property
     def parameter_bytes(self) -> int:

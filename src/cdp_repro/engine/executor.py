@@ -31,7 +31,6 @@ from cdp_repro.engine.split_backward import backward_input
 from cdp_repro.engine.tracing import Tracer
 from cdp_repro.launch.team import Team
 from cdp_repro.schedule import Action, Op, RankProgram, Slot, Value
-from cdp_repro.schedule.program import Upcoming
 from cdp_repro.schedule.values import Kind
 from cdp_repro.trace.rings import ring_bytes
 
@@ -105,12 +104,18 @@ class Executor:
             Op.COLLECTIVE: self._collective,
         }
 
-    def run(self, first_step: int, upcoming: Upcoming, feed: Feed) -> Iterator[StepResult]:
-        """Run the program from `first_step` as long as steps are `upcoming`, then its drain.
+    def run(self, feed: Feed) -> Iterator[StepResult]:
+        """Run the program from the first step of `feed` as long as that begins steps, then its drain.
 
-        Yields the training steps that finish on this rank. `feed` has the mini-batches of the steps that have begun.
+        Yields the training steps that finish on this rank.
         """
-        for slot in self.program.replay(first_step, upcoming):
+
+        def upcoming() -> bool:
+            with self._team.positions.noting("ending the run"):
+                return feed.begin_step()
+
+        self._tracer.begin_run(self.program.next_slot, feed.first_step)
+        for slot in self.program.replay(feed.first_step, upcoming):
             self._tracer.enter(slot, feed.begun)
             yield from self._execute(slot, feed)
         yield from self._finish()
@@ -220,29 +225,28 @@ class Executor:
         # each micro-batch is weighted here, so that gradients only need to be added
         return made | {Kind.OUTPUT_GRADIENT: [torch.full_like(output, self._sizes.gradient_weight)]}
 
-    def _saved(self, action: Action, read: Contents) -> tuple[SavedForward, Version]:
-        """Return what a forward has saved, and the parameters that its backward reads."""
+    def _saved(self, action: Action, read: Contents) -> SavedForward:
+        """Return what a forward has saved, with the parameters that its backward reads."""
         saved: SavedForward = read[Kind.SAVED][0]
         version = saved.version
         if saved.loan is not None:
             version = self._parameters(action, read)
             saved.loan.renew(version.tensors)
         self.ledger.record(action, version.number)
-        return saved, version
+        return saved
 
     def _backward(self, action: Action, read: Contents) -> Contents:
-        saved, version = self._saved(action, read)
+        saved = self._saved(action, read)
         (sums,), (later,) = read[Kind.GRADIENTS] or [{}], read[Kind.PREFIX_GRADIENT] or [None]
-        gradients = self._compute[action.stage].backward(saved, read[Kind.OUTPUT_GRADIENT][0], sums, version, later)
+        gradients = self._compute[action.stage].backward(saved, read[Kind.OUTPUT_GRADIENT][0], sums, later)
         if saved.loan is not None:
             saved.loan.give_back()
         of_prefix = saved.prefix and saved.prefix.take_gradients()
         return {Kind.OUTPUT_GRADIENT: gradients, Kind.GRADIENTS: [sums], Kind.PREFIX_GRADIENT: [of_prefix]}
 
     def _backward_input(self, action: Action, read: Contents) -> Contents:
-        saved, version = self._saved(action, read)
-        grad_output = read[Kind.OUTPUT_GRADIENT][0]
-        gradients, work = backward_input(self._compute[action.stage], saved, grad_output, version)
+        saved = self._saved(action, read)
+        gradients, work = backward_input(self._compute[action.stage], saved, read[Kind.OUTPUT_GRADIENT][0])
         return {Kind.OUTPUT_GRADIENT: gradients, Kind.WEIGHT_WORK: [work]}
 
     def _backward_weights(self, _: Action, read: Contents) -> Contents:
@@ -251,7 +255,7 @@ class Executor:
         return {Kind.GRADIENTS: [sums]}
 
     def _add(self, action: Action, read: Contents) -> Contents:
-        """Add the earlier sum into the later one, which is copied if still needed; a sum may come in parts."""
+        """Add the earlier sum into the later one; what is still needed of either is copied. A sum may come in parts."""
         sums: dict[Value, Gradients] = {}
         for value, content in zip(sorted(action.reads), read[Kind.GRADIENTS], strict=True):
             sums.setdefault(value.whole, {}).update(content if value in action.frees else _copied(content))

@@ -44,6 +44,7 @@ class Holdings:
             Shards(dict(stage.named_parameters()), team.rank, team.size, team.device) for stage in stages if is_sharded
         ]
         """Of each stage; empty if stages are held whole."""
+        self._has_loaded = False
         delays = [self._delay_of(number) for number in range(len(stages))]  # all, so that all ranks refuse the same
         self.states = {
             number: self._state_of(number, delays[number])
@@ -98,10 +99,15 @@ class Holdings:
     def tell_others(self, settings: Mapping[str, object], run: int) -> None:
         """Tell other ranks the settings of this one's engine, its optimizers, and a number for each parameter.
 
-        `run` is the number of the run that begins: before the first with a batch, there may be empty ones.
+        `run` is the number of the run that begins: before the first with a batch, there may be empty ones. With shards,
+        a state that was loaded has changed only the pieces of ranks, of which no two hold the same.
         """
+        is_told = not (self.shards and self._has_loaded)
         stages = {
-            number: (state.optimizer_text, _sums_of_bits(dict(self._stages[number].named_parameters())))
+            number: (
+                state.optimizer_text,
+                _sums_of_bits(dict(self._stages[number].named_parameters()) if is_told else {}),
+            )
             for number, state in self.states.items()
         }
         told = {"settings": {name: str(value) for name, value in settings.items()}, "stages": stages}
@@ -290,6 +296,7 @@ class Holdings:
             raise ValueError(f"the state is damaged, or not of state_dict(): {error!r}") from None
         versions = {number: mine.load_state_dict(own[number]) for number, mine in self.states.items()}
         self._set(step, versions, [stage["buffers"] for stage in stages])
+        self._has_loaded = True
 
     def _checked(self, step: int, stages: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Return what this rank takes of a state, by stage, after a check that it can be loaded."""

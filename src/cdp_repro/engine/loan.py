@@ -24,7 +24,8 @@ class Loan:
         `is_copy`: they are copies that exist only during the forward, and again during the backward.
         """
         self._is_copy = is_copy
-        self._tensors: Mapping[str, Tensor] = {}
+        self.tensors: Mapping[str, Tensor] = {}
+        """The parameters, by name, while they are here."""
         self._names: dict[int, str] = {}
         """Names of the parameters, by storage."""
         self.renew(tensors)
@@ -41,8 +42,8 @@ class Loan:
         is_conjugate, is_negative = tensor.is_conj(), tensor.is_neg()  # views that a flag tells from their base
 
         def unpack() -> Tensor:
-            assert self._tensors, "the parameters are needed while they are not here"
-            storage = self._tensors[name].untyped_storage()
+            assert self.tensors, "the parameters are needed while they are not here"
+            storage = self.tensors[name].untyped_storage()
             found = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
             found = found.conj() if is_conjugate else found
             return torch._neg_view(found) if is_negative else found
@@ -56,11 +57,11 @@ class Loan:
     def give_back(self) -> None:
         """Let go of the parameters; free the memory of copies, even if something still refers to them."""
         if self._is_copy:
-            for tensor in self._tensors.values():
+            for tensor in self.tensors.values():
                 tensor.untyped_storage().resize_(0)
-        self._tensors, self._names = {}, {}
+        self.tensors, self._names = {}, {}
 
     def renew(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the stage's parameters, by name, in a new storage."""
-        self._tensors = tensors
+        self.tensors = tensors
         self._names = {storage_key(tensor): name for name, tensor in tensors.items()}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdp_repro.engine.compute import Version
-from cdp_repro.engine.delivery import AtOnce, Delivery, InBatches
+from cdp_repro.engine.delivery import AtOnce, InBatches
 from cdp_repro.engine.messages import VALUE, VERSION, Layout, Layouts, numbered
 from cdp_repro.engine.shards import Shards, Views
 from cdp_repro.engine.transfers import Transfer
@@ -44,7 +44,7 @@ class Mailbox:
         """For each value being sent: its buffer, and the parts that have not begun."""
         self._arriving: dict[Value, tuple[Tensor, set[int]]] = {}
         """The same for each value that arrives."""
-        self._delivery: Delivery = (
+        self._delivery: AtOnce | InBatches = (
             InBatches(program, device, self._landing) if program.in_batches else AtOnce(program, self._landing)
         )
 

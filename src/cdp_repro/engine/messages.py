@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Layout:
         found = {n: torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for n, t in tensors.items()}
         return cls(dict(sorted(found.items(), key=lambda item: (-item[1].dtype.itemsize, str(item[1].dtype)))))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the message."""
         return sum(layout.nbytes for layout in self.tensors.values())

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from cdp_repro.engine.autograd_graph import children_first
-from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, Version, accumulate
+from cdp_repro.engine.compute import Gradients, SavedForward, StageCompute, accumulate
 
 _Incoming: TypeAlias = tuple[Tensor | None, ...]
 
@@ -37,8 +37,6 @@ class WeightWork:
 
     compute: StageCompute
     saved: SavedForward
-    version: Version
-    """The parameters that the backward reads."""
     grad_output: Tensor | None = None
     """The gradient of the stage's output, if nothing has been done yet."""
     incoming: list[tuple[Node, frozenset[str], _Incoming]] = field(default_factory=list)
@@ -53,30 +51,29 @@ class WeightWork:
     def finish(self, sums: Gradients) -> None:
         """Add the gradients of the parameters to `sums`, by name, as `backward` does."""
         if self.grad_output is not None:
-            self.compute.backward(self.saved, self.grad_output, sums, self.version)
+            self.compute.backward(self.saved, self.grad_output, sums)
         for name, gradient in self.early.items():
             sums[name] = sums[name].add_(gradient) if name in sums else gradient
         parameters = self.saved.version.trainable
         for node, names, gradients in self.incoming:
             ends = [(GradientEdge(node, k), g) for k, g in enumerate(gradients) if g is not None]
             wanted = {name: parameters[name] for name in names}
-            with self.compute.restored(self.saved, self.version):
+            with self.compute.restored(self.saved):
                 accumulate(wanted, sums, [edge for edge, _ in ends], [g for _, g in ends], [*wanted.values()])
 
 
 def backward_input(
-    compute: StageCompute, saved: SavedForward, grad_output: Tensor | None, version: Version
+    compute: StageCompute, saved: SavedForward, grad_output: Tensor | None
 ) -> tuple[list[Tensor | None], WeightWork]:
     """Return the gradients of the stage's inputs, None where there is none, and the work left for its parameters.
 
-    `grad_output`, [B/M, ...], is the gradient of the stage's output; None if the loss does not depend on it. `version`
-    are the parameters that the backward reads.
+    `grad_output`, [B/M, ...], is the gradient of the stage's output; None if the loss does not depend on it.
     """
     if saved.edge is None or grad_output is None or (sides := _sides(saved.edge.node, saved)) is None:
-        return [None] * len(saved.inputs), WeightWork(compute, saved, version, grad_output)
+        return [None] * len(saved.inputs), WeightWork(compute, saved, grad_output)
     uses = Counter(name for names in sides.values() for name in names)
     parameters = saved.version.trainable
-    work = WeightWork(compute, saved, version)
+    work = WeightWork(compute, saved)
     late = set() if compute.sets_hooks else {name for name, count in uses.items() if count == 1}
     handles = [
         node.register_prehook(partial(work.keep, node, names))
@@ -84,7 +81,7 @@ def backward_input(
         if (names := frozenset(joining & late))
     ]
     wanted = {name: parameters[name] for name in uses if name not in late}
-    with compute.restored(saved, version):
+    with compute.restored(saved):
         inputs = [*saved.leaves, *wanted.values()]
         accumulate(wanted, work.early, [saved.edge], [grad_output], inputs, retain_graph=True)
     for handle in handles:

@@ -19,12 +19,13 @@ class Tracer:
     def __init__(self, schedule: Schedule, team: Team, steps: int) -> None:
         self._schedule = schedule
         self._team = team
-        self.begin(0, steps)
+        self.steps = steps
+        self.begin(0)
 
-    def begin(self, first_step: int, steps: int) -> None:
-        """Forget what has been recorded, and record `steps` training steps from `first_step` on."""
-        self.end_step = first_step + steps
-        self.active = steps > 0
+    def begin(self, first_step: int) -> None:
+        """Forget what has been recorded, and record as many training steps from `first_step` on."""
+        self.end_step = first_step + self.steps
+        self.active = self.steps > 0
         self.begins: list[int] = []
         """The first slot of each run that is traced."""
         self._recorder = TraceRecorder(self._team.rank, self._schedule.ranks, self._schedule.sizes)

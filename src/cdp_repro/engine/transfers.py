@@ -23,7 +23,7 @@ class Transfer:
     def wait(self) -> Tensor:
         """Wait for the transfer; return its buffer."""
         for work in self.works:
-            assert work is not None, "the process group is the world's, so every rank is a member"
+            assert work is not None, "every group has all ranks as members"
             work.wait()
         return self.buffer
 
