@@ -309,12 +309,13 @@ def test_an_update_that_is_made_again_once_its_version_is_gone_is_caught(first):
 
 def test_work_of_the_steps_before_the_run_is_not_done_again():
     schedule = Schedule.build("cdp_v1", 2)
-    checker = Checker(schedule, 1)
+    forward, update = "F0.m1@v0: p0@v0 b0.w1! -> s0.m1 x1.m1 b0.w1", "U0@v1: p0@v0! g0[0:2]! -> p0@v1"
+    again, anew = (Checker(schedule, 1, slots_of([[Action.parse(text)]])) for text in (forward, update))
     with pytest.raises(ScheduleError, match=r"b0\.w1 has micro-batch 1 already"):
-        checker.slot(Slot(0, (Action.parse("F0.m1@v0: p0@v0 b0.w1! -> s0.m1 x1.m1 b0.w1"),)))
-    checker._live[0][Value("g", 0, 0, 0, 2)] = -1
+        again.follow(1)
+    anew._live[0][Value("g", 0, 0, 0, 2)] = -1
     with pytest.raises(ScheduleError, match="the rank has made this version before"):
-        checker.slot(Slot(0, (Action.parse("U0@v1: p0@v0! g0[0:2]! -> p0@v1"),)))
+        anew.follow(1)
 
 
 @everywhere
@@ -436,11 +437,11 @@ def test_the_check_goes_slot_by_slot_and_ends_at_the_first_fault():
     schedule, slots = program("cdp_v1", n=2)
     k, p = places(slots, lambda a: a.op is Op.FORWARD and a.micro_batch > 2)[0]
     slots[k][p] = slots[k][p]._replace(version=5)
-    checker = Checker(schedule, 0)
-    for number, slot in enumerate(slots_of(slots)[:k]):
-        assert checker.slot(slot).number == number
+    checker = Checker(schedule, 0, slots_of(slots))
+    checker.follow(k)
+    assert [slot.number for piece in checker.pieces for slot in piece] == [*range(k)]
     with pytest.raises(ScheduleError, match=f"slot {k}, F0.m3@v5: its rule asks for version 0"):
-        checker.slot(slots_of(slots)[k])
+        checker.follow(k + 1)
 
 
 # ------------------------------------------------------------------------------------------- sums

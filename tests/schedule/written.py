@@ -93,9 +93,9 @@ def written(schedule: Schedule, steps: int, first_step: int = 0) -> list[Slot]:
 
 def checked(schedule: Schedule, slots: Sequence[Slot], steps: int, first_step: int = 0) -> list[Slot]:
     """Check a run as a program does."""
-    checker = Checker(schedule, first_step)
-    found = [checker.slot(slot, slots[place + 1 :]) for place, slot in enumerate(slots)]
-    checker.end(first_step + steps)
+    checker = Checker(schedule, first_step, slots)
+    checker.end(steps)
+    (found,) = checker.pieces
     return found
 
 

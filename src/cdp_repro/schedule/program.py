@@ -72,8 +72,6 @@ class Program:
         for run in self._runs.values():
             self._check_given(run)
         self.run_from(0)
-        if self.is_given:
-            self.check_on_nccl()  # a program made by the passes never hangs
 
     def data_parallel(self) -> Program:
         """Return data parallelism on the same sizes and placement, to compare with.
@@ -91,13 +89,6 @@ class Program:
     def edges(self) -> list[Edge]:
         """The directed edges over which ranks send, in all runs, whatever their length."""
         return edges(chain.from_iterable(slots for _, slots in self.samples()), self.roles.after(1))
-
-    def check_on_nccl(self) -> None:
-        """Raise ScheduleError if the program would hang on NCCL; only one that mixes messages and collectives can."""
-        for _, slots in self.samples():
-            stuck = blocked_on_nccl(slots)
-            if stuck is not None:
-                raise ScheduleError(f"rank {stuck.rank}, {stuck.label}: it would wait for ever on NCCL", action=stuck)
 
     def samples(self) -> Iterator[tuple[int, list[Slot]]]:
         """Yield runs, each with its first step, that together show all edges and orders of messages and sums.
@@ -141,8 +132,7 @@ class Program:
         if steps not in run.drains:
             if self.is_given:
                 raise ValueError(f"the program has no drain after {steps} steps from step {run.first_step}")
-            checked = self._checked(generate(self.schedule, run.first_step, steps), run.first_step, steps).checked
-            run.drains[steps] = checked[self.begin(steps) :]
+            run.drains[steps] = self._generated(run.first_step, steps).pieces[-1]
         return run.drains[steps]
 
     @property
@@ -199,21 +189,17 @@ class Program:
         training step, and whose versions are not clipped at 0. It is searched for in longer and longer runs, each made
         anew: so each is longer by as much as a pipeline takes to fill.
         """
-        rule, checker, begin = self.schedule.rule, Checker(self.schedule, first_step), self.begin
+        rule = self.schedule.rule
         longest = rule.longest
         shortest = longest + 2 + rule.least // rule.sizes.updates  # if a run is too short, the next is made anew
         for steps in range(shortest, 3 * longest + MAX_STEPS, max(1, longest)):
-            slots = generate(self.schedule, first_step, steps)
-            for step in range(len(checker.states), steps + 1):  # a longer run begins as a shorter one does
-                checker.follow(slots, begin(step))
+            checker = self._generated(first_step, steps)
             for repeating in range(max(0, longest - first_step), steps):
                 if self._repeats(*checker.states[repeating : repeating + 2]):
-                    checker.follow(slots, len(slots))
-                    checker.end(first_step + steps)
-                    pieces = [checker.checked[begin(step) : begin(step + 1)] for step in range(repeating + 1)]
+                    *pieces, drain = checker.pieces
                     extra = repeating + 1 - steps
-                    drain = self.shifted(checker.checked[begin(steps) :], extra, extra)
-                    return Run(first_step, pieces[:repeating], pieces[repeating], {repeating + 1: drain})
+                    drains = {repeating + 1: self.shifted(drain, extra, extra)}
+                    return Run(first_step, pieces[:repeating], pieces[repeating], drains)
         raise ScheduleError(f"{self.schedule}: none of the first {steps} training steps ends in the state it began in")
 
     def _check_given(self, run: Run) -> None:
@@ -221,14 +207,12 @@ class Program:
 
         Its slots then have their actions in an order in which one process could run them.
         """
-        repeating, begin = len(run.fill), self.begin
-        drains: dict[int, Piece] = {}
+        repeating, drains = len(run.fill), dict[int, Piece]()
         for steps in range(1, repeating + 2):
             checker = self._checked_as_written(run, steps)
-            drains[steps] = checker.checked[begin(steps) :]
-        states, pieces = checker.states, [checker.checked[begin(k) : begin(k + 1)] for k in range(repeating + 1)]
+            *pieces, drains[steps] = checker.pieces
         run.fill, run.period, run.drains = pieces[:repeating], pieces[repeating], drains
-        if not self._repeats(states[repeating], states[repeating + 1]):
+        if not self._repeats(*checker.states[repeating : repeating + 2]):
             raise ScheduleError(
                 f"the period of the run from step {run.first_step} does not end as it begins, one training step later: "
                 "repeated, it would keep more and more values"
@@ -240,19 +224,20 @@ class Program:
 
     def _checked_as_written(self, run: Run, steps: int) -> Checker:
         """Check `steps` training steps of a run from a file; an error says in which piece its fault is."""
+        checker = Checker(self.schedule, run.first_step, [*self._written_out(run, range(steps))])
         try:
-            return self._checked([*self._written_out(run, range(steps))], run.first_step, steps)
+            self._check(checker, steps)
         except ScheduleError as error:
-            raise ScheduleError(str(error), error.slot, error.action, self._piece_at(run, steps, error.slot)) from None
-
-    def _piece_at(self, run: Run, steps: int, slot: int | None) -> tuple[int, str, int]:
-        """Return the piece in which a slot of a run of `steps` steps lies, as `ScheduleError` has it; None: the end."""
-        number, repeating = steps, len(run.fill)
-        if slot is not None:
-            number = max(step for step in range(steps + 1) if self.begin(step) <= slot)
-        if number == steps:
-            return run.first_step, "drain after", min(number, repeating + 1)
-        return run.first_step, "fill" if number < repeating else "period", min(number, repeating)
+            number, repeating = len(checker.pieces) - 1, len(run.fill)  # the last piece has the fault
+            if number == steps:
+                error.piece = run.first_step, "drain after", min(number, repeating + 1)
+            else:
+                error.piece = run.first_step, "fill" if number < repeating else "period", min(number, repeating)
+            raise
+        stuck = blocked_on_nccl(chain.from_iterable(checker.pieces))  # a program made by the passes never hangs
+        if stuck is not None:
+            raise ScheduleError(f"rank {stuck.rank}, {stuck.label}: it would wait for ever on NCCL", action=stuck)
+        return checker
 
     def _repeats(self, before: State, after: State) -> bool:
         """Whether `after` is `before` a training step later, so that the same piece can follow both."""
@@ -261,12 +246,15 @@ class Program:
             (later(rank), later(peer), value.shifted(*ahead), place) for rank, peer, value, place in before
         }
 
-    def _checked(self, slots: Sequence[Slot], first_step: int, steps: int) -> Checker:
-        """Check a whole run of `steps` training steps."""
-        checker = Checker(self.schedule, first_step)
-        for end in (*map(self.begin, range(1, steps + 1)), len(slots)):
-            checker.follow(slots, end)
-        checker.end(first_step + steps)
+    def _generated(self, first_step: int, steps: int) -> Checker:
+        """Return a run that the passes make, checked."""
+        return self._check(Checker(self.schedule, first_step, generate(self.schedule, first_step, steps)), steps)
+
+    def _check(self, checker: Checker, steps: int) -> Checker:
+        """Check a whole run of `steps` training steps, piece by piece."""
+        for step in range(1, steps + 1):
+            checker.follow(self.begin(step))
+        checker.end(steps)
         return checker
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
@@ -76,118 +76,106 @@ def read_program(text: str) -> Program:
         ScheduleError: the text is not a program, or the program cannot run or would compute something other than its
             rule; names the line, shows the grid at the fault, and says why.
     """
-    reader = _Reader(text)
-    schedule, runs = reader.read()
+    header, pieces = _read(text.split("\n"))
+    schedule = _schedule(header, sum(map(len, pieces.values())))
+    found, longest = sorted({step for step, _, _ in pieces}), schedule.rule.longest
+    if len(found) != longest + 1 or found[-1] != longest:
+        needed = "one from 0" if longest == 0 else f"one from each of 0 to {longest}"
+        raise ScheduleError(f"the file has runs from the steps {found}: {schedule} needs {needed}")
+    runs = {step: _run(step, schedule, pieces) for step in found}
     try:
         return Program(schedule, runs)
     except ScheduleError as error:
-        raise ScheduleError(f"{reader.place_of(error)}{error}") from None
+        raise ScheduleError(f"{_place_of(error, pieces)}{error}") from None
 
 
-_Lines = list[tuple[int, int, Action]]
-"""A piece as it is read: the number, slot and action of each line."""
+_Pieces = dict[tuple[int, str, int], list[tuple[int, int, Action]]]
+"""The number, slot and action of each line of a piece, by the first step of its run, and its kind and number."""
 
 
-class _Reader:
-    """Reads a program line by line; an error in a line names it."""
+def _read(lines: Sequence[str]) -> tuple[dict[str, Any], _Pieces]:
+    """Return the header and the pieces; an error in a line names it."""
+    if "\r" in "".join(lines[:2]):
+        raise _broken(1, "lines end in CR LF: write the file with LF line ends, as `tr -d '\\r'` does")
+    if lines[0].strip() != FIRST_LINE:
+        raise _broken(1, f"a program begins with the line {FIRST_LINE!r}; this is {lines[0][:60]!r}")
+    header: dict[str, Any] = {}
+    pieces: _Pieces = {}
+    place: tuple[int, str, int] | None = None
+    first_step, rank = -1, -1
+    for number, line in enumerate((each.split("//")[0].strip() for each in lines[1:]), start=2):
+        if not line:
+            continue
+        if (section := _SECTION.fullmatch(line)) is not None:
+            rank = -1
+            if section["kind"] == "run from step":
+                first_step, place = int(section["number"]), None
+                continue
+            if first_step < 0:
+                raise _broken(number, f"{line!r} stands before the first `run from step ...`")
+            place = first_step, section["kind"], int(section["number"])
+            if place in pieces:
+                raise _broken(number, f"{line!r} stands twice in the run from step {first_step}")
+            pieces[place] = []
+        elif first_step < 0:
+            name, value = _entry(number, line)
+            if name in header:
+                raise _broken(number, f"the header has {name} twice")
+            header[name] = value
+        elif (said := _RANK.fullmatch(line)) is not None:
+            rank = int(said[1])
+        elif place is None or rank < 0:
+            raise _broken(number, f"{line!r} belongs to no rank of a piece: it needs `fill 0` and `rank 0` before it")
+        else:
+            pieces[place].append(_action(number, line, rank))
+    return header, pieces
 
-    def __init__(self, text: str) -> None:
-        self._lines = text.split("\n")
-        self._sections: dict[tuple[int, str, int], _Lines] = {}
-        """By the first step of the run, and the kind and number of the piece."""
 
-    def read(self) -> tuple[Schedule, dict[int, Run]]:
-        """Return the schedule of the header, and the runs by their first step."""
-        if "\r" in "".join(self._lines[:2]):
-            raise _broken(1, "lines end in CR LF: write the file with LF line ends, as `tr -d '\\r'` does")
-        if self._lines[0].strip() != FIRST_LINE:
-            raise _broken(1, f"a program begins with the line {FIRST_LINE!r}; this is {self._lines[0][:60]!r}")
-        header: dict[str, Any] = {}
-        place: tuple[int, str, int] | None = None
-        first_step, rank = -1, -1
-        for number, line in self._meaningful():
-            if (section := _SECTION.fullmatch(line)) is not None:
-                rank = -1
-                if section["kind"] == "run from step":
-                    first_step, place = int(section["number"]), None
-                    continue
-                if first_step < 0:
-                    raise _broken(number, f"{line!r} stands before the first `run from step ...`")
-                place = first_step, section["kind"], int(section["number"])
-                if place in self._sections:
-                    raise _broken(number, f"{line!r} stands twice in the run from step {first_step}")
-                self._sections[place] = []
-            elif first_step < 0:
-                name, value = _entry(number, line)
-                if name in header:
-                    raise _broken(number, f"the header has {name} twice")
-                header[name] = value
-            elif (said := _RANK.fullmatch(line)) is not None:
-                rank = int(said[1])
-            elif place is None or rank < 0:
-                raise _broken(
-                    number, f"{line!r} belongs to no rank of a piece: it needs `fill 0` and `rank 0` before it"
-                )
-            else:
-                self._sections[place].append(_action(number, line, rank))
-        schedule = _schedule(header, sum(map(len, self._sections.values())))
-        found, longest = sorted({step for step, _, _ in self._sections}), schedule.rule.longest
-        if len(found) != longest + 1 or found[-1] != longest:
-            needed = "one from 0" if longest == 0 else f"one from each of 0 to {longest}"
-            raise ScheduleError(f"the file has runs from the steps {found}: {schedule} needs {needed}")
-        return schedule, {step: self._run(step, schedule) for step in found}
+def _run(first_step: int, schedule: Schedule, pieces: _Pieces) -> Run:
+    """Return a run from its pieces."""
+    named = {(kind, number): each for (step, kind, number), each in pieces.items() if step == first_step}
+    repeating = sum(kind == "fill" for kind, _ in named)
+    steps = range(1, repeating + 2)
+    needed = [*(("fill", n) for n in range(repeating)), ("period", repeating), *(("drain after", n) for n in steps)]
+    if sorted(named) != sorted(needed):
+        found, wanted = (", ".join(f"{kind} {number}" for kind, number in each) for each in (named, needed))
+        raise ScheduleError(f"the run from step {first_step} has the pieces {found}: it needs {wanted}")
+    begin, most = begins(schedule), (2 * schedule.rule.longest + MAX_STEPS) * schedule.slots_per_step
 
-    def _meaningful(self) -> Iterator[tuple[int, str]]:
-        """Yield the lines after the first, without comments and blank lines, with their numbers."""
-        for number, line in enumerate(self._lines[1:], start=2):
-            said = line.split("//")[0].strip()
-            if said:
-                yield number, said
+    def piece(kind: str, step: int) -> list[Slot]:
+        actions: dict[int, list[Action]] = defaultdict(list)
+        reached: dict[int, int] = {}
+        """By rank: the slot of its line before."""
+        first, end = begin(step), begin(step + 1)
+        if is_drain := kind == "drain after":
+            end = first + most
+        for line, slot, action in named[kind, step]:
+            if not first <= slot < end:
+                raise _broken(line, f"{kind} {step} has the slots {first} to {end - 1}")
+            if slot < (before := reached.get(action.rank, first)):
+                raise _broken(line, f"slot {slot} stands after slot {before}: a rank runs slot after slot")
+            reached[action.rank] = slot
+            actions[slot].append(action)
+        slots = range(first, 1 + max(actions, default=first - 1) if is_drain else end)
+        return [Slot(number, tuple(actions[number])) for number in slots]
 
-    def _run(self, first_step: int, schedule: Schedule) -> Run:
-        """Return a run from its sections."""
-        named = {(kind, number): each for (step, kind, number), each in self._sections.items() if step == first_step}
-        fill = [number for kind, number in named if kind == "fill"]
-        repeating, steps = len(fill), range(1, len(fill) + 2)
-        needed = [*(("fill", n) for n in range(repeating)), ("period", repeating), *(("drain after", n) for n in steps)]
-        if sorted(named) != sorted(needed):
-            found, wanted = (", ".join(f"{kind} {number}" for kind, number in each) for each in (named, needed))
-            raise ScheduleError(f"the run from step {first_step} has the pieces {found}: it needs {wanted}")
-        begin, most = begins(schedule), (2 * schedule.rule.longest + MAX_STEPS) * schedule.slots_per_step
+    return Run(
+        first_step,
+        [piece("fill", step) for step in range(repeating)],
+        piece("period", repeating),
+        {after: piece("drain after", after) for after in steps},
+    )
 
-        def piece(kind: str, step: int) -> list[Slot]:
-            actions: dict[int, list[Action]] = defaultdict(list)
-            reached: dict[int, int] = {}
-            """By rank: the slot of its line before."""
-            first, end = begin(step), begin(step + 1)
-            if is_drain := kind == "drain after":
-                end = first + most
-            for line, slot, action in named[kind, step]:
-                if not first <= slot < end:
-                    raise _broken(line, f"{kind} {step} has the slots {first} to {end - 1}")
-                if slot < (before := reached.get(action.rank, first)):
-                    raise _broken(line, f"slot {slot} stands after slot {before}: a rank runs slot after slot")
-                reached[action.rank] = slot
-                actions[slot].append(action)
-            slots = range(first, 1 + max(actions, default=first - 1) if is_drain else end)
-            return [Slot(number, tuple(actions[number])) for number in slots]
 
-        return Run(
-            first_step,
-            [piece("fill", step) for step in range(repeating)],
-            piece("period", repeating),
-            {after: piece("drain after", after) for after in steps},
-        )
-
-    def place_of(self, error: ScheduleError) -> str:
-        """Return how a message begins: with the line of the fault, or else with the piece."""
-        if error.piece is None:
-            return ""
-        for line, slot, action in self._sections[error.piece]:
-            if (slot, action) == (error.slot, error.action):
-                return f"line {line}: "
-        first_step, kind, number = error.piece
-        return f"run from step {first_step}, {kind} {number}: "
+def _place_of(error: ScheduleError, pieces: _Pieces) -> str:
+    """Return how a message begins: with the line of the fault, or else with the piece."""
+    if error.piece is None:
+        return ""
+    for line, slot, action in pieces[error.piece]:
+        if (slot, action) == (error.slot, error.action):
+            return f"line {line}: "
+    first_step, kind, number = error.piece
+    return f"run from step {first_step}, {kind} {number}: "
 
 
 def _entry(number: int, line: str) -> tuple[str, Any]:

@@ -72,30 +72,30 @@ def blocked_on_nccl(slots: Iterable[Slot]) -> Action | None:
     A rank begins something when what it issued before has ended. A batch ends when all its messages have begun at their
     other ends, and a collective when all ranks have begun it.
     """
-    waits: TopologicalSorter[Hashable] = TopologicalSorter()
-    action_of: dict[Hashable, Action] = {}
+    waits: TopologicalSorter[tuple[int, int]] = TopologicalSorter()
+    """Of moments: (rank, k) is when the rank has ended k things, and begins the next."""
+    action_of: dict[tuple[int, int], Action] = {}
     issued: Counter[int] = Counter()
     come_to: Counter[Hashable] = Counter()
     meetings: defaultdict[Hashable, list[tuple[int, int]]] = defaultdict(list)
-    """For each message and each collective: the things, by rank and number, with which ranks come to it."""
+    """For each message and each collective: the moments at which ranks come to it."""
     for rank, things in _issued(slots):
-        issued[rank] += 1
         begin = rank, issued[rank]
-        waits.add(begin, (rank, issued[rank] - 1, "end"))
-        waits.add((*begin, "end"), begin)
+        issued[rank] += 1
+        waits.add((rank, issued[rank]), begin)
         for action in things:
-            action_of[begin] = action_of[(*begin, "end")] = action
+            action_of[begin] = action
             if action.op in (Op.SEND, Op.COLLECTIVE):
                 met = action if action.op is Op.SEND else Op.COLLECTIVE  # all ranks join collectives in one order
                 come_to[rank, met] += 1  # the same set of buffers travels again and again
                 meetings[met, come_to[rank, met]].append(begin)
     for meeting in meetings.values():
-        for begin in meeting:
-            waits.add((*begin, "end"), *meeting)
+        for rank, place in meeting:
+            waits.add((rank, place + 1), *meeting)
     try:
         waits.prepare()
     except CycleError as error:
-        return next(action_of[node] for node in error.args[1] if node in action_of)
+        return action_of[error.args[1][0]]
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
 from itertools import product
 
 from cdp_repro.schedule.actions import Action, Op
@@ -21,27 +21,19 @@ def compute(schedule: Schedule, first_step: int, steps: int) -> Slots:
     activations of one micro-batch (for odd N: N/2 plus half a stage). Within each kind, actions are in the order of the
     micro-batches, in which gradients are added.
     """
-    forwards_are_last = schedule.spec.slot_order == "backward_first"
-    timed = [*_timed(schedule, first_step, steps)]
-    slots: Slots = [[] for _ in range(max([steps * schedule.slots_per_step, *(slot + 1 for slot, _ in timed)]))]
-    for slot, action in timed:
-        slots[slot].append(action)
-    for actions in slots:
-        actions.sort(key=lambda action: ((action.op is Op.FORWARD) is forwards_are_last, action.micro_batch))
-    return slots
-
-
-def _timed(schedule: Schedule, first_step: int, steps: int) -> Iterator[tuple[int, Action]]:
-    """Yield each forward and backward with its slot, counted from the start of the run."""
-    sizes, timeline, replicas = schedule.sizes, schedule.timeline, schedule.sizes.replicas
-    micro_batches, period, slot_of = sizes.micro_batches, timeline.period, {Op.FORWARD: timeline.forward}
+    sizes, timeline, period = schedule.sizes, schedule.timeline, schedule.slots_per_step
+    slot_of = {Op.FORWARD: timeline.forward}
     if timeline.splits_backward:
         slot_of |= {Op.BACKWARD_INPUT: timeline.backward, Op.BACKWARD_WEIGHTS: timeline.backward_weights}
     else:
         slot_of[Op.BACKWARD] = timeline.backward
+    found: defaultdict[int, list[Action]] = defaultdict(list)
     for step, i, stage in product(range(steps), range(sizes.turns), range(sizes.stages)):
-        first = (first_step + step) * micro_batches + i * replicas
+        first = (first_step + step) * sizes.micro_batches + i * sizes.replicas
         for op, within in slot_of.items():
-            slot = step * period + within(i, stage)
-            for m in range(first, first + replicas):
-                yield slot, compute_action(schedule, op, m, stage)
+            computes = [compute_action(schedule, op, m, stage) for m in range(first, first + sizes.replicas)]
+            found[step * period + within(i, stage)] += computes
+    forwards_are_last = schedule.spec.slot_order == "backward_first"
+    for actions in found.values():
+        actions.sort(key=lambda action: ((action.op is Op.FORWARD) is forwards_are_last, action.micro_batch))
+    return [found[slot] for slot in range(max([steps * period, *(slot + 1 for slot in found)]))]

@@ -6,7 +6,6 @@ strategies: the values of the actions say everything.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 
 from cdp_repro.schedule.actions import Action, Op
@@ -37,16 +36,13 @@ def _updates_after_sends(actions: list[Action]) -> list[Action]:
     Updates stay behind the sums that they need, and before others for which the rank may have to wait.
     """
     last_sends = {action.rank: place for place, action in enumerate(actions) if action.op is Op.SEND}
-    if not last_sends:
-        return actions
-    found: list[Action] = []
-    held: dict[int, list[Action]] = defaultdict(list)
-    for place, action in enumerate(actions):
+
+    def place_of(numbered: tuple[int, Action]) -> tuple[int, bool]:
+        place, action = numbered
         last = last_sends.get(action.rank, -1)
-        (held[action.rank] if action.op is Op.UPDATE and place < last else found).append(action)
-        if place == last:
-            found += held.pop(action.rank, ())
-    return found
+        return (last, True) if action.op is Op.UPDATE and place < last else (place, False)
+
+    return [action for _, action in sorted(enumerate(actions), key=place_of)]
 
 
 def strategy_of(schedule: Schedule, stage: int) -> Strategy:
