@@ -46,7 +46,7 @@ def test_help_teaches(capsys):
     assert command.main(["--help"]) == 0
     shown = capsys.readouterr().out
     values = shown.partition("Values (key=value):\n")[2].splitlines()
-    assert values and all(" " not in line.strip() or line[35:37] == "  " for line in values)
+    assert values and all(" " not in line.strip() or line[29:31] == "  " for line in values)
     for text in ("mode=cdp_v1 dataset=cifar10", "slot_order=paper", "paper/imagenet_resnet50", "resume=",
                  "launcher.jobs=1", "launcher.partition=     "):  # fmt: skip
         assert text in shown

@@ -96,7 +96,8 @@ class Command:
                     hint = f": a setting has no dashes, write {word if '=' in word else f'{key}=...'}"
                 if unknown[0] in ("-m", "--multirun"):
                     hint = f": {self.name} takes one run at a time; cdp-train sweeps over many"
-                write_error(f"unknown option {unknown[0]}{hint}\n\n{self.usage}")
+                how, _, _ = self.usage.partition("\n\n")
+                write_error(f"unknown option {unknown[0]}{hint}\n\n{how}\n\n{self.name} --help explains all\n")
                 result.code = 2
             elif given.help:
                 write_out(help_text(self.usage + HYDRA_USAGE.format(name=self.name) + self.more_help()))
