@@ -28,7 +28,7 @@ collect each as it finishes. Safe to stop, to kill and to repeat: finished runs
 are skipped, others go on from their newest checkpoint.
 
   python {script}
-      {default}
+{default}
   python {script} --seeds=1 --jobs=4
       one seed of each cell, four runs at once
   python {script} --slurm=sweep.sh && sbatch sweep.sh
@@ -67,7 +67,7 @@ def main(study_names: Sequence[str], arguments: Sequence[str], script: str) -> i
         write_out(
             USAGE.format(
                 script=script,
-                default=wrapped(f"      {', '.join(study_names)}", 6).lstrip(),
+                default=wrapped(f"      {', '.join(study_names)}", 6),
                 studies=wrapped(f"Studies: {', '.join(STUDIES)}", 9),
                 keys=wrapped(f"Keys, as cdp-train has them: {', '.join(SWEEP_KEYS)}", 6),
             )

@@ -54,9 +54,9 @@ _LARGEST_SIZES = {
          "dataset.classes", "dataset.train_samples", "dataset.test_samples", "model.hidden", "model.width",
          "model.heads", "model.context"), 2**31 - 1,
     ),
-    "model.depth": 1000,
+    "model.depth": 1000,  # a model of more blocks takes seconds to build and to measure
 }  # fmt: skip
-"""A model of more blocks takes seconds to build and to measure."""
+"""The largest value of a whole number."""
 LARGEST_RATE = 1e38
 LARGEST_SECONDS = 1e9
 """Thirty years; prices of more would overflow."""

@@ -1,4 +1,7 @@
-"""When a rank's messages start: each where it stands in the program, or many at once, as NCCL needs them."""
+"""When a rank's messages start: each where it stands in the program, or many at once, as NCCL needs them.
+
+A message without bytes is not sent.
+"""
 
 from __future__ import annotations
 
