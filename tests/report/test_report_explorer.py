@@ -251,11 +251,14 @@ def test_on_paper_the_whole_timeline_is_there(page):
     right = "document.getElementById('drawing').getBoundingClientRect().right"
     assert page.ask(right) > 700
     heights = page.ask("document.getElementById('drawing').getBoundingClientRect().height")
+    rows = "[...svg.querySelectorAll('.cell')].map(e => e.getBoundingClientRect().y - svg.getBoundingClientRect().y)"
+    places = page.ask(rows)
     page.print_style()
     assert page.ask(right) <= 700
     assert page.ask("document.getElementById('drawing').getBoundingClientRect().height") == heights, (
         "rows keep their labels"
     )
+    assert page.ask(rows) == pytest.approx(places, abs=1)
     assert page.ask("getComputedStyle(document.querySelector('.controls')).display") == "none"
 
 
